@@ -21,7 +21,9 @@ from typing import Any
 
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind, KvLayer
-from kvarts.kv.grouped_cache import GroupedCache, GroupedHolding, PartGroup
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.run_cache import RunCache
+from kvarts.kv.spans import RunHolding
 
 Workload = dict[str, Any]
 
@@ -87,9 +89,9 @@ class Driven:
     """One cache, and the requests of one workload, answered as vllm_groups.py does."""
 
     def __init__(self, workload: Workload) -> None:
-        groups = [PartGroup(layer_of(kind, span), part_bytes=1) for kind, span in workload["groups"]]
-        self.cache = GroupedCache(groups, page_size=workload["page_size"], total_bytes=workload["num_parts"])
-        self.requests: dict[int, GroupedHolding] = {}
+        groups = tuple(PartGroup(layer_of(kind, span), part_bytes=1) for kind, span in workload["groups"])
+        self.cache = RunCache(GroupMemory(groups), page_size=workload["page_size"], total_bytes=workload["num_parts"])
+        self.requests: dict[int, RunHolding] = {}
 
     def do(self, operation: list[Any]) -> list[Any]:
         """Carry out one operation; return what it came to, the parts in use by group, and the free ones."""
@@ -103,10 +105,15 @@ class Driven:
         content = Content.from_tokens(tokens, page_size=page_size, owner=request_id)
         match = self.cache.match(content, (len(tokens) - 1) // page_size)
         num_hit = match.num_pages * page_size
-        holding = self.cache.open(content, match, min(num_new, len(tokens) - num_hit))
-        if holding is not None:
-            self.requests[request_id] = holding
-        return [num_hit, holding is not None]
+        end = num_hit + min(num_new, len(tokens) - num_hit)
+        num_pages = -(-end // page_size) - match.num_pages
+        found = [piece for pieces in self.cache.tree.pieces(match) for piece in pieces]
+        idle = sum(last - first for run, first, last in found if not run.holders)
+        fits = num_pages * self.cache.page_bytes + idle <= self.cache.free_bytes
+        if fits:
+            holding = self.requests[request_id] = self.cache.begin(content, match)
+            self.cache.extend(holding, end)
+        return [num_hit, fits]
 
     def step(self, request_id: int, num_new: int) -> list[Any]:
         """Go on with known tokens, or with one that was sampled."""
@@ -116,13 +123,18 @@ class Driven:
         content = holding.content
         if holding.num_tokens == content.num_known_tokens:
             content.append(num_new.to_bytes(8, "little"))
-        return [self.cache.advance(holding, min(num_new, content.num_known_tokens - holding.num_tokens))]
+        num_new = min(num_new, content.num_known_tokens - holding.num_tokens)
+        self.cache.settle(holding, holding.num_tokens)
+        fits = self.cache.missing_bytes(holding, num_new) <= self.cache.free_bytes
+        if fits:
+            self.cache.extend(holding, holding.num_tokens + num_new)
+        return [fits]
 
     def close(self, request_id: int) -> list[Any]:
         """End a request."""
         holding = self.requests.pop(request_id, None)
         if holding is not None:
-            self.cache.close(holding)
+            self.cache.close(holding, holding.num_tokens // self.cache.page_size)
         return [holding is not None]
 
 

@@ -1,6 +1,6 @@
 """Random bodies, heads and schemas at the HTTP door of a mock: does it stay up, small and quick for everybody else?
 
-    python benchmarks/fuzz_http.py [--minutes 60] [--seed 0] [--clients 4]
+    python benchmarks/fuzz_http.py [--minutes 60] [--seed 0] [--clients 4] [--pause-s 0]
 
 Starts `kvarts mock` with three owners and every law of page accounting checked after every step (--audit). Some clients
 send what they make up: JSON with fields of any type and size, schemas that refer to themselves and to each other, bytes
@@ -224,12 +224,13 @@ class Account:
                 self.wrong[wrong] += 1
 
 
-def fuzz(url: str, seed: int, account: Account, until: Callable[[], bool]) -> None:
+def fuzz(url: str, seed: int, account: Account, pause_s: float, until: Callable[[], bool]) -> None:
     """Send what is made up, one connection after the other."""
     maker = Maker(seed)
     rng = maker.rng
     host, _, port = urlsplit(url).netloc.partition(":")
     while not until():
+        time.sleep(pause_s)
         path = rng.choices(PATHS, WEIGHTS)[0]
         payload = maker.payload(path)
         kind = rng.choices(["whole", "half", "heads", "nonsense", "go"], (20, 2, 2, 1, 3))[0]
@@ -297,6 +298,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="after each request of a client")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         keys, admin = Path(directory, "keys"), Path(directory, "admin")
@@ -332,13 +334,24 @@ def _run(server: subprocess.Popen[str], arguments: argparse.Namespace) -> int:
     account = Account()
     end = time.monotonic() + arguments.minutes * 60
     clients = [
-        threading.Thread(target=fuzz, args=(url, arguments.seed * 1000 + k, account, lambda: time.monotonic() > end))
+        threading.Thread(
+            target=fuzz,
+            args=(url, arguments.seed * 1000 + k, account, arguments.pause_s, lambda: time.monotonic() > end),
+        )
         for k in range(arguments.clients)
     ]
+    sampling, resident_mib = threading.Event(), list[float]()
+
+    def sample() -> None:
+        while not sampling.wait(60.0):
+            resident_mib.append(round((memory_of(server.pid, "VmRSS") - idle) / MIB, 1))
+
+    threading.Thread(target=sample, daemon=True).start()
     for client in clients:
         client.start()
     for client in clients:
         client.join()
+    sampling.set()
     grown = memory_of(server.pid, "VmHWM") - idle
     is_alive = victim.is_alive() and server.poll() is None
     victim.terminate()
@@ -363,6 +376,7 @@ def _run(server: subprocess.Popen[str], arguments: argparse.Namespace) -> int:
         "minutes": arguments.minutes,
         "answered": dict(sorted(account.answered.items())),
         "grown_mib": round(grown / MIB, 1),
+        "grown_mib_each_minute": resident_mib,
         "worst_p99_s": round(worst, 3),
         "wrong": account.wrong.most_common(5),
         "said": lines[-5:],

@@ -16,13 +16,23 @@ from pathlib import Path
 from kvarts.hardware import load_geometry
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.hardware.sequences import local_kv_groups
-from kvarts.kv.grouped_cache import GroupedCache, PartGroup, Retention
+from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.run_cache import RunCache
+from kvarts.kv.spans import RunHolding
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 from kvarts.units import parse_bytes
 
 
-def hit_tokens(trace: Trace, cache: GroupedCache, step_tokens: int) -> tuple[int, int]:
+def advance(cache: RunCache, holding: RunHolding, num_new: int, *, is_end: bool = False) -> None:
+    """Compute the next tokens of a sequence."""
+    cache.settle(holding, holding.num_tokens)
+    if cache.missing_bytes(holding, num_new) > cache.free_bytes:
+        raise SystemExit(f"{holding.num_tokens + num_new} tokens do not fit")
+    cache.extend(holding, holding.num_tokens + num_new, is_end=is_end)
+
+
+def hit_tokens(trace: Trace, cache: RunCache, step_tokens: int) -> tuple[int, int]:
     """Return the prompt tokens that were found, and all of them."""
     found = asked = 0
     page_size = cache.page_size
@@ -31,21 +41,16 @@ def hit_tokens(trace: Trace, cache: GroupedCache, step_tokens: int) -> tuple[int
         match = cache.match(content, (row.num_prompt_tokens - 1) // page_size)
         num_known = match.num_pages * page_size
         found, asked = found + num_known, asked + row.num_prompt_tokens
-        num_new = min(step_tokens, row.num_prompt_tokens - num_known)
-        holding = cache.open(content, match, num_new, is_end=num_known + num_new == row.num_prompt_tokens)
-        if holding is None:
-            raise SystemExit(f"{row.num_prompt_tokens} tokens do not fit")
+        holding = cache.begin(content, match)
         while holding.num_tokens < row.num_prompt_tokens:
             num_new = min(step_tokens, row.num_prompt_tokens - holding.num_tokens)
             is_end = holding.num_tokens + num_new == row.num_prompt_tokens
-            if not cache.advance(holding, num_new, is_end=is_end):
-                raise SystemExit(f"{row.num_prompt_tokens} tokens do not fit")
+            advance(cache, holding, num_new, is_end=is_end)
         end = row.num_prompt_tokens + row.num_output_tokens - 1  # the last token is not computed
         while holding.num_tokens < end:
             num_new = min(page_size - holding.num_tokens % page_size, end - holding.num_tokens)
-            if not cache.advance(holding, num_new):
-                raise SystemExit(f"{end} tokens do not fit")
-        cache.close(holding)
+            advance(cache, holding, num_new)
+        cache.close(holding, holding.num_tokens // page_size)
     return found, asked
 
 
@@ -75,7 +80,8 @@ def main() -> None:
             shares = []
             start = time.perf_counter()
             for name, of_way, keeps in ways:
-                cache = GroupedCache(of_way, page_size=args.page_size, total_bytes=parse_bytes(memory), keeps=keeps)
+                parts = GroupMemory(tuple(of_way), keeps)
+                cache = RunCache(parts, page_size=args.page_size, total_bytes=parse_bytes(memory))
                 found, asked = hit_tokens(trace, cache, args.step_tokens)
                 shares.append(f"{name} {100 * found / asked:.2f} %")
             took = time.perf_counter() - start

@@ -93,8 +93,9 @@ class Watched:
 class Fuzz:
     """What is sent, by one thread for each kind, until `stop`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pause_s: float = 0.0) -> None:
         self.seed = seed
+        self.pause_s = pause_s
         self.stop = threading.Event()
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
@@ -105,7 +106,7 @@ class Fuzz:
         rng = random.Random(f"{self.seed} {kind}")
 
         def run() -> None:
-            while not self.stop.is_set():
+            while not self.stop.wait(self.pause_s):
                 try:
                     self.counts[f"{kind}: {step(rng)}"] += 1
                 except Exception as error:
@@ -395,8 +396,8 @@ def median_p99_s(waits: list[tuple[float, float]]) -> float:
     return statistics.median(sorted(each)[max(0, -(-len(each) * 99 // 100) - 1)] for each in windows.values())
 
 
-def run(seconds: float, seed: int) -> dict[str, Any]:
-    """Fuzz for so long; return the summary."""
+def run(seconds: float, seed: int, pause_s: float) -> dict[str, Any]:
+    """Fuzz for so long, with a pause after each message; return the summary."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "tokens").write_text(f"ann:{MINE}\neve:{THEIRS}\n")
@@ -425,7 +426,7 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
         stack.callback(asker.close)
         time.sleep(2.0)
         processes = [server, mock, watch]
-        fuzz = Fuzz(seed)
+        fuzz = Fuzz(seed, pause_s)
         # In a process of its own: the threads here take turns.
         other = subprocess.Popen(
             [sys.executable, __file__, "--innocent", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -507,12 +508,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="after each message, to leave the machine to others")
     parser.add_argument("--innocent", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.innocent is not None:
         innocent(given.innocent)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    summary = run(given.seconds, given.seed)
+    summary = run(given.seconds, given.seed, given.pause_s)
     print(json.dumps(summary, indent=2))
     return 1 if summary["problems"] else 0
 

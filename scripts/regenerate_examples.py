@@ -2,7 +2,7 @@
 
     python scripts/regenerate_examples.py [PAGE ...]
 
-Of `console` blocks, each `$ kvarts` command is run in the folder that tests/docs has, and what it prints takes the
+Of `console` blocks, each `$ kvarts` command is run in an empty folder, and what it prints takes the
 place of what follows it. Where that has lines of `...`, the lines between them are those of the output that are most
 like the old ones. Look at the difference before it is committed: a line that is gone is no number that has changed.
 """
@@ -13,31 +13,16 @@ import difflib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "src" / "kvarts" / "data"
 IN_ORDER = {"first-ten-minutes.md"}
 """Pages of which all examples run in one folder, `python` blocks too; `...` alone stands for what was not seen yet."""
 CONSOLE = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
-SAMPLES = {
-    "trace.jsonl": "mooncake-conversation-1000.jsonl",
-    "mooncake-conversation-1000.jsonl": "mooncake-conversation-1000.jsonl",
-    "chat.csv": "azure-conv-1000.csv",
-    "code.csv": "azure-code-1000.csv",
-}
-
-
-def prepare(folder: Path) -> None:
-    """Put the files there that examples name."""
-    for name, source in SAMPLES.items():
-        shutil.copy(DATA / source, folder / name)
-    shutil.copytree(DATA / "vllm-rtx4090", folder / "vllm-rtx4090", dirs_exist_ok=True)
 
 
 def printed(line: str, folder: Path) -> str:
@@ -81,7 +66,6 @@ def regenerate(page: Path) -> None:
     """Write a page again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder)
         if page.name in IN_ORDER:
             for code in PYTHON.findall(page.read_text()):
                 subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)

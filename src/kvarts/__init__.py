@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
     from kvarts.audit.ledger import Ledger as Ledger
+    from kvarts.calibrate import Calibration as Calibration
+    from kvarts.calibrate import calibrate as calibrate
     from kvarts.config import EngineConfig as EngineConfig
     from kvarts.content import Content as Content
     from kvarts.errors import ConfigError as ConfigError
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from kvarts.offload.config import OffloadConfig as OffloadConfig
     from kvarts.plan import Plan as Plan
     from kvarts.plan import plan as plan
+    from kvarts.plan.sweeping import Sweep as Sweep
+    from kvarts.plan.sweeping import sweep as sweep
     from kvarts.record.journal import JournalWriter as JournalWriter
     from kvarts.record.live import LiveTimeline as LiveTimeline
     from kvarts.record.timeline import Timeline as Timeline
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
     from kvarts.sim.config import Slo as Slo
     from kvarts.sim.replay import replay as replay
     from kvarts.traffic.formats import load_trace as load_trace
+    from kvarts.traffic.info import TraceInfo as TraceInfo
+    from kvarts.traffic.info import trace_info as trace_info
     from kvarts.traffic.mooncake import load_mooncake as load_mooncake
     from kvarts.traffic.trace import Trace as Trace
     from kvarts.traffic.trace import TraceRequest as TraceRequest
@@ -67,6 +73,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuditError": "kvarts.audit.auditor",
     "Auditor": "kvarts.audit.auditor",
+    "Calibration": "kvarts.calibrate",
     "ConfigError": "kvarts.errors",
     "Content": "kvarts.content",
     "CountPool": "kvarts.kv.pool",
@@ -100,11 +107,14 @@ _HOMES = {
     "SharingConfig": "kvarts.sharing.config",
     "Slo": "kvarts.sim.config",
     "StructuredOutputs": "kvarts.sampling",
+    "Sweep": "kvarts.plan.sweeping",
     "Timeline": "kvarts.record.timeline",
     "Trace": "kvarts.traffic.trace",
+    "TraceInfo": "kvarts.traffic.info",
     "TraceRequest": "kvarts.traffic.trace",
     "Verdict": "kvarts.verify.verifier",
     "Workload": "kvarts.traffic.workload",
+    "calibrate": "kvarts.calibrate",
     "hit_ledger": "kvarts.explain.hits",
     "load_journal": "kvarts.explain.reading",
     "load_mooncake": "kvarts.traffic.mooncake",
@@ -113,7 +123,9 @@ _HOMES = {
     "replay": "kvarts.sim.replay",
     "story_of_block": "kvarts.explain.story",
     "story_of_request": "kvarts.explain.story",
+    "sweep": "kvarts.plan.sweeping",
     "timelines_of": "kvarts.record.timeline",
+    "trace_info": "kvarts.traffic.info",
     "verify": "kvarts.verify",
     "verify_file": "kvarts.verify.verifier",
 }

@@ -28,11 +28,9 @@ from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:  # only an engine with KV groups pays for them
-    from kvarts.kv.block_pages import BlockPages
     from kvarts.kv.group_memory import GroupMemory
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.part_pages import PartPages
-    from kvarts.kv.tiered_pages import TieredPages
     from kvarts.sched.group_loads import GroupTiers
 
 __all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
@@ -76,8 +74,12 @@ class TierSettings(Protocol):
         Raise ConfigError for tiers that know whole pages only.
         """
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below `cache`."""
 
@@ -142,6 +144,12 @@ def build_engine(
     if log is None:
         log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
+    if with_tiers and tell is not None:
+        raise ConfigError(
+            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
+            field="readers",
+            hint="Leave out what reads events of pages, or the tiers.",
+        )
     if moves_pages is None:
         moves_pages = executor.needs_page_ids
     is_shared = pages is not None
@@ -150,11 +158,15 @@ def build_engine(
             cache = _page_cache(config, make_order, below, tell, with_page_ids=executor.needs_page_ids)
         else:
             assert num_blocks is not None
-            if with_tiers:
-                cache = _tiered_cache(config, memory, num_blocks, tell)
-            else:
-                with_ids = executor.needs_page_ids or holds_pages
-                cache = open_group_cache(config, memory, num_blocks=num_blocks, tell=tell, with_ids=with_ids)
+            cache = open_group_cache(
+                config,
+                memory,
+                num_blocks=num_blocks,
+                tell=tell,
+                with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
+                has_below=with_tiers,
+                watches_list=offload is not None and offload.is_lazy,
+            )
     pins = None
     if pages is None:
         pins = Pins(cache, tell)
@@ -172,7 +184,7 @@ def build_engine(
         from kvarts.sched.group_loads import GroupLoads
 
         assert offload is not None
-        tiered = cast("TieredPages", cache)
+        tiered = cast("GroupPages", cache)
         of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, prefill=prefill)
         loads = GroupLoads(of_groups, tiered, waiting, page_size)
     batch: InputBatch | None = None
@@ -180,7 +192,7 @@ def build_engine(
         if cache.settles:
             from kvarts.sched.group_batch import GroupBatch
 
-            batch = GroupBatch(cast("GroupPages | BlockPages", cache), config.max_num_seqs)
+            batch = GroupBatch(cast("GroupPages", cache), config.max_num_seqs)
         else:
             batch = InputBatch(config.max_num_seqs, page_size)
     scheduler = Scheduler(
@@ -199,12 +211,19 @@ def build_engine(
 
 
 def open_group_cache(
-    config: EngineConfig, memory: GroupMemory, *, num_blocks: int, tell: Tell | None, with_ids: bool
+    config: EngineConfig,
+    memory: GroupMemory,
+    *,
+    num_blocks: int,
+    tell: Tell | None,
+    with_ids: bool,
+    has_below: bool = False,
+    watches_list: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine of a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, as those that are kept in use between requests need. `tell` receives what happened to
-    each part.
+    each part. `has_below` and `watches_list`: of a tier below, see GroupPages.
     """
     from kvarts.kv.group_pages import GroupPages
 
@@ -215,20 +234,9 @@ def open_group_cache(
         most_new_tokens=config.max_num_batched_tokens,
         with_ids=with_ids,
         tell=tell,
+        has_below=has_below,
+        watches_list=watches_list,
     )
-
-
-def _tiered_cache(config: EngineConfig, memory: GroupMemory, num_blocks: int, tell: Tell | None) -> TieredPages:
-    from kvarts.kv.tiered_pages import TieredPages
-
-    if tell is not None:
-        raise ConfigError(
-            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
-            field="readers",
-            hint="Leave out what reads events of pages, or the tiers.",
-        )
-    most_new = config.max_num_batched_tokens
-    return TieredPages(memory, num_blocks=num_blocks, page_size=config.page_size, most_new_tokens=most_new)
 
 
 def _page_cache(

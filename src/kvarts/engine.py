@@ -75,6 +75,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Drop `request` between steps. Its pages are free at once."""
+        request.cancelled_ns = self.now_ns
         if self.log.tell_details is not None:
             self.log.tell_details(Cancelled(request.index, self.now_ns))
         self.scheduler.cancel(request)

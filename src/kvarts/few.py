@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, repeat
-from operator import add, and_, eq, floordiv, gt, le, mod, mul, sub
+from operator import add, and_, eq, floordiv, gt, le, lt, mod, mul, sub
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ class Few:
 
     def __gt__(self, other: Any) -> Few:
         return self._with(gt, other)
+
+    def __lt__(self, other: Any) -> Few:
+        return self._with(lt, other)
 
     def __le__(self, other: Any) -> Few:
         return self._with(le, other)

@@ -42,6 +42,7 @@ class RequestState(IntEnum):
 _S = RequestState
 
 NEW: Final = RequestState.NEW
+ABANDONED: Final = RequestState.ABANDONED
 NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
     {
         _S.NEW: frozenset({_S.WAITING, _S.REJECTED}),
@@ -50,7 +51,7 @@ NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
         _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
         _S.LOADED: frozenset({_S.PREFILLING, _S.CANCELLED}),
         _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
-        _S.DECODING: frozenset({_S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
+        _S.DECODING: frozenset({_S.PREFILLING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
         _S.ABANDONED: frozenset({_S.CANCELLED}),
         _S.FINISHED: frozenset(),
         _S.CANCELLED: frozenset(),
@@ -75,6 +76,7 @@ class Request:
         "arrival_ns",
         "cached_tokens",
         "cached_tokens_below",
+        "cancelled_ns",
         "computes_only",
         "content",
         "first_admitted_ns",
@@ -150,6 +152,8 @@ class Request:
         self.first_admitted_ns = -1
         self.first_token_ns = -1
         self.last_token_ns = -1
+        self.cancelled_ns = -1
+        """When the engine dropped it; written by the engine."""
         self.num_admissions = 0
         self.goes_first = False
         """It was the head of the queue and has waited for the load of another: it goes before those of its priority."""
@@ -171,6 +175,11 @@ class Request:
     def num_known(self) -> int:
         """The number of prompt and generated tokens. While the request decodes: as of when it joined the wheel."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: a cancelled one also while a transfer still fills its pages."""
+        return self.state >= ABANDONED
 
     def become(self, state: RequestState) -> None:
         """Enter `state`, which must be one that may follow the present state."""

@@ -1,13 +1,17 @@
-"""Optional rooms of the installation, imported by name when a setting needs one."""
+"""Rooms of the installation that may be missing, rooms that can be called, and code that a user names."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvarts.errors import ConfigError
 
-__all__ = ["from_room"]
+__all__ = ["CallableRoom", "code_named", "from_room"]
 
 
 def from_room(module: str, name: str, *, field: str) -> Any:
@@ -18,3 +22,46 @@ def from_room(module: str, name: str, *, field: str) -> Any:
         if error.name is None or not f"kvarts.{module}".startswith(error.name):
             raise
         raise ConfigError(f"needs kvarts.{module}, which is not installed", field=field) from error
+
+
+def code_named(name: str) -> Callable[..., Any]:
+    """Return what `module:Class` names, also in a module of the working directory.
+
+    Raise ConfigError for what is not of that form, cannot be imported, or cannot be called.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{name!r} is not module:Class")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        made = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name!r} cannot be imported: {error}") from error
+    if not callable(made):
+        raise ConfigError(f"{name!r} is not callable")
+    found: Callable[..., Any] = made
+    return found
+
+
+class CallableRoom(ModuleType):
+    """The type of a package that is also its main function, the one that its `MAIN` names as `module:function`."""
+
+    MAIN: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the main function."""
+        return self._main(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Any:
+        """The parameters of the main function, for help and editors."""
+        from inspect import signature
+
+        return signature(self._main)
+
+    @property
+    def _main(self) -> Callable[..., Any]:
+        module, _, function = self.MAIN.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), function)
+        return found

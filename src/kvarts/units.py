@@ -7,7 +7,16 @@ import re
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES, MOST_SECONDS, brief
 
-__all__ = ["as_duration", "as_memory", "as_percent", "meant_size", "parse_bytes", "parse_duration_s", "parse_rate"]
+__all__ = [
+    "as_duration",
+    "as_memory",
+    "as_number",
+    "as_percent",
+    "meant_size",
+    "parse_bytes",
+    "parse_duration_s",
+    "parse_rate",
+]
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
@@ -95,6 +104,13 @@ def as_percent(ratio: float | None, *, bound: float | None = None) -> str:
     while bound is not None and ratio < bound and round(ratio * 100, digits) >= bound * 100 and digits < MOST_DIGITS:
         digits += 1
     return f"{ratio * 100:,.{digits}f} %"
+
+
+def as_number(value: float | None) -> str:
+    """Return a rate or a mean with as many digits as say something; `-` for none."""
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def as_memory(num_bytes: float) -> str:

@@ -25,6 +25,7 @@ class Row:
     output: list[int] | None
     priority: int
     tenant: str | None
+    cancel_after_ms: int | None = None
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Case:
                     output_units=None if row.output is None else array("Q", row.output).tobytes(),
                     priority=row.priority,
                     tenant=row.tenant,
+                    cancel_after_ns=None if row.cancel_after_ms is None else row.cancel_after_ms * NS_PER_MS,
                 )
                 for index, row in enumerate(self.rows)
             ],
@@ -80,6 +82,7 @@ class Case:
                 row.priority,
                 row.tenant,
                 know_output=self.profile != "mocker",
+                gives_up_ns=None if row.cancel_after_ms is None else (row.arrival_ms + row.cancel_after_ms) * NS_PER_MS,
             )
             for index, row in enumerate(self.rows)
         ]
@@ -103,8 +106,11 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True) -> Case:
-    """Small pools, few different tokens, shared prefixes: everything that makes pages meet."""
+def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True, cancels: bool = False) -> Case:
+    """Small pools, few different tokens, shared prefixes: everything that makes pages meet.
+
+    `cancels`: clients give some requests up.
+    """
     unit_tokens = draw(st.sampled_from([1, 2, 4, 8]))
     page_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     known_outputs = outputs and unit_tokens == 1 and draw(st.booleans())
@@ -130,6 +136,7 @@ def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True) -> C
                 output,
                 draw(st.sampled_from([0, 0, 0, 1, -1])),
                 draw(st.sampled_from([None, None, None, "a"])),
+                draw(st.sampled_from([None, 0, 1, 7, 40, 200, 1000])) if cancels else None,
             )
         )
     most = max(-(-(row.num_prompt_tokens + row.num_output_tokens - 1) // page_size) for row in rows)

@@ -56,7 +56,7 @@ def guarantees_kept(reclaim_after_s: float) -> Iterator[None]:
             if part.is_within(num_wanted + given):
                 assert reclaim_after_s or holds_more_important_work(device, model, head.priority)
             elif not any(other is not None and other.has_work for other in others):
-                assert num_wanted > part.cache.num_free - given or scheduler.running.chunked is not None
+                assert num_wanted > part.cache.num_free - given or scheduler.running.chunked
         end_turn(device, model, has_released=has_released)
 
     with patch.object(SharedDevice, "end_turn", checked_end), patch.object(SharedDevice, "make_way", checked_way):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvarts.report.requests import REJECTED
+from kvarts.report.requests import CANCELLED, REJECTED
 from kvarts.report.steps import StepLog
 from kvarts.sim.replay import replay
 
@@ -26,10 +26,13 @@ def assert_as_in_naive(
         if request.rejected:
             assert row["status"] == REJECTED
             continue
+        assert (row["status"] == CANCELLED) == request.cancelled
+        if request.cancelled:
+            assert row["output_tokens"] == request.made
         hit = request.largest_hit_tokens if case.profile == "mocker" else request.others_hit_tokens
-        assert row["first_admitted_ns"] == request.first_admitted_ns
-        assert row["first_token_ns"] == request.first_token_ns
-        assert row["last_token_ns"] == request.last_token_ns
+        assert row["first_admitted_ns"] == _or_never(request.first_admitted_ns)
+        assert row["first_token_ns"] == _or_never(request.first_token_ns)
+        assert row["last_token_ns"] == (-1 if request.cancelled else request.last_token_ns)
         assert row["cached_tokens"] == hit
         assert row["admissions"] == request.admissions
         assert row["preemptions"] == request.preemptions
@@ -39,6 +42,10 @@ def assert_as_in_naive(
         log = outcome.steps[index]
         assert [(p.victim, p.asker, p.num_computed_tokens) for _, p in log.preemptions] == naive.preempted
         assert_steps_as_in_naive(log, naive)
+
+
+def _or_never(time_ns: int | None) -> int:
+    return -1 if time_ns is None else time_ns
 
 
 def assert_steps_as_in_naive(log: StepLog, naive: NaiveEngine) -> None:

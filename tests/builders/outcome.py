@@ -13,7 +13,6 @@ from kvarts.sim.driver import Driver
 from kvarts.sim.replay import open_replica
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import RoundRobin
-from kvarts.traffic.source import OpenLoop
 
 from builders.case import Case
 from builders.kept import Kept
@@ -37,5 +36,8 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
     engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
-    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(), engines, requests)], engines).run()
+    arrivals = Arrivals(
+        trace, config.source(trace), RoundRobin(), engines, requests, timeout_ns=config.client_timeout_ns
+    )
+    Driver([arrivals], engines).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])

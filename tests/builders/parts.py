@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.run_cache import RunCache
 from kvarts.request import Request
+
+from oracles.grouped_cache import GroupedCache
 
 __all__ = ["NO_OTHERS", "MemoryOfOne"]
 

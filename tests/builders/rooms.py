@@ -24,6 +24,7 @@ NAMES = {
         "Finding",
         "Ledger",
     ),
+    "calibrate": ("Calibration", "calibrate"),
     "config": ("EngineConfig",),
     "content": ("Content",),
     "errors": ("ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError"),
@@ -32,7 +33,7 @@ NAMES = {
     "kv": ("CountPool", "IdPool", "LruOrder", "PageCache", "PageError", "PrefixTree"),
     "llm": ("LLM",),
     "offload": ("OffloadConfig",),
-    "plan": ("Plan", "plan"),
+    "plan": ("Plan", "Sweep", "plan", "sweep"),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),
     "sampling": (
@@ -41,7 +42,7 @@ NAMES = {
     ),
     "sharing": ("ModelShare", "SharedReport", "SharingConfig"),
     "sim": ("ReplayConfig", "Slo", "replay"),
-    "traffic": ("Trace", "TraceRequest", "Workload", "load_mooncake", "load_trace"),
+    "traffic": ("Trace", "TraceInfo", "TraceRequest", "Workload", "load_mooncake", "load_trace", "trace_info"),
     "verify": ("Verdict", "verify", "verify_file"),
 }
 """Names of the front door, by the room that they come from."""

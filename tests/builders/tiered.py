@@ -22,8 +22,8 @@ class Tiered:
 
 
 @st.composite
-def tiered(draw: st.DrawFn, *, max_requests: int = 24) -> Tiered:
-    case = draw(cases(max_requests=max_requests))
+def tiered(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False) -> Tiered:
+    case = draw(cases(max_requests=max_requests, cancels=cancels))
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.hardware.kv_groups import KvKind, KvLayer
-from kvarts.kv.grouped_cache import GroupedCache, GroupedHolding, PartGroup, Retention
-from kvarts.kv.parts import Part
 from kvarts.kv.pool import PageError
 
+from oracles.grouped_cache import GroupedCache, GroupedHolding, PartGroup, Retention
 from oracles.naive_grouped import NaiveGroups, NaiveSequence
+from oracles.parts import Part
 
 pytestmark = pytest.mark.laws
 

@@ -13,8 +13,6 @@ from kvarts.content import Content
 from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
-from kvarts.kv.grouped_cache import GroupedCache
-from kvarts.kv.parts import GroupedHolding
 from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_events import RunEvents
@@ -23,6 +21,8 @@ from kvarts.kv.spans import RunHolding
 
 from builders.grouped import FULL, WINDOW, part_groups
 from builders.parts import MemoryOfOne
+from oracles.grouped_cache import GroupedCache
+from oracles.parts import GroupedHolding
 
 pytestmark = pytest.mark.laws
 
@@ -228,7 +228,7 @@ class RunMachine(RuleBasedStateMachine):
         self.runs.check([])
         assert self.runs.used_bytes == 0
         self.runs.clear()
-        assert not any(root.children for root in self.runs._tree.roots.values()), (
+        assert not any(root.children for root in self.runs.tree.roots.values()), (
             "a span outlives everything that needs it"
         )
 
@@ -359,7 +359,7 @@ def test_a_tail_of_which_everything_was_evicted_is_forgotten_when_it_is_split_of
     holding = cache.begin(third, cache.match(third, 2))
     cache.extend(holding, 12)
     assert cache.num_evicted == [10, 9]
-    (span,) = (child for root in cache._tree.roots.values() for child in root.children.values() if child.end == 2)
+    (span,) = (child for root in cache.tree.roots.values() for child in root.children.values() if child.end == 2)
     assert [child.content for child in span.children.values()] == [third]
     cache.close(holding, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
-from kvarts.kv.parts import GroupedHolding, PageName
-from kvarts.kv.tiered_pages import HeldParts, LoadingHolding, TieredPages
+from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
+from kvarts.kv.part_account import Listed
+from kvarts.kv.run_leaps import leap
+from kvarts.kv.spans import PartRun, RunHolding
 from kvarts.kv.transfer import TransferReport
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_offloader import PartOffloader
@@ -56,8 +59,10 @@ def prompts(draw: st.DrawFn) -> list[int]:
 @dataclass
 class Holder:
     content: Content
-    holding: GroupedHolding
+    holding: RunHolding
     sequence: NaiveSequence
+    num_known: int | None = None
+    """How many of its tokens others may have, once it decodes."""
 
 
 @dataclass
@@ -65,7 +70,7 @@ class Load:
     transfer: int
     request: int
     content: Content
-    holding: LoadingHolding
+    holding: PartHolding
     sequence: NaiveSequence
     parts: list[NaiveBelow]
 
@@ -79,6 +84,7 @@ class TieredMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([3, 10, 40, 100]),
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
+        has_ids=st.booleans(),
     )
     def build(
         self,
@@ -89,12 +95,21 @@ class TieredMachine(RuleBasedStateMachine):
         host_blocks: int,
         limit: int,
         keeps: Retention,
+        has_ids: bool,
     ) -> None:
         memory = GroupMemory((first, *others), keeps)
+        self.has_ids = has_ids
         self.block_bytes = memory.block_bytes
-        self.cache = TieredPages(memory, num_blocks=num_blocks, page_size=page_size, most_new_tokens=8)
-        self.parts = self.cache.tiered
-        self.tier = PartTier("host", host_blocks, memory, self.parts.names, with_slots=True)
+        self.cache = GroupPages(
+            memory,
+            num_blocks=num_blocks,
+            page_size=page_size,
+            most_new_tokens=8,
+            with_ids=has_ids,
+            has_below=True,
+        )
+        self.parts = self.cache.parts
+        self.tier = PartTier("host", host_blocks, memory, self.parts.tree, with_slots=has_ids)
         rate = memory.block_bytes * 10**9 // NS_A_BLOCK
         write, read = (Channel(name, latency_us=0.0, bytes_per_s=rate) for name in ("d2h", "h2d"))
         self.offloader = PartOffloader(
@@ -104,7 +119,7 @@ class TieredMachine(RuleBasedStateMachine):
             write=write,
             read=read,
             store_within_ns=limit * NS_A_BLOCK,
-            with_page_ids=True,
+            with_page_ids=has_ids,
         )
         self.limit = limit
         self.model = NaiveTieredGroups(
@@ -142,27 +157,80 @@ class TieredMachine(RuleBasedStateMachine):
         assert match.num_pages == length
         num_new = min(num_new, len(tokens) - length * self.cache.page_size)
         sequence = self.model.open(tokens, tenant, length, num_new, is_end=is_end)
-        holding = self.parts.open(content, match, num_new, is_end=is_end)
-        self.cache.count()
-        assert (holding is None) == (sequence is None)
-        if holding is not None and sequence is not None:
-            self.model.note(sequence, is_end=is_end)
-            self.holders.append(Holder(content, holding, sequence))
+        if sequence is None:
+            return
+        holding = self.parts.begin(content, match)
+        self.grow(holding, sequence.num_tokens, is_end)
+        self.model.note(sequence, is_end=is_end)
+        self.holders.append(Holder(content, holding, sequence))
 
-    @precondition(lambda self: self.holders)
+    def grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
+        """Snapshots are made where the tokens end, and not on the way."""
+        self.parts._grow(holding, num_tokens, is_end)
+        self.cache.count()
+
+    def computing(self) -> list[Holder]:
+        return [holder for holder in self.holders if not holder.holding.is_decoding]
+
+    def decoding(self) -> list[Holder]:
+        decoding = [holder for holder in self.holders if holder.holding.is_decoding]
+        return sorted(decoding, key=lambda holder: holder.holding.admission)
+
+    @precondition(lambda self: self.computing())
     @rule(data=st.data(), num_new=st.integers(1, 6), is_end=st.booleans())
     def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
-        holder = data.draw(st.sampled_from(self.holders))
+        holder = data.draw(st.sampled_from(self.computing()))
         tokens = holder.sequence.tokens
         while len(tokens) < holder.sequence.num_tokens + num_new:
             token = data.draw(st.integers(0, 1))
             tokens.append(token)
             holder.content.append(token.to_bytes(8, "little"))
-        fits = self.model.advance(holder.sequence, num_new, is_end=is_end)
-        assert self.parts.advance(holder.holding, num_new, is_end=is_end) == fits
-        self.cache.count()
-        if fits:
+        self.parts.settle(holder.holding, holder.sequence.num_tokens)
+        if self.model.advance(holder.sequence, num_new, is_end=is_end):
+            self.grow(holder.holding, holder.sequence.num_tokens, is_end)
             self.model.note(holder.sequence, is_end=is_end)
+        self.cache.count()
+
+    def computed(self) -> list[Holder]:
+        """Those that have a state where layers keep one: it comes with the first token that is computed."""
+        states = {index for index, group in enumerate(self.cache.memory.groups) if group.is_state}
+        return [holder for holder in self.computing() if states <= holder.sequence.states.keys()]
+
+    @precondition(lambda self: not self.has_ids and self.computed())
+    @rule(data=st.data())
+    def start_decoding(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.computed()))
+        holder.num_known = len(holder.sequence.tokens)
+        self.model.settle(holder.sequence)
+        self.parts.settle(holder.holding, holder.sequence.num_tokens)
+        self.num_owners += 1
+        self.parts.start_decoding(holder.holding, self.num_owners)
+        self.cache.count()
+
+    @precondition(lambda self: self.decoding())
+    @rule(most_steps=st.integers(1, 8))
+    def decode(self, most_steps: int) -> None:
+        """As many steps at once as that one by one; what is filled of known tokens ends them."""
+        decoding = self.decoding()
+        due = sum(self.model.missing(holder.sequence, 1) for holder in decoding)
+        if due > self.model.free_bytes():
+            return
+        done = leap(self.parts, most_steps, 0)
+        for step in range(len(done.taken)):
+            has_new = False
+            for holder in decoding:
+                if len(holder.sequence.tokens) == holder.sequence.num_tokens:
+                    self.num_owners += 1
+                    holder.sequence.tokens.append(1000 + self.num_owners)  # nobody else has it
+                self.model.grow(holder.sequence, 1, False)
+                num_wanted = len(self.model.wanted)
+                self.model.note(holder.sequence, is_end=False, num_known=holder.num_known)
+                has_new = has_new or len(self.model.wanted) > num_wanted
+            assert not has_new or step + 1 == len(done.taken), "it is to be stored in the next step"
+            for holder in decoding:
+                self.model.settle(holder.sequence)
+        self.parts.end_step()
+        self.cache.count()
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -171,11 +239,15 @@ class TieredMachine(RuleBasedStateMachine):
         self.end(holder)
 
     def end(self, holder: Holder) -> None:
-        self.parts.close(holder.holding)
-        self.cache.count()
+        self.close_parts(holder.holding, holder.sequence.num_tokens)
         self.model.keep_tails(holder.sequence)
-        self.model.note(holder.sequence, is_end=True)
+        self.model.note(holder.sequence, is_end=True, num_known=holder.num_known)
         self.model.close(holder.sequence)
+
+    def close_parts(self, holding: RunHolding, num_tokens: int) -> None:
+        page_size = self.cache.page_size
+        self.parts.close(holding, num_tokens // page_size, -(-num_tokens // page_size))
+        self.cache.count()
 
     @rule(tokens=prompts())
     def serve(self, tokens: list[int]) -> None:
@@ -220,8 +292,17 @@ class TieredMachine(RuleBasedStateMachine):
         self.end_store_as(data.draw(st.sampled_from(sorted(self.stores))), is_stored=is_stored)
 
     def end_store_as(self, number: int, *, is_stored: bool) -> None:
-        self.offloader.report([TransferReport(number, num_good_pages=None if is_stored else 0)], self.now_ns)
+        self.end_transfer(number, None if is_stored else 0)
         self.model.end_store(self.stores.pop(number), is_stored=is_stored)
+
+    def end_transfer(self, number: int, num_good: int | None) -> None:
+        if self.has_ids:
+            self.offloader.report([TransferReport(number, num_good_pages=num_good)], self.now_ns)
+            return
+        under_way = self.offloader._under_way.pop(number)
+        if num_good is not None:
+            under_way.num_good_pages = num_good
+        self.offloader._end(number, under_way)
 
     @rule(
         data=st.data(),
@@ -229,9 +310,16 @@ class TieredMachine(RuleBasedStateMachine):
         tenant=st.sampled_from([None, None, None, "a"]),
         is_forgotten=st.sampled_from([False, False, False, True]),
         is_cleared=st.booleans(),
+        ends=st.booleans(),
     )
     def load(
-        self, data: st.DataObject, tokens: list[int], tenant: str | None, is_forgotten: bool, is_cleared: bool
+        self,
+        data: st.DataObject,
+        tokens: list[int],
+        tenant: str | None,
+        is_forgotten: bool,
+        is_cleared: bool,
+        ends: bool,
     ) -> None:
         if self.served and data.draw(st.sampled_from([True, True, False])):
             tokens, tenant = [*data.draw(st.sampled_from(self.served)), 1], None
@@ -250,21 +338,25 @@ class TieredMachine(RuleBasedStateMachine):
         sequence = None if is_forgotten else self.model.begin_load(tokens, tenant, length)
         if sequence is None:
             self.offloader.forget(self.num_owners)
-            self.model.unpin(parts[::-1])
+            self.model.unpin(parts)
             return
         number = self.offloader.num_transfers
         holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
         self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
         self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts))
+        if ends:
+            self.end_load_as(self.loads.pop(), len(parts))
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
     def end_load(self, data: st.DataObject, is_good: bool) -> None:
         load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
-        num_good = len(load.parts) if is_good else data.draw(st.integers(0, len(load.parts) - 1))
+        self.end_load_as(load, len(load.parts) if is_good else data.draw(st.integers(0, len(load.parts) - 1)))
+
+    def end_load_as(self, load: Load, num_good: int) -> None:
+        is_good = num_good == len(load.parts)
         num_blocks = sum(map(self.model.size, load.parts[:num_good])) // self.block_bytes
-        report = TransferReport(load.transfer, num_good_pages=None if is_good else num_blocks)
-        self.offloader.report([report], self.now_ns)
+        self.end_transfer(load.transfer, None if is_good else num_blocks)
         self.model.end_load(load.sequence, load.parts, num_good)
         (loaded,) = self.offloader.take_loaded()
         assert loaded.request == load.request
@@ -281,52 +373,55 @@ class TieredMachine(RuleBasedStateMachine):
             return
         cache, model, tier = self.parts, self.model, self.tier
         holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
-        stored = (held for held in self.offloader.holds() if isinstance(held, HeldParts))
-        holdings += [cache.held_by_transfer(held.parts) for held in stored]
+        holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
         cache.check(holdings)
         self.offloader.check()
         assert cache.empty_bytes == model.empty_bytes
         assert cache.free_bytes == model.free_bytes()
-        on_device = [(part.group, self.name_of(part.name)) for part in cache._released if part.name is not None]
-        assert on_device == [(part.group, part.name) for part in model.released]
-        below = [(part.group, self.name_of(part.name)) for part in tier._cached]
-        assert below == [part.key for part in model.recent]
+        assert cache.listed_pages() == [
+            (part.group, len(part.name[1]) // self.cache.page_size - 1) for part in model.released if part.name
+        ]
+        if self.has_ids:
+            assert self.listed(cache.entries()) == [(part.group, part.name) for part in model.released]
+        assert self.listed(tier.entries()) == [part.key for part in model.recent]
         for group in range(len(cache.groups)):
-            assert (tier.num_used_parts[group], tier.num_cached_parts[group]) == model.num_host_parts(group)
-        assert sum(tier.num_evicted_parts) == model.num_lost
+            assert (tier.num_used[group], tier.num_cached[group]) == model.num_host_parts(group)
+        assert sum(tier.num_evicted) == model.num_lost
         assert self.offloader.counts.num_pages_without_room == model.num_refused
 
-    def name_of(self, name: PageName) -> Any:
-        """What the model calls a page."""
-        keys = []
-        while name.parent is not None:
-            keys.append(name.key)
-            name = name.parent
-        salt = next(salt for salt, root in self.parts.names._roots.items() if root is name)
-        units = b"".join(key for key in reversed(keys) if isinstance(key, bytes))
-        return salt, tuple(int.from_bytes(units[first : first + 8], "little") for first in range(0, len(units), 8))
+    def listed(self, entries: Iterator[Listed]) -> list[tuple[int, Any]]:
+        """The parts of runs, the next to be evicted first, with what the model calls their pages."""
+        parts: list[tuple[int, Any]] = []
+        for run in entries:
+            assert isinstance(run, PartRun) and run.span is not None
+            content = run.span.content
+            for page in range(run.end - 1, run.start - 1, -1):
+                keys = [content.key(before) for before in range(page + 1)]
+                units = b"".join(key for key in keys if isinstance(key, bytes))
+                tokens = tuple(int.from_bytes(units[at : at + 8], "little") for at in range(0, len(units), 8))
+                parts.append((run.group, (content.salt, tokens)))
+        return parts
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
         for number in sorted(self.stores):
-            self.end_store_now(number)
+            self.end_transfer(number, None)
         while self.loads:
             load = self.loads.pop()
-            self.offloader.report([TransferReport(load.transfer, num_good_pages=0)], self.now_ns)
-            self.parts.close(load.holding.parts)
+            self.end_transfer(load.transfer, 0)
+            self.close_parts(load.holding.parts, load.holding.parts.num_tokens)
         for holder in self.holders:
-            self.parts.close(holder.holding)
+            self.close_parts(holder.holding, holder.sequence.num_tokens)
         self.parts.check([])
         self.offloader.check()
-        assert self.parts.used_bytes == 0 and self.tier.num_used == 0, "L2: something is held at rest"
+        assert self.parts.used_bytes == 0 and self.tier.used_bytes == 0, "L2: something is held at rest"
         self.offloader.reset()
         self.parts.clear()
-        assert self.tier.num_cached == 0
-        assert self.parts.names.num_names() == 0, "a name outlives everything that needs it"
-
-    def end_store_now(self, number: int) -> None:
-        self.offloader.report([TransferReport(number)], self.now_ns)
+        assert self.tier.cached_bytes == 0
+        assert not any(root.children for root in self.parts.tree.roots.values()), (
+            "a span outlives everything that needs it"
+        )
 
 
 TestTiered = TieredMachine.TestCase

@@ -124,3 +124,19 @@ def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
     assert fast.to_json() == slow.to_json()
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert timelines_json(fast) == timelines_json(slow)
+
+
+@given(tiered(max_requests=24, cancels=True), st.sampled_from([None, 0.02]), st.integers(0, 1))
+def test_with_cancellations_fast_forward_equals_step_by_step(
+    tiers: Tiered, timeout_s: float | None, retries: int
+) -> None:
+    """L1, L2, L5, L8, with tiers: nothing is held at rest, whatever was under way when a client gave up."""
+    changes: dict[str, Any] = {
+        "offload": tiers.offload,
+        "client_timeout_s": timeout_s,
+        "retries": 0 if timeout_s is None else retries,
+    }
+    assert_fast_as_slow(tiers.case, **changes)
+    for engine in run_kvarts(tiers.case, **changes).engines:
+        assert engine.scheduler.cache.num_used == 0
+        assert all(tier.num_used == 0 for tier in offloader_of(engine).tiers)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable
+from time import thread_time
 from typing import Any
 
 import pytest
+import uvloop
 
 from kvarts.clock import PutOffClock, VirtualClock
 from kvarts.executor.waiting import WaitingExecutor
@@ -59,8 +62,9 @@ class FakeLoop:
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
         self.soon.append(callback)
 
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> object:
         self.later.append((delay_s, callback))
+        return object()
 
     def run(self) -> None:
         callbacks, self.soon = self.soon, []
@@ -111,6 +115,46 @@ def test_with_too_much_to_write_more_is_written_at_once(monkeypatch: pytest.Monk
     assert written == [1, 3, 1]
     # Of what was put off, the first step counts: 1 ms before it was told, 5 ms that it waited, and 10 ms to write.
     assert sum(late_s) == pytest.approx(0.011 + 0.016 + 0.011)
+
+
+class SlowToWake:
+    """What a coroutine waits for, which takes 0.2 ms to wake."""
+
+    def __init__(self) -> None:
+        self.is_marked = False
+        self.is_awake = threading.Event()
+
+    def wake(self) -> None:
+        """Wake it."""
+        begin_s = thread_time()
+        while thread_time() - begin_s < 0.0002:
+            pass
+        self.is_awake.set()
+
+
+@pytest.mark.parametrize("runs", [asyncio.run, uvloop.run])
+def test_what_is_put_off_is_woken_though_timers_come_early(runs: Callable[..., None]) -> None:
+    # uvloop rounds to whole milliseconds: half of one is none at all.
+    outbox = Outbox()
+    num_lost = 0
+
+    def steps() -> None:
+        nonlocal num_lost
+        for _ in range(200):
+            waits = SlowToWake()
+            outbox.hold()
+            outbox.mark(waits)
+            outbox.release()
+            num_lost += not waits.is_awake.wait(2.0)
+            if num_lost:
+                return
+
+    async def serve() -> None:
+        outbox.open(asyncio.get_running_loop())
+        await asyncio.to_thread(steps)
+
+    runs(serve())
+    assert num_lost == 0
 
 
 def test_streams_are_written_whole_while_one_client_does_not_read(start: Start) -> None:

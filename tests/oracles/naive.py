@@ -40,6 +40,9 @@ class NaiveRequest:
     know_output: bool = True
     replica: int | None = None
     token_times_ns: list[int] = field(default_factory=list)
+    gives_up_ns: int | None = None
+    cancelled: bool = False
+    cancelled_prompt_tokens: int = 0  # prompt tokens computed that were never in its pages before
 
     @property
     def known(self) -> int:
@@ -184,7 +187,9 @@ class NaiveEngine:
     def compute(self, request: NaiveRequest, upto: int) -> None:
         """Computes tokens up to `upto`; full pages become findable at once."""
         request.recomputed_tokens += max(0, min(upto, request.furthest) - request.computed)
-        request.computed_first += max(0, upto - max(request.furthest, request.computed))
+        start = max(request.furthest, request.computed)
+        request.computed_first += max(0, upto - start)
+        request.cancelled_prompt_tokens += max(0, min(upto, len(request.tokens)) - start)
         request.furthest = max(request.furthest, upto)
         first_new = request.computed // self.page_size
         request.computed = upto
@@ -207,6 +212,15 @@ class NaiveEngine:
         self.waiting.append(request)
         if self.profile == "default":
             self.waiting.sort(key=lambda r: -r.priority)  # stable: arrival order within a priority
+
+    def cancel(self, request: NaiveRequest) -> None:
+        """Between steps."""
+        request.cancelled = True
+        if request in self.running:
+            self.running.remove(request)
+            self.release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
 
     def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
         self.preempted.append((victim.seq, asker.seq, victim.computed))
@@ -325,7 +339,7 @@ class NaiveEngine:
                 if victim is request:
                     break
             if request not in self.running:
-                continue
+                break  # as in vLLM, none that was admitted after it computes
             request.pages += [self.take_page() for _ in range(need)]
             took[request.seq] = (request, want)
             budget -= want
@@ -420,12 +434,29 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
     """Open loop, round robin: arrivals at their times, i-th arrival to engine i mod n."""
     pending = sorted(requests, key=lambda r: r.arrival_ns)
     ends: list[int | None] = [None] * len(engines)
+    dropping: list[list[NaiveRequest]] = [[] for _ in engines]
+    impatient: list[NaiveRequest] = []
     now = 0
     sent = 0
     while True:
         for i, end in enumerate(ends):
             if end is not None and end <= now:
                 ends[i] = None
+                for request in dropping[i]:
+                    engines[i].cancel(request)
+                dropping[i] = []
+        impatient = [r for r in impatient if not r.rejected and (r.last_token_ns is None or r.last_token_ns > now)]
+        for request in sorted(impatient, key=lambda r: (r.gives_up_ns, r.seq)):
+            assert request.gives_up_ns is not None and request.replica is not None
+            if request.gives_up_ns > now:
+                break
+            impatient.remove(request)
+            if engines[request.replica].is_pausing:
+                ends[request.replica] = None
+            if ends[request.replica] is None:
+                engines[request.replica].cancel(request)
+            else:
+                dropping[request.replica].append(request)
         while sent < len(pending) and pending[sent].arrival_ns <= now:
             request = pending[sent]
             request.replica = sent % len(engines)
@@ -433,7 +464,11 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
             engine.submit(request)
             if engine.is_pausing:
                 ends[request.replica] = None
+            if request.gives_up_ns is not None:
+                impatient.append(request)
             sent += 1
+        if any(request.gives_up_ns == now for request in impatient):
+            continue
         for i, engine in enumerate(engines):
             if ends[i] is None and engine.has_work():
                 engine.is_pausing = False
@@ -441,6 +476,7 @@ def run_naive(requests: Sequence[NaiveRequest], engines: Sequence[NaiveEngine]) 
         times = [end for end in ends if end is not None]
         if sent < len(pending):
             times.append(pending[sent].arrival_ns)
+        times += [request.gives_up_ns for request in impatient if request.gives_up_ns is not None]
         if not times:
             return
         now = min(times)

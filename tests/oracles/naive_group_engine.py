@@ -184,6 +184,8 @@ class NaiveGroupEngine(NaiveEngine):
             mark = seen if seen[0] > mark[0] else mark
 
         took: dict[int, tuple[NaiveRequest, int]] = {}
+        planned: dict[int, int] = {}
+        """The bytes that the chunks of this step take."""
         for request in list(self.running):
             if budget == 0:
                 break
@@ -191,10 +193,13 @@ class NaiveGroupEngine(NaiveEngine):
                 continue
             want = min(request.known - request.computed, budget)
             is_decode = request.seq in self.decoding
-            asked = self.groups.missing(self.sequences[request.seq], want)
-            while asked > self.groups.free_bytes() and not self.others_make_way(request, asked):
+            missing = self.groups.missing(self.sequences[request.seq], want)
+            while (asked := missing + sum(planned.values())) > self.groups.free_bytes():
+                if self.others_make_way(request, asked):
+                    break
                 look()
                 victim = self.victim()
+                planned.pop(victim.seq, None)
                 if victim.seq in took:
                     budget += took.pop(victim.seq)[1]
                 self.preempt(victim, request, now_ns)
@@ -202,17 +207,20 @@ class NaiveGroupEngine(NaiveEngine):
                 if victim is request:
                     break
             if request not in self.running:
-                continue
-            if is_decode and request.computed % self.page_size == 0:
+                # As in vLLM, none that was admitted after it computes. A decode among them goes on with a chunk.
+                self.decoding -= {other.seq for other in self.running} - set(took)
+                break
+            if not is_decode:
+                planned[request.seq] = missing
+            elif request.computed % self.page_size == 0:
                 self.begin_page(request)
             took[request.seq] = (request, want)
             budget -= want
-            if not is_decode:
-                before[request.seq] = request.computed
+        for request, want in took.values():
+            before[request.seq] = request.computed
+            if request.seq in planned:
                 self.compute_chunk(request, want)
-        for request, _ in took.values():
-            if request.seq not in before:
-                before[request.seq] = request.computed
+            else:
                 self.fill(request)
         while not num_preempted and self.waiting and len(self.running) < self.max_num_seqs and budget:
             head = self.choose_head(self.waiting, now_ns)

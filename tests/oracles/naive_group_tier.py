@@ -1,7 +1,8 @@
 """KV groups on a device and in host memory, part by part: a dictionary for each tier, and everything is looked at.
 
 The device is the naive cache with KV groups. Host memory has one part of a page in a group at most, by its name; those
-that nothing pins are a list, the least recently used first.
+that nothing pins are a list, the least recently used first. Of what is used together, groups that keep less come first,
+then those that keep all tokens, in each the deepest page.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class NaiveTieredGroups(NaiveGroups):
     """Parts that can be found below and are not pinned, the least recently used first."""
     num_lost: int = 0
     num_refused: int = 0
-    wanted: list[NaivePart] = field(default_factory=list)
-    """Parts of the device that are to be stored, in the order in which that became so."""
+    wanted: list[Key] = field(default_factory=list)
+    """What is to be stored, in the order in which that became so."""
     fresh: list[NaivePart] = field(default_factory=list)
     """Parts that became findable since `note` was called."""
     is_behind: bool = False
@@ -67,41 +68,38 @@ class NaiveTieredGroups(NaiveGroups):
     def is_whole(self, group: int) -> bool:
         return self.groups[group][0].kind in ("full", "latent")
 
-    def want(self, part: NaivePart) -> None:
-        if not any(part is other for other in self.wanted):
-            self.wanted.append(part)
+    def in_order(self) -> list[int]:
+        """Return the groups in the order in which they are used."""
+        return sorted(range(len(self.groups)), key=self.is_whole)
 
     def publish(self, part: NaivePart, name: Name) -> None:
         super().publish(part, name)
         self.fresh.append(part)
 
-    def note(self, sequence: NaiveSequence, *, is_end: bool) -> None:
-        """Something was done with a sequence, all of whose tokens are known: what of it is to be stored now."""
+    def note(self, sequence: NaiveSequence, *, is_end: bool, num_known: int | None = None) -> None:
+        """Something was done with a sequence: what of it is to be stored now. `num_known`: of its tokens; None: all."""
         fresh, self.fresh = self.fresh, []
+        most = (sequence.num_tokens if num_known is None else num_known) // self.page_size * self.page_size
+        keys = [(part.group, part.name) for part in fresh if part.name is not None and len(part.name[1]) <= most]
         for group in range(len(self.groups)):
             if self.is_whole(group):
-                for part in fresh:
-                    if part.group == group:
-                        self.want(part)
+                self.wanted += [key for key in keys if key[0] == group]
         num_tokens = sequence.num_tokens // self.page_size * self.page_size
-        for group, (layer, _) in enumerate(self.groups if is_end else ()):
+        for group, (layer, _) in enumerate(self.groups if is_end and num_tokens <= most else ()):
             for page in sorted(self.needed(layer, num_tokens)) if layer.kind in ("window", "chunk") else ():
                 held = sequence.parts[group].get(page)
                 if held is not None and held.name is not None:
-                    self.want(held)
-        for part in fresh:
-            if self.groups[part.group][0].kind == "state":
-                self.want(part)
+                    self.wanted.append((group, held.name))
+        self.wanted += [key for key in keys if self.groups[key[0]][0].kind == "state"]
 
     def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
         """Return what is stored now: wanted parts that are nowhere below, until `limit` bytes are reached."""
         chosen: list[tuple[NaivePart, NaiveBelow]] = []
         room = limit
         while self.wanted and not self.is_behind:
-            part = self.wanted[0]
-            assert part.name is not None
-            key = part.group, part.name
-            if part in self.copies.get(key, []) and key not in self.here and key not in self.coming:
+            key = self.wanted[0]
+            if key in self.copies and key not in self.here and key not in self.coming:
+                part = self.copies[key][0]
                 if room <= 0:
                     self.is_behind = True
                     break
@@ -128,29 +126,30 @@ class NaiveTieredGroups(NaiveGroups):
     def end_store(self, chosen: list[tuple[NaivePart, NaiveBelow]], *, is_stored: bool) -> None:
         """End a store: its parts can be found from now on, and are used with all that is before them; or are not."""
         self.is_behind = False
-        names: list[Name] = []
-        used: set[Key] = set()
         for _, below in chosen:
             del self.coming[below.key]
             self.idle_room += self.groups[below.key[0]][1] * below.was_idle
-            if is_stored:
-                self.here[below.key] = below
-                self.recent.append(below)
-                names.append(below.key[1])
-                used.add(below.key)
-        for salt, tokens in list(names):
-            for num_tokens in range(len(tokens) - self.page_size, 0, -self.page_size):
-                names.append((salt, tokens[:num_tokens]))
-                used |= {(group, names[-1]) for group in range(len(self.groups)) if self.is_whole(group)}
-        self.use(used, names)
-        for part, _ in reversed(chosen):
-            self.release(part)
+        if is_stored:
+            self.here |= {below.key: below for _, below in chosen}
+            for group in self.in_order():
+                self.recent += [below for _, below in reversed(chosen) if below.key[0] == group]
+            keys = [below.key for _, below in chosen if self.is_whole(below.key[0])]
+            for group in self.in_order():
+                for salt, tokens in [name for of_group, name in keys if of_group == group]:
+                    ends = range(len(tokens), 0, -self.page_size)
+                    self.use([(group, (salt, tokens[:end])) for end in ends])
+        for group in range(len(self.groups)):
+            for part, _ in reversed(chosen):
+                if part.group == group:
+                    self.release(part)
 
-    def use(self, keys: set[Key], names: list[Name]) -> None:
-        """Parts below are the most recent now: the deepest page the least so, and of the same depth as in `names`."""
-        moved = [part for part in self.recent if part.key in keys]
-        self.recent = [part for part in self.recent if part.key not in keys]
-        self.recent += sorted(moved, key=lambda part: (-len(part.key[1][1]), names.index(part.key[1]), part.key[0]))
+    def use(self, keys: list[Key]) -> None:
+        """Parts below are the most recent now, the first of them the least so."""
+        for key in keys:
+            part = self.here.get(key)
+            if part is not None and part in self.recent:
+                self.recent.remove(part)
+                self.recent.append(part)
 
     # What is loaded ---------------------------------------------------------------------------------------
 
@@ -182,12 +181,14 @@ class NaiveTieredGroups(NaiveGroups):
         return parts
 
     def unpin(self, parts: list[NaiveBelow]) -> None:
-        for part in parts:
-            part.pins -= 1
-            if not part.pins and part in self.doomed:
-                self.doomed.remove(part)
-            elif not part.pins and self.here.get(part.key) is part:
-                self.recent.append(part)
+        """End a pin of parts, which are in the order of `needs`."""
+        for group in self.in_order():
+            for part in reversed([part for part in parts if part.key[0] == group]):
+                part.pins -= 1
+                if not part.pins and part in self.doomed:
+                    self.doomed.remove(part)
+                elif not part.pins and self.here.get(part.key) is part:
+                    self.recent.append(part)
 
     def begin_load(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence | None:
         """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
@@ -220,4 +221,5 @@ class NaiveTieredGroups(NaiveGroups):
                 self.doomed.append(below)
         self.unpin(parts)
         needs = self.needs(sequence.tokens, sequence.salt, length)
-        self.use(set(needs), [name for _, name in needs])
+        for group in self.in_order():
+            self.use([key for key in reversed(needs) if key[0] == group])

@@ -215,6 +215,14 @@ class NaiveGroups:
 
     def advance(self, sequence: NaiveSequence, num_new: int, *, is_end: bool = False) -> bool:
         """Give back what no later token needs, then take what the next tokens need, if that fits."""
+        self.settle(sequence)
+        if self.missing(sequence, num_new) > self.free_bytes():
+            return False
+        self.grow(sequence, num_new, is_end)
+        return True
+
+    def settle(self, sequence: NaiveSequence) -> None:
+        """Give back what no later token needs."""
         for index, (layer, _) in enumerate(self.groups):
             needed = set(self.needed(layer, sequence.num_tokens))
             if sequence.num_tokens % self.page_size:
@@ -222,10 +230,6 @@ class NaiveGroups:
             for page in sorted(sequence.parts[index], reverse=True):
                 if page not in needed:
                     self.release(sequence.parts[index].pop(page))
-        if self.missing(sequence, num_new) > self.free_bytes():
-            return False
-        self.grow(sequence, num_new, is_end)
-        return True
 
     def close(self, sequence: NaiveSequence) -> None:
         """Release everything, group by group, the deepest first."""

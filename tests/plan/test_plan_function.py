@@ -6,6 +6,7 @@ import importlib.util
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 import kvarts
@@ -60,9 +61,23 @@ def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     with pytest.raises(ConfigError) as caught:
         kvarts.plan(few, policies=["none-such"])
     assert caught.value.field == "policy"
-    with pytest.raises(ConfigError, match="one of your own") as caught:
-        kvarts.plan(few, ReplayConfig(router=RoundRobin))
+    with pytest.raises(ConfigError, match="Did you mean prefix") as caught:
+        kvarts.plan(few, ReplayConfig(), router="prefxi")
     assert caught.value.field == "router"
+
+
+class InTurn(RoundRobin):
+    """A router of one's own that chooses as round-robin does."""
+
+
+@pytest.mark.parametrize("is_in_config", [True, False])
+def test_a_plan_looks_at_a_router_of_ones_own(few: Trace, is_in_config: bool) -> None:
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", pages=9_000, slo_ttft_ms=2_500)
+    config = msgspec.structs.replace(config, router=InTurn) if is_in_config else config
+    plan = kvarts.plan(few, config, at=[9_000], slo_share=0.9, router=None if is_in_config else InTurn)
+    own, by_name = plan.values["latency"]["replicas"]["by_router"][:2]
+    assert (own.pop("router"), by_name.pop("router")) == ("InTurn", "round-robin")
+    assert own == by_name and own["replicas"] > 1
 
 
 def test_a_plan_says_what_it_is(plan: Plan) -> None:

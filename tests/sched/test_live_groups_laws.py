@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.kv.group_memory import GroupMemory, PartGroup
-from kvarts.kv.grouped_cache import GroupedCache
 from kvarts.kv.pool import IdPool
 from kvarts.request import RequestState
 
 from builders.case import Case, Row, cases
 from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, live_groups, window, with_outputs
+from oracles.grouped_cache import GroupedCache
 from oracles.naive import NaiveRequest, run_naive
 from oracles.naive_group_engine import NaiveGroupEngine
 

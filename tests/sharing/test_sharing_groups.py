@@ -13,7 +13,6 @@ from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig, replay
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages
 from kvarts.request import Request
@@ -49,17 +48,13 @@ class GroupRig:
             if name != "a":
                 part = self.device.register(name, page_bytes=10, guaranteed_bytes=guaranteed)
                 self.schedulers[name] = make_scheduler(config, cache=part.cache, pages=part)
-            elif ids:
-                memory = GroupMemory(GROUPS, keeps)
-                blocks = BlockPages(memory, num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000)
-                part = self.device.register(name, parts=blocks, guaranteed_bytes=guaranteed)
-                self.schedulers[name] = make_scheduler(config, cache=blocks, pages=part)
             else:
-                counted = GroupPages(
-                    GroupMemory(GROUPS, keeps), num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000
+                memory = GroupMemory(GROUPS, keeps)
+                cache = GroupPages(
+                    memory, num_blocks=num_bytes // 10, page_size=PAGE_SIZE, most_new_tokens=1000, with_ids=ids
                 )
-                part = self.device.register(name, parts=counted, guaranteed_bytes=guaranteed)
-                self.schedulers[name] = make_scheduler(config, cache=counted, pages=part)
+                part = self.device.register(name, parts=cache, guaranteed_bytes=guaranteed)
+                self.schedulers[name] = make_scheduler(config, cache=cache, pages=part)
             part.token_budget = 1000
             self.device.attach(name, self.schedulers[name])
 

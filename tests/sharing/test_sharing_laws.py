@@ -86,10 +86,10 @@ class Sharing:
 
 
 @st.composite
-def sharings(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 12) -> Sharing:
+def sharings(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 12, cancels: bool = False) -> Sharing:
     count = draw(st.integers(1, max_models))
     page_size = draw(st.sampled_from([1, 2, 4]))
-    of_models = [draw(cases(max_requests=max_requests)) for _ in range(count)]
+    of_models = [draw(cases(max_requests=max_requests, cancels=cancels)) for _ in range(count)]
     for case in of_models:
         case.profile, case.replicas, case.page_size = "default", 1, page_size
     page_bytes = [page_size * draw(st.sampled_from([1, 2, 3, 5])) for _ in of_models]
@@ -191,6 +191,20 @@ def test_fast_forward_equals_turn_by_turn(case: Sharing, is_static: bool, profil
     if is_static and min(case.guarantees) < max(case.page_bytes):
         is_static = False  # somebody could not hold a page
     fast, slow = (case.run(step_by_step=slowly, static_split=is_static, profile=profile) for slowly in (False, True))
+    assert everything(fast) == everything(slow)
+
+
+@given(sharings(max_requests=20, cancels=True), st.sampled_from([None, 0.02]), st.integers(0, 1))
+def test_with_cancellations_fast_forward_equals_turn_by_turn(
+    case: Sharing, timeout_s: float | None, retries: int
+) -> None:
+    """L1, L2, L5, L8: what one model's clients give up, others may take at once; at rest nothing is owed."""
+    changes: dict[str, Any] = {
+        "client_timeout_s": timeout_s,
+        "retries": 0 if timeout_s is None else retries,
+        "audit": True,
+    }
+    fast, slow = (case.run(step_by_step=slowly, **changes) for slowly in (False, True))
     assert everything(fast) == everything(slow)
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_needs import GroupNeeds
-from kvarts.kv.parts import Part
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
+from oracles.parts import Part
 
 pytestmark = pytest.mark.laws
 

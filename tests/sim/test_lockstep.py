@@ -59,7 +59,12 @@ def outcome(case: Case, num_ranks: int, num_groups: int, **changes: Any) -> tupl
 
 
 @pytest.mark.laws
-@given(cases(max_requests=14), st.integers(2, 3), st.integers(1, 2), st.sampled_from(["round-robin", "prefix"]))
+@given(
+    cases(max_requests=14, cancels=True),
+    st.integers(2, 3),
+    st.integers(1, 2),
+    st.sampled_from(["round-robin", "prefix"]),
+)
 def test_fast_forward_equals_step_by_step(case: Case, num_ranks: int, groups: int, router: str) -> None:
     """L5, of ranks."""
     fast, fast_events = outcome(case, num_ranks, groups, router=router)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvarts import ConfigError, LruOrder, ReplayConfig, Report, Slo, Trace, load_trace, replay
+from kvarts import ConfigError, LruOrder, ReplayConfig, Report, Slo, Trace, load_trace, replay, trace_info
 
 from builders.rooms import HAS_OFFLOAD
 
@@ -128,3 +128,18 @@ def test_figures_show_what_was_asked_for(report: Report) -> None:
     assert "SLO 500.0 ms" in axes[-1].get_legend_handles_labels()[1]
     used = axes[0].get_lines()[1].get_ydata()
     assert used.max() == report.summary["peak_used_pages"] and used[-1] == 0
+
+
+def test_a_trace_says_what_is_in_it(few: Trace, run_command: Any, capsys: Any) -> None:
+    info = trace_info(few)
+    assert info.values["num_requests"] == 60 and info.warnings == []
+    assert repr(info).startswith("<TraceInfo trace <few>, num_requests 60, ")
+    assert "<table>" in info._repr_html_() and "<few>" not in info._repr_html_()
+    assert run_command("trace", "info", "sample:azure-chat", "--json") == 0
+    printed = capsys.readouterr()
+    info = trace_info("sample:azure-chat")
+    assert info.to_json().decode() == printed.out and json.loads(printed.out) == info.values
+    assert [f"kvarts: {warning}" for warning in info.warnings] == printed.err.splitlines()
+    for unknown in (Trace([]), Trace(iter([]), name="stream")):
+        with pytest.raises(ConfigError, match="no requests that are known beforehand"):
+            trace_info(unknown)

@@ -220,9 +220,6 @@ class Auditor:
             case StepEnded():
                 self._pass_steps(event.step)
                 self._end_step()
-            case ChunkComputed():
-                self._serve()
-                self._compute(event)
             case Preemption():
                 self._serve()
                 self._preempt(event)
@@ -261,6 +258,9 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
+            case ChunkComputed():
+                self._settle()
+                self._compute(event)
             case DraftTaken():
                 self._settle()
                 self._held.draft(self._requests[event.request], event, is_decoding=event.request in self._decoding)
@@ -531,7 +531,11 @@ class Auditor:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         self._close(event.victim, known)
         known.computed = 0
-        self._takers = [request for request in self._takers if request != event.victim]
+        if event.victim == event.asker and not event.model:
+            # As in vLLM, that ends the step: decodes that were admitted later compute nothing, and chunks follow.
+            for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
+                del self._decoding[request]
+        self._takers = [request for request in self._takers if request in self._decoding]
         self._serve_takers()
 
     def _finish(self, request: int) -> None:

@@ -1,13 +1,25 @@
-"""Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement."""
+"""Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement.
+
+The room is also its main function: `kvarts.calibrate(run, config)` returns a Calibration.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
 from kvarts.calibrate.comparison import Comparison, compare
-from kvarts.calibrate.fitting import Calibration, calibrate, calibrate_runs
+from kvarts.calibrate.fitting import Calibration, calibrate_runs
 from kvarts.calibrate.measured import Measured, load_measured
 from kvarts.calibrate.run import MeasuredRun
 from kvarts.calibrate.series import Series, load_series
 from kvarts.calibrate.stepfit import StepFit, fit_steps
+from kvarts.rooms import CallableRoom
+
+if TYPE_CHECKING:
+    from kvarts.calibrate.calibrating import fit as calibrate
+else:
+    calibrate = sys.modules[__name__]
 
 __all__ = [
     "Calibration",
@@ -23,3 +35,7 @@ __all__ = [
     "load_measured",
     "load_series",
 ]
+
+MAIN = "kvarts.calibrate.calibrating:fit"
+
+sys.modules[__name__].__class__ = CallableRoom

@@ -11,12 +11,14 @@ Everything is in logarithms of the coefficients. Same input, same seed, same coe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import (
+    at_limit,
     beyond_transfer,
     cost_of,
     log_bounds,
@@ -26,17 +28,14 @@ from kvarts.calibrate.coefficients import (
     widths_of,
 )
 from kvarts.calibrate.comparison import Comparison
-from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.run import FittedRun, MeasuredRun
-from kvarts.calibrate.series import Series
+from kvarts.calibrate.writing import coefficients_text, cost_toml, cost_values, finite
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.uncertainty import MeasuredOn, Uncertainty
-from kvarts.sim.config import ReplayConfig
-from kvarts.traffic.trace import Trace
 
-__all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate", "calibrate_runs", "covariance_of", "most_replays"]
+__all__ = ["KNOWN", "Calibration", "OfRun", "Search", "calibrate_runs", "covariance_of", "most_replays"]
 
 Values = npt.NDArray[np.float64]
 
@@ -102,6 +101,11 @@ class Calibration(msgspec.Struct, frozen=True):
         return [name for name, share in self.uncertainty.items() if share > KNOWN * self.guessed[name]]
 
     @property
+    def at_limit(self) -> list[str]:
+        """The coefficients that a wider search might have moved on."""
+        return at_limit(self.cost, self.uncertainty)
+
+    @property
     def before(self) -> Comparison:
         """That of the first run."""
         return self.runs[0].before
@@ -121,26 +125,59 @@ class Calibration(msgspec.Struct, frozen=True):
         """That of the first run."""
         return self.runs[0].held_out
 
+    def to_text(self) -> str:
+        """Return what `kvarts calibrate` prints: coefficients, and the errors of each run, with a line end."""
+        why = "a guess, of which these data say little"
+        parts = [coefficients_text(self.cost, self.uncertainty, self.not_identified, why, self.beyond_transfer)]
+        for of in self.runs:
+            named = f"{of.num_requests} requests" if len(self.runs) == 1 else f"{of.name}: {of.num_requests} requests"
+            parts.append(f"before ({named})\n{of.before.to_text()}")
+            parts.append(f"after ({named}, {self.num_replays:,} replays)\n{of.overall.to_text()}")
+            if of.held_out is not None:
+                num_fitted = of.fitted.num_requests
+                parts.append(f"fitted to the first {num_fitted}\n{of.fitted.to_text()}")
+                parts.append(f"held out ({of.num_requests - num_fitted})\n{of.held_out.to_text()}")
+        return "\n".join(parts)
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the calibration as values that JSON can hold."""
+        of_runs = [
+            {
+                "name": of.name,
+                "cost": cost_values(of.cost),
+                "before": of.before.to_builtins(),
+                "after": of.overall.to_builtins(),
+                "fitted": of.fitted.to_builtins(),
+                "held_out": None if of.held_out is None else of.held_out.to_builtins(),
+            }
+            for of in self.runs
+        ]
+        return {
+            "cost": cost_values(self.cost),
+            "uncertainty": finite(self.uncertainty),
+            "guessed": self.guessed,
+            "not_identified": self.not_identified,
+            "beyond_transfer": self.beyond_transfer,
+            "at_limit": self.at_limit,
+            "num_replays": self.num_replays,
+            **{name: of_runs[0][name] for name in ("before", "after", "fitted", "held_out")},
+            "runs": of_runs,
+            "posterior": msgspec.to_builtins(self.cost.uncertainty),
+        }
+
+    def to_toml(self) -> str:
+        """Return the cost model as a file of `kvarts replay --cost`; its posterior lets replays state uncertainties."""
+        return cost_toml(self.cost, self.uncertainty, [of.name for of in self.runs])
+
+    def __repr__(self) -> str:
+        errors = [f"{of.name}: {of.overall.verdict.rstrip('.')}" for of in self.runs]
+        return f"<Calibration of {self.cost.llm} on {self.cost.device}; {'; '.join(errors)}>"
+
 
 def most_replays(num_runs: int, num_coefficients: int) -> int:
     """Return how many replays a calibration takes at most."""
     rounds = NUM_STARTS * (ROUNDS * (CLOUD * num_coefficients + 1) + 2) + 2 * POINTS * num_coefficients
     return num_runs * (NUM_SPREAD + 2 + rounds + (EVALUATIONS + 1) * len(RESTARTS) + 6)
-
-
-def calibrate(
-    measured: Measured,
-    config: ReplayConfig,
-    *,
-    prompts: Trace | None = None,
-    series: Series | None = None,
-    fit_on: int | None = None,
-    seed: int = 0,
-    on_progress: Callable[[int], object] | None = None,
-) -> Calibration:
-    """Fit `config.cost`, a RooflineCost, to one run. The arguments are those of MeasuredRun and calibrate_runs."""
-    run = MeasuredRun(measured=measured, config=config, prompts=prompts, series=series, fit_on=fit_on)
-    return calibrate_runs([run], seed=seed, on_progress=on_progress)
 
 
 def calibrate_runs(

@@ -8,7 +8,7 @@ that limits the weight of outliers (soft L1).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import (
     OF_STEPS,
+    at_limit,
     cost_of,
     log_bounds,
     logs_of,
@@ -24,6 +25,7 @@ from kvarts.calibrate.coefficients import (
     not_identified,
     uncertainty_of,
 )
+from kvarts.calibrate.writing import coefficients_text, cost_toml, cost_values, finite
 from kvarts.errors import InputError, parts_of
 from kvarts.executor.roofline import RooflineCost
 from kvarts.files import read_text
@@ -53,7 +55,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepFit(msgspec.Struct, frozen=True):
-    """The fitted `cost`. `uncertainty`: of each coefficient, as a share of it. Errors are relative, of single steps."""
+    """The fitted `cost`. `uncertainty`: of each coefficient, as a share of it. Errors are relative, of single steps.
+
+    `name`: that of the file. `left_out`: the steps of it that are not fitted to, in words; None if there are none.
+    """
 
     cost: RooflineCost
     uncertainty: dict[str, float]
@@ -62,11 +67,51 @@ class StepFit(msgspec.Struct, frozen=True):
     p90_error: float
     total_error: float
     """Relative error of the sum of all durations."""
+    name: str = ""
+    left_out: str | None = None
 
     @property
     def not_identified(self) -> list[str]:
         """The coefficients that the data do not identify."""
         return not_identified(self.uncertainty)
+
+    @property
+    def at_limit(self) -> list[str]:
+        """The coefficients that a wider search might have moved on."""
+        return at_limit(self.cost, self.uncertainty)
+
+    def to_text(self) -> str:
+        """Return what `kvarts calibrate` prints of a record of steps, with a line end."""
+        why = "hardly identified by these data"
+        coefficients = coefficients_text(self.cost, self.uncertainty, self.not_identified, why)
+        return f"{coefficients}\n{self._errors}\n"
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return the fit as values that JSON can hold."""
+        return {
+            "cost": cost_values(self.cost),
+            "uncertainty": finite(self.uncertainty),
+            "not_identified": self.not_identified,
+            "at_limit": self.at_limit,
+            "num_steps": self.num_steps,
+            "median_error": self.median_error,
+            "p90_error": self.p90_error,
+            "total_error": self.total_error,
+        }
+
+    def to_toml(self) -> str:
+        """Return the cost model as a file of `kvarts replay --cost`."""
+        return cost_toml(self.cost, self.uncertainty, [self.name])
+
+    @property
+    def _errors(self) -> str:
+        return (
+            f"{self.num_steps:,} steps: error of one {self.median_error:.2%} (median), {self.p90_error:.2%} (p90); "
+            f"of all together {self.total_error:+.2%}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<StepFit of {self.cost.llm} on {self.cost.device}: {self._errors}>"
 
 
 def is_step_record(path: Path | str) -> bool:

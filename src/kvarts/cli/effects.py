@@ -65,6 +65,8 @@ NEEDS = (
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
     Need(("--open",), ("--html",)),
+    Need(("--retries",), ("--client-timeout-s",)),
+    Need(("--retry-after-s",), ("--retries",)),
     Need(("--checkpoint-turns",), ("--json",), commands=("soak",)),
     Need(("--server-pid",), ("--address",), commands=("soak",)),
     Need(("--every",), unless=("--quiet",), commands=("watch",)),

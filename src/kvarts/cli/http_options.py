@@ -14,6 +14,7 @@ import click
 
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.process import give_back_memory
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable
 from kvarts.owners.keys import check_key
@@ -201,9 +202,7 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
             say=say,
         )
 
-    # The script of kvarts never collects garbage, for commands that end. This one goes on.
-    gc.freeze()
-    gc.enable()
+    give_back_memory()
     # Most of what a request makes goes without the collector; in the midst of a burst of tokens it would be late. What
     # lives a little longer goes only with a full collection: too few of these, and memory grows for half an hour.
     gc.set_threshold(10_000, 5, 2)

@@ -15,15 +15,16 @@ from kvarts.cli.pages import open_option
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
-from kvarts.cli.plan_policy import check_policy, with_policy
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs
 from kvarts.limits import MOST_PAGES, brief
+from kvarts.plan.policy import check_policy, with_policy
 from kvarts.samples import sample_of
 from kvarts.sim.config import resolve_replay
 
@@ -212,12 +213,16 @@ def plan_command(
     if shares:
         if pictures.paths:
             raise ConfigError("has nothing to draw here", field="share", hint="Leave out --html and --plot.")
-        _print(divided(shares, given, _page_size(given)), as_json, tables.render_shares)
+        with Progress("planning"):
+            plan = divided(shares, given, _page_size(given))
+        _print(plan, as_json, tables.render_shares)
         return
     if rate is not None:
         if pictures.paths:
             raise ConfigError("has nothing to draw", field="sample", hint="Leave out --html and --plot.")
-        _print(_sampled(given, trace, sizes, rate, count_outputs), as_json, tables.render_sample)
+        with Progress("planning"):
+            plan = _sampled(given, trace, sizes, rate, count_outputs)
+        _print(plan, as_json, tables.render_sample)
         return
     check_policy(given)
     config = None
@@ -275,10 +280,10 @@ def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
     """Return an estimate. Mooncake's form without sessions is read as a stream; other forms as a whole."""
-    from kvarts.cli.sample import reading_of
     from kvarts.plan.sampled import SampledCurve
     from kvarts.traffic.forms import is_stream
     from kvarts.traffic.mooncake import MooncakeReader
+    from kvarts.traffic.settings import reading_of
     from kvarts.traffic.trace import Trace
     from kvarts.traffic.trace_file import TraceFile
 

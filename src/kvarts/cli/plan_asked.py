@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli.plan_command import command_line
-from kvarts.cli.plan_policy import find_on_path
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
+from kvarts.plan.commands import command_line
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class Asked:
         self._cost_error = cost_error
         self._options = options
         self._own = own
-        self._progress: Progress | None = None
 
     def plan(self, *more: str) -> str:
         """Return the command line of the plan; with `more` options, of what these ask for, on the same trace."""
@@ -78,26 +76,24 @@ class Asked:
         from kvarts.plan.planning import make_plan
 
         try:
-            return make_plan(
-                self._traffic,
-                self._config,
-                at=sizes,
-                page_size=page_size,
-                count_outputs=count_outputs,
-                policies=policies,
-                slo_share=self._slo_share,
-                cost_error=self._cost_error,
-                router=self._given["router"] if "router" in self._given else "prefix",  # noqa: SIM401  (no dict)
-                prices=prices,
-                kv_bytes_per_token=None if self._config is None else self._token_bytes(),
-                find_policy=find_on_path,
-                commands=self,
-                on_replay=self._on_replay,
-            )
+            with Progress("planning", None, "replays") as progress:
+                return make_plan(
+                    self._traffic,
+                    self._config,
+                    at=sizes,
+                    page_size=page_size,
+                    count_outputs=count_outputs,
+                    policies=policies,
+                    slo_share=self._slo_share,
+                    cost_error=self._cost_error,
+                    router=self._given["router"] if "router" in self._given else None,  # noqa: SIM401  (no dict)
+                    prices=prices,
+                    kv_bytes_per_token=None if self._config is None else self._token_bytes(),
+                    commands=self,
+                    on_replay=progress.update,
+                )
         except SettingError as error:
             raise self._as_options(error) from error
-        finally:
-            self._end_progress()
 
     def _as_options(self, error: SettingError) -> ConfigError:
         """Return `error` with options in place of the arguments of a plan."""
@@ -118,25 +114,24 @@ class Asked:
                 "needs a model and a device, or a cost", field="--users", hint="Give --model and --device."
             )
         try:
-            users = UsersPlan(
-                self._traffic,
-                self._config,
-                low,
-                high,
-                command=self._users_command,
-                slo_share=self._slo_share,
-                on_replay=self._on_replay,
-            )
+            with Progress("planning", None, "replays") as progress:
+                users = UsersPlan(
+                    self._traffic,
+                    self._config,
+                    low,
+                    high,
+                    command=self._users_command,
+                    slo_share=self._slo_share,
+                    on_replay=progress.update,
+                ).to_builtins()
         except ConfigError as error:
             raise ConfigError(error.what, field="--users", hint="Give a trace with sessions.") from error
-        values = {
+        return {
             "trace": self._traffic.name,
             "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
             "config": self._config.to_builtins(),
-            "users": users.to_builtins(),
+            "users": users,
         }
-        self._end_progress()
-        return values
 
     def _users_command(self, users: int, copies: int) -> str:
         if copies == 1:
@@ -166,16 +161,6 @@ class Asked:
             return int(facts["kv_bytes_per_token"])
         key = "offload.kv_bytes_per_token"
         return int(self._given[key]) if key in self._given else None
-
-    def _on_replay(self) -> None:
-        if self._progress is None:
-            self._progress = Progress("planning", None, "replays")
-        self._progress.update()
-
-    def _end_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
 
 
 def _option(name: str) -> str:

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
+from typing import Any
 
 from kvarts.cli.parts import Part, Run
-from kvarts.errors import ConfigError
-from kvarts.settings import Given, Section, setting
+from kvarts.plan.policy import KEY, SECTION, check_policy
+from kvarts.settings import Given, Section
 
-if TYPE_CHECKING:
-    from kvarts.sim.config import ReplayConfig
-    from kvarts.traffic.trace import Trace
-
-__all__ = ["PART", "PolicySettings", "check_policy", "find_on_path", "with_policy"]
-
-KEY = "eviction"
-
-
-class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which cached pages go next, by name."""
-
-    eviction: Annotated[
-        str | None,
-        setting(
-            "Which cached pages go next: a policy of `kvarts plan --league`, such as arc; on the command line "
-            "also module:Class.",
-            metavar="NAME",
-            default="lru",
-        ),
-    ] = None
+__all__ = ["PART"]
 
 
 class PolicyPart(Part):
     """An eviction policy by its name. One that is told when sessions end learns it from the trace."""
 
-    sections = (Section(struct=PolicySettings, title="Engine and load"),)
+    sections = (SECTION,)
 
     def check(self, given: Given) -> None:
         """Raise ConfigError for what is no policy, and for several models, each of which has its own eviction order."""
@@ -54,40 +31,6 @@ class PolicyPart(Part):
         from kvarts.cli.plan_run import PolicyRun
 
         return PolicyRun(given, trace, sections)
-
-
-def check_policy(given: Given) -> None:
-    """Raise ConfigError for an `eviction` that is no policy."""
-    from kvarts.traffic.trace import Trace
-
-    if KEY in given:
-        _find(given, Trace([]))
-
-
-def with_policy(config: ReplayConfig, given: Given, trace: Trace) -> ReplayConfig:
-    """Return `config` with the policy that was given, if one was. Raise ConfigError for what is none."""
-    return msgspec.structs.replace(config, eviction=_find(given, trace)) if KEY in given else config
-
-
-def find_on_path(name: str, trace: Trace) -> Any:
-    """Return what makes the order that `name` says, also from a module of the working directory."""
-    from kvarts.plan.league import find_policy
-
-    if "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # where a policy of one's own is most often
-    return find_policy(name, trace)
-
-
-def _find(given: Given, trace: Trace) -> Any:
-    if ":" in given[KEY] and given.source_of(KEY).path is not None:
-        # Files are passed around; opening one must not run what lies beside it.
-        raise given.error(
-            KEY, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[KEY]}."
-        )
-    try:
-        return find_on_path(given[KEY], trace)
-    except ConfigError as error:
-        raise given.error(KEY, error.what, hint=error.hint) from error
 
 
 PART = PolicyPart()

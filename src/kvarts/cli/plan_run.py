@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvarts.cli.plan_policy import with_policy
 from kvarts.cli.replay import OneRun
+from kvarts.plan.policy import with_policy
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace

@@ -68,11 +68,11 @@ class ShareType(click.ParamType[Any]):
 
 def divided(shares: tuple[Share, ...], given: Given, page_size: int) -> dict[str, Any]:
     """Return shares of `--kv-memory` for these models, see `kvarts.plan.shares`."""
-    from kvarts.cli.sample import reading_of
     from kvarts.plan.cache import CachePlan
     from kvarts.plan.shares import ModelMemory, divide
     from kvarts.sim.hardware import DeviceSettings, kv_bytes_of
     from kvarts.traffic.formats import load_trace
+    from kvarts.traffic.settings import reading_of
 
     names = [share.name for share in shares]
     if len(set(names)) < len(names):

@@ -10,13 +10,14 @@ SIGTERM and SIGHUP end a command as SIGINT does: what is half written is removed
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvarts.errors import OutputError
@@ -25,6 +26,7 @@ __all__ = [
     "ReaderGoneError",
     "Terminated",
     "end",
+    "give_back_memory",
     "guard_streams",
     "handle_signals",
     "hold_signals_back",
@@ -32,6 +34,11 @@ __all__ = [
 ]
 
 STANDARD_STREAMS = (0, 1, 2)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt."""
+LARGE_BYTES = 128 * 1024
+KEPT_BYTES = 4 * 1024 * 1024
+"""Free memory at the end of the heap, which is not returned."""
 
 
 _came: list[int] = []
@@ -80,6 +87,26 @@ class _Narration(io.FileIO):
             return os.write(2, data)
         except OSError:
             return len(data)
+
+
+def give_back_memory() -> None:
+    """Have a command that goes on collect garbage, which the script of kvarts does not, for commands that end.
+
+    Without torch, glibc also returns each freed block of LARGE_BYTES or more to the system, whatever was freed before.
+    It would otherwise come to keep blocks of up to 32 MiB, with small ones between them that stay: a server that has
+    read many large requests would have several times the memory that it uses. torch frees such blocks in every step,
+    and needs them in the next. Other allocators are left alone.
+    """
+    gc.freeze()
+    gc.enable()
+    if "torch" in sys.modules:
+        return
+    import ctypes
+
+    with suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def guard_streams() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from threading import Event, Thread
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 import click
 
@@ -13,49 +14,67 @@ __all__ = ["Progress"]
 
 SILENT_S = 2.0
 EVERY_S = 10.0
+BAR_AFTER_S, BAR_EVERY_S = 1.0, 0.2
 
 
 class Progress:
     """A bar where standard error is a terminal, else a line after two seconds, and one every ten seconds then.
 
-    `update(n)`: `n` units are done. `total`: of them; None where that is not known. `large`: how many units of `total`
-    are enough for a line at once.
+    `what` is done, as in "reading trace.jsonl". `update(n)`: `n` units are done. `total`: of them; None where that is
+    not known. Without a `unit`, lines have the seconds so far. `large`: how many units of `total` are enough for a line
+    at once. A thread writes, so that a unit may take as long as it takes.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str, *, large: int | None = None) -> None:
+    def __init__(self, what: str, total: int | None = None, unit: str = "", *, large: int | None = None) -> None:
         self._what = what
         self._total = total
         self._unit = unit
         self._num_done = 0
-        self._bar: Any = None
-        self._tell_at = monotonic() + SILENT_S
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total, desc=what, delay=1.0, unit=f" {unit}", unit_scale=True, miniters=1, file=sys.stderr,
-                leave=False,
-            )  # fmt: skip
-        elif large is not None and total is not None and total >= large:
+        self._begun_s = monotonic()
+        self._ended = Event()
+        is_terminal = sys.stderr.isatty()
+        if not is_terminal and large is not None and total is not None and total >= large:
             click.echo(f"kvarts: {what}, {total:,} {unit}", err=True)
+        self._thread = Thread(target=self._draw if is_terminal else self._tell, daemon=True)
+        self._thread.start()
 
     def update(self, num_done: int = 1) -> None:
         """Note that more is done."""
-        if self._bar is not None:
-            self._bar.update(num_done)
-            return
         self._num_done += num_done
-        now = monotonic()
-        if now >= self._tell_at:
-            self._tell_at = now + EVERY_S
-            of_all = "" if self._total is None else f" of {self._total:,}"
-            click.echo(f"kvarts: {self._what}: {self._num_done:,}{of_all} {self._unit}", err=True)
+
+    def reach(self, num_done: int, total: int) -> None:
+        """Note how much is done, of how many units."""
+        self._num_done, self._total = num_done, total
 
     def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Stop, and remove the bar."""
+        self._ended.set()
+        self._thread.join()
+
+    def _tell(self) -> None:
+        wait_s = SILENT_S
+        while not self._ended.wait(wait_s):
+            wait_s = EVERY_S
+            of_all = "" if self._total is None else f" of {self._total:,}"
+            done = f"{self._num_done:,}{of_all} {self._unit}" if self._unit else f"{monotonic() - self._begun_s:.0f} s"
+            with suppress(OSError, ValueError):  # narration that cannot be written changes nothing
+                click.echo(f"kvarts: {self._what}: {done}", err=True)
+
+    def _draw(self) -> None:
+        if self._ended.wait(BAR_AFTER_S):
+            return
+        from tqdm import tqdm
+
+        # Without a unit the bar is what is done, and for how long.
+        form = None if self._unit else "{desc}: {elapsed}"
+        with tqdm(total=self._total, desc=self._what, unit=f" {self._unit}", unit_scale=True, file=sys.stderr,
+                  leave=False, miniters=0, bar_format=form) as bar:  # fmt: skip
+            is_over = False
+            while not is_over:
+                bar.total = self._total
+                bar.update(self._num_done - bar.n)
+                bar.refresh()
+                is_over = self._ended.wait(BAR_EVERY_S)
 
     def __enter__(self) -> Progress:
         return self

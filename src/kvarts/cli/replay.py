@@ -15,13 +15,13 @@ from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import Outputs, Run, load_parts
 from kvarts.cli.progress import Progress
-from kvarts.cli.sample import SECTION as TRAFFIC
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.directories import new_directory
 from kvarts.files import check_outputs
 from kvarts.report.run_directory import REPORT
 from kvarts.settings import Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
+from kvarts.traffic.settings import SECTION as TRAFFIC
 
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace

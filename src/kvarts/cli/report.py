@@ -9,6 +9,7 @@ import click
 from kvarts.cli.options import Command
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.progress import Progress
 from kvarts.files import check_writable, is_standard_output
 
 __all__ = ["report_command"]
@@ -31,8 +32,9 @@ def report_command(run_dir: Path, html_file: Path | None, opens: bool) -> None:
     if html_file is not None:
         check_writable(html_file)
     check_opening(html_file, opens=opens)
-    run = RunDirectory(run_dir)
+    with Progress(f"reading {run_dir}"):
+        text = render_text(RunDirectory(run_dir))
     if not is_standard_output(html_file):
-        click.echo(render_text(run), nl=False)
+        click.echo(text, nl=False)
     if html_file is not None:
         write_run_page(run_dir, html_file, opens=opens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from typing import Any
@@ -18,6 +17,7 @@ from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_opti
 from kvarts.cli.narrating import narrate
 from kvarts.cli.options import Command, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
+from kvarts.cli.process import give_back_memory
 from kvarts.cli.sessions import WINDOW, need_grpc
 from kvarts.errors import ConfigError
 from kvarts.rooms import from_room
@@ -156,9 +156,7 @@ async def _serve(
         click.echo(f"kvarts: listening on {address} for sessions over gRPC ({tls}, {token})", err=True)
 
     runtime = from_room("session.opening", "open_sessions", field="serve")(**settings)
-    # The script of kvarts never collects garbage, for commands that end. This one goes on.
-    gc.freeze()
-    gc.enable()
+    give_back_memory()
     server = SessionServer(runtime, binding, owners=owners, max_message_bytes=max_message_bytes)
     async with AsyncExitStack() as stack:
         for door in beside:

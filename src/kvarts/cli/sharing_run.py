@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.cli.outputs import Outputs
 from kvarts.cli.printing import print_bytes
-from kvarts.cli.sample import reading_of
+from kvarts.cli.progress import Progress
 from kvarts.cli.sharing_table import render_shared_table
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole, writing
@@ -17,6 +17,7 @@ from kvarts.report.run_directory import REPORT, named
 from kvarts.settings import Given, Section
 from kvarts.sharing.config import SharingConfig, resolve_shares
 from kvarts.traffic.formats import load_trace
+from kvarts.traffic.settings import reading_of
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
@@ -61,7 +62,8 @@ class SharedRun:
 
     def load(self) -> tuple[dict[str, Trace], Sequence[Trace]]:
         """Load the trace of each model."""
-        traces = {name: load_trace(self._paths[name], **reading_of(self._given)) for name in self.config.models}
+        with Progress("reading traces"):
+            traces = {name: load_trace(self._paths[name], **reading_of(self._given)) for name in self.config.models}
         return traces, list(traces.values())
 
 

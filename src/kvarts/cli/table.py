@@ -65,6 +65,7 @@ def render_table(summary: dict[str, Any]) -> str:
             "preempted",
             f"{summary['num_preemptions']:,} times, {summary['num_recomputed_tokens']:,} tokens computed again",
         ),
+        *_wasted(summary),
         _row("limited by", _limit(summary["limited_by"])),
         *_warnings(summary),
     ]
@@ -139,8 +140,19 @@ def _row(name: str, value: str) -> str:
     return f"{name:<14}{value}"
 
 
+def _wasted(summary: dict[str, Any]) -> list[str]:
+    """Return a row on what was computed for requests that were cancelled; none where none was."""
+    wasted = summary.get("cancelled")
+    if wasted is None:
+        return []
+    text = f"{wasted['prompt_tokens']:,} prompt and {wasted['output_tokens']:,} output tokens, of cancelled requests"
+    return [_row("wasted", text)]
+
+
 def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
     text = f"{completed:,} completed, {rejected:,} rejected"
+    if "num_cancelled" in summary:
+        text += f", {summary['num_cancelled']:,} cancelled"
     skipped = summary["num_skipped_lines"]
     return f"{text}, {skipped:,} bad lines skipped" if skipped else text
 

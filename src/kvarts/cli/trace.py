@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,15 @@ import click
 from kvarts.cli.options import Command, Group
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
-from kvarts.report.words import number
 from kvarts.samples import PREFIX, SAMPLES
 from kvarts.units import parse_duration_s
 
 if TYPE_CHECKING:
-    from kvarts.traffic.trace import Trace, TraceRequest
+    from kvarts.traffic.trace import Trace
 
 __all__ = ["trace_command"]
-
-INFO_PAGE_SIZE = 16
 
 
 class _Duration(click.ParamType[int]):
@@ -78,13 +76,12 @@ def list_command() -> None:
 @_reading
 def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
     """Say what is in a TRACE, and whether it tells what prompts have in common."""
+    from kvarts.traffic.info import trace_info
+
     traffic = _load(trace, reading)
-    values = _info(traffic)
+    info = trace_info(traffic)
     _say(traffic)
-    if as_json:
-        print_json(values)
-        return
-    print_bytes("".join(f"{name:<24}{_text(value)}\n" for name, value in values.items()).encode())
+    print_bytes(info.to_json() if as_json else info.to_text().encode())
 
 
 @trace_command.command("forms", cls=Command)
@@ -174,7 +171,8 @@ def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
 def _load(path: Path, reading: dict[str, Any]) -> Trace:
     from kvarts.traffic.formats import load_trace
 
-    return load_trace(path, **reading)
+    with Progress(f"reading {path}"):
+        return load_trace(path, **reading)
 
 
 def _write(trace: Trace, output: Path | None) -> None:
@@ -198,56 +196,3 @@ def _say(trace: Trace) -> None:
     """Write the warnings of a trace to standard error."""
     for warning in trace.said():
         click.echo(f"kvarts: {warning}", err=True)
-
-
-def _info(trace: Trace) -> dict[str, Any]:
-    import numpy as np
-
-    from kvarts.traffic.working_set import working_set_pages
-
-    requests = trace.requests or []
-    prompts = np.array([request.num_prompt_tokens for request in requests])
-    outputs = np.array([request.num_output_tokens for request in requests])
-    duration_s = _duration_s(requests)
-    return {
-        "trace": trace.name,
-        "num_requests": len(requests),
-        "duration_s": duration_s,
-        "requests_per_s": len(requests) / duration_s if duration_s else None,
-        "num_prompt_tokens": int(prompts.sum()),
-        "mean_prompt_tokens": float(prompts.mean()),
-        "max_prompt_tokens": int(prompts.max()),
-        "num_output_tokens": int(outputs.sum()),
-        "mean_output_tokens": float(outputs.mean()),
-        "max_output_tokens": int(outputs.max()),
-        "num_sessions": len({request.session_id for request in requests} - {None}),
-        "num_tenants": len({request.tenant for request in requests} - {None}),
-        "tokens_per_id": trace.unit_tokens,
-        "knows_prefixes": trace.knows_prefixes,
-        "knows_outputs": trace.has_output_tokens,
-        "working_set_tokens": (working_set_pages(trace, INFO_PAGE_SIZE) or 0) * INFO_PAGE_SIZE,
-        "num_skipped_lines": trace.num_skipped_lines,
-        **{f"left_out_{reason.replace(' ', '_')}": count for reason, count in trace.left_out.items()},
-    }
-
-
-def _duration_s(requests: Sequence[TraceRequest]) -> float:
-    """Return the time from the first arrival to the last, which of turns that only have delays is at least so long."""
-    ends: dict[str, int] = {}
-    last_ns = 0
-    for request in requests:
-        arrival_ns = request.arrival_ns
-        if request.session_id is not None and request.delay_ns is not None and request.session_id in ends:
-            arrival_ns = max(arrival_ns, ends[request.session_id] + request.delay_ns)
-        if request.session_id is not None:
-            ends[request.session_id] = arrival_ns
-        last_ns = max(last_ns, arrival_ns)
-    return last_ns / 1e9
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return value if isinstance(value, str) else number(value)

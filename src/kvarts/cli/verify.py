@@ -12,6 +12,7 @@ import msgspec
 from kvarts.cli.options import Command
 from kvarts.cli.paths import INPUT
 from kvarts.cli.printing import print_json
+from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.units import parse_bytes
 
@@ -57,9 +58,10 @@ def verify_command(
         try:
             if refused is not None:
                 raise refused
-            verdict = verify_file(
-                path, preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes
-            )
+            with Progress(f"verifying {path}"):
+                verdict = verify_file(
+                    path, preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes
+                )
         except KvartsError as error:
             click.echo(f"kvarts: {error}", err=True)
             codes.append(error.exit_code)

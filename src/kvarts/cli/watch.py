@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ import msgspec
 from kvarts.cli.options import Command, grouped
 from kvarts.cli.paths import OUTPUT
 from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.process import give_back_memory
 from kvarts.errors import ConfigError
 from kvarts.files import (
     check_writable,
@@ -87,9 +87,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
     for name in FILES:
         if values[name] is not None:
             check_writable(values[name])
-    # The script of kvarts never collects garbage, for commands that end soon. This one goes on.
-    gc.freeze()
-    gc.enable()
+    give_back_memory()
     notes: list[str] = []
     with ExitStack() as stack:
         journal = None

@@ -244,6 +244,9 @@ class Cache:
         """Let a settled sequence compute a token in every step from the next on; `admission`: its place in order."""
         raise NotImplementedError
 
+    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+        """Let a sequence that holds `num_pages` pages compute no token in this step; `extend` goes on with it."""
+
     def publish_due(self) -> None:
         """Publish the pages that decodes fill in this step and that others may find."""
         raise NotImplementedError

@@ -22,9 +22,10 @@ from kvarts.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_leaps import leap
+from kvarts.kv.run_loads import begin_load
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 
-__all__ = ["GroupPages", "PartHolding", "PartMatch"]
+__all__ = ["GroupPages", "HeldParts", "PartHolding", "PartMatch"]
 
 
 class PartMatch(Match):
@@ -38,12 +39,26 @@ class PartMatch(Match):
 
 
 class PartHolding(Holding):
-    """What one running request, or a pin, holds. `parts`: in every group. `page_ids`: blocks that are no parts."""
+    """What one running request, or a pin, holds. `parts`: in every group. `page_ids`: blocks that are no parts.
 
-    __slots__ = ("parts",)
+    `num_promised`: blocks that are kept for it while it waits for a load, which it may take to compute the rest.
+    """
+
+    __slots__ = ("num_promised", "parts")
 
     def __init__(self, parts: RunHolding, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
         super().__init__(parts.content, [], num_pages, block_ids)
+        self.parts = parts
+        self.num_promised = 0
+
+
+class HeldParts(HeldPages):
+    """Parts that a transfer holds."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: RunHolding) -> None:
+        super().__init__([], 0)
         self.parts = parts
 
 
@@ -70,10 +85,11 @@ class GroupPages(PartPages):
 
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take pages and
-    release some, and can leap over them.
+    release some, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: it looks at what
+    is about to be evicted, so the cache follows no decodes.
     """
 
-    __slots__ = ("_num_given", "parts")
+    __slots__ = ("_num_given", "num_promised", "parts")
 
     def __init__(
         self,
@@ -84,6 +100,8 @@ class GroupPages(PartPages):
         most_new_tokens: int,
         with_ids: bool = False,
         tell: Tell | None = None,
+        has_below: bool = False,
+        watches_list: bool = False,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -94,10 +112,13 @@ class GroupPages(PartPages):
             total_bytes=num_blocks * self.block_bytes,
             blocks=ids,
             events=None if tell is None else RunEvents(tell),
+            has_below=has_below,
         )
+        self.num_promised = 0
+        """Blocks that are free, and are kept for requests that will take them."""
         self._num_given = 0
         """Blocks that `give` gave back since the beginning."""
-        self.names_decodes = self.publishes_all = with_ids or tell is not None
+        self.names_decodes = self.publishes_all = with_ids or tell is not None or watches_list
         if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
@@ -205,6 +226,13 @@ class GroupPages(PartPages):
         """Let a settled sequence compute a token in every step from the next on."""
         self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
 
+    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+        """Stop following a decode, if the cache does."""
+        parts = cast(PartHolding, holding).parts
+        if parts.is_decoding:
+            self.parts.decodes.leave(parts)
+            parts.num_taken = num_pages
+
     def publish_due(self) -> None:
         """Make pages findable that decodes fill in this step, and that others may find."""
         self.parts.fill_pages()
@@ -229,7 +257,7 @@ class GroupPages(PartPages):
         """Take note of what was taken and given back."""
         parts, block_bytes = self.parts, self.block_bytes
         if parts.shared is None:
-            self.num_free = (parts.empty_bytes + parts.cached_bytes) // block_bytes
+            self.num_free = (parts.empty_bytes + parts.cached_bytes) // block_bytes - self.num_promised
         else:
             parts.give_back()
             self.num_free = parts.room_bytes // block_bytes
@@ -267,6 +295,33 @@ class GroupPages(PartPages):
     def unkeep(self, holding: Holding) -> int:
         """Undo a `keep`; return how many blocks nothing keeps any more."""
         return self.parts.unkeep(cast(PartHolding, holding).parts) // self.block_bytes
+
+    # Loads -------------------------------------------------------------------------------------------------
+
+    def held_of(self, found: RunMatch) -> Held:
+        """Return what others hold of what device and tier have together."""
+        return HeldByOthers(self.parts, found)
+
+    def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
+        """Hold what the device has of `found`, and take parts for the rest; of `num_wanted` blocks, promise the others.
+
+        So many are free.
+        """
+        num_free = self.num_free
+        holding = PartHolding(begin_load(self.parts, content, found), found.num_pages)
+        self.count()
+        self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
+        return holding
+
+    def end_promise(self, holding: Holding) -> None:
+        """Let anyone take what was promised to a holding: its request is about to."""
+        self._promise(cast(PartHolding, holding), 0)
+
+    def _promise(self, holding: PartHolding, num_blocks: int) -> None:
+        self.num_promised += num_blocks - holding.num_promised
+        holding.num_promised = num_blocks
+        self.parts.promised_bytes = self.num_promised * self.block_bytes
+        self.count()
 
     # What a plan names -------------------------------------------------------------------------------------
 
@@ -353,8 +408,11 @@ class GroupPages(PartPages):
         """Assert laws L1 and L2 for every part, and that every block has one owner."""
         every = [cast(PartHolding, holding) for holding, _ in holdings]
         taken_ids = [block_id for holding in every for block_id in holding.page_ids or ()]
-        self.parts.check([holding.parts for holding in every if holding.page_ids is None], taken_ids)
+        of_parts = [holding.parts for holding in every if holding.page_ids is None]
+        of_parts += [cast(HeldParts, held).parts for held in holds]
+        self.parts.check(of_parts, taken_ids)
         if not self.parts.is_shared:
-            assert self.num_used + self.num_free == self.pool.total, "L1: blocks are lost"
+            assert self.num_used + self.num_promised + self.num_free == self.pool.total, "L1: blocks are lost"
+            assert self.num_free >= 0, "L1: blocks that were promised are gone"
         if self.has_page_ids:
             assert self.pool.num_taken == self.num_used + self.num_cached, "L1: blocks are taken and not counted"

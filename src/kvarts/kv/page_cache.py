@@ -254,6 +254,11 @@ class PageCache(Cache):
             holding.page_ids.append(page_id)
             holding.num_pages += 1
 
+    def stop_decoding(self, holding: Holding, num_pages: int) -> None:
+        """Note the pages of a decode, of which the holding knows nothing where they are only counted."""
+        if not self.has_page_ids:
+            holding.num_pages = num_pages
+
     def publish_pages(self, holding: Holding, num_full_pages: int) -> None:
         """Make the first `num_full_pages` pages findable. Pages already findable stay as they are.
 

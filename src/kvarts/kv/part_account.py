@@ -178,6 +178,15 @@ class PartAccount:
         if self.shared is not None:
             entry.stamp = self.shared.tick()
 
+    def move_first(self, entry: Listed) -> None:
+        """Let a listed entry be the oldest."""
+        entry.unlist()
+        ring = self._ring
+        oldest = ring.newer
+        assert oldest is not None
+        entry.older, entry.newer = ring, oldest
+        oldest.older = ring.newer = entry
+
     # Counts -----------------------------------------------------------------------------------------------
 
     def take(self, index: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""A prefix cache with KV groups, by the run of pages: exactly what GroupedCache does page by page.
+"""A prefix cache of a model with layers that do not keep every token: each page has a part in every KV group.
 
 What is taken, released, found and evicted are runs of parts, see PartRun, so the cost of what is done does not depend
 on how many pages it is about. The outcome is that of single parts: of a run that is released the last page comes first
@@ -8,21 +8,37 @@ in the list, and runs are eaten from their tails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from kvarts.content import Content
 from kvarts.kv.decodes import Decodes, turned
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import PartAccount
 from kvarts.kv.pool import IdPool, PageError, PageId
+from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 from kvarts.kv.streams import Stream, Turns
 
-__all__ = ["RunCache"]
+__all__ = ["RunCache", "Wants"]
 
 
-class RunCache(PartAccount):
+class Wants(Protocol):
+    """What is to be stored in the tier below, and is told what is worth it."""
+
+    def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
+        """Take note that pages [start, end) of `content`, which are of `runs`, are complete when the step ends.
+
+        Only of what other sequences may go on from: of groups that keep all tokens every full page, of windows and
+        chunks what the token after a prompt or an end attends to, and snapshots.
+        """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is to be stored now, whatever becomes of the device."""
+
+
+class RunCache(RunAccount):
     """Owner of all parts in `total_bytes`, see PartAccount. The caller sees to it that what is taken is free."""
 
     def __init__(
@@ -33,6 +49,7 @@ class RunCache(PartAccount):
         total_bytes: int,
         blocks: IdPool | None = None,
         events: RunEvents | None = None,
+        has_below: bool = False,
     ) -> None:
         super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events)
         groups = self.groups
@@ -42,14 +59,18 @@ class RunCache(PartAccount):
         self.has_ended = False
         """Whether decodes have given back already what they do at the end of the step that is under way."""
         self.decodes = Decodes(memory, page_size, self)
+        self.promised_bytes = 0
+        """Free bytes that are kept for requests that will take them."""
+        self.wants: Wants | None = None
         self._last_turns = Turns()
         self._keeps_all = memory.keeps == "all"
         self._is_state = [group.is_state for group in groups]
         self._kept = [self._keeps_all or not group.is_bounded for group in groups]
         self._of_states = [index for index, group in enumerate(groups) if group.is_state]
+        self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        tree = self._tree = SpanTree(memory, page_size, self.decodes)
+        tree = self.tree = SpanTree(memory, page_size, self.decodes, has_below=has_below)
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
@@ -57,55 +78,15 @@ class RunCache(PartAccount):
 
     # Holding and releasing --------------------------------------------------------------------------------
 
-    def _hold(self, run: PartRun, holding: RunHolding) -> None:
-        index = run.group
-        if run.holders:
-            self.decodes.disturb(run)
-        else:
-            if run.stream is None:
-                run.unlist()
-            else:
-                run.stream.take_out(run)
-            self.note_used(index, run.end - run.start)
-        run.holders.append(holding)
-        holding.held[index].append(run)
-
-    def _release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
-        """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
-        before: PartRun | None = None
-        num_cached = num_empty = 0
-        events = self.events
-        for run in runs:
-            holders = run.holders
-            holders.remove(holding)
-            if holders:
-                continue
-            count = run.end - run.start
-            if run.is_kept:
-                num_cached += count
-                if before is None or not before.join(run):
-                    self.append(run)
-                    before = run
-            else:
-                num_empty += count
-                if events is not None and run.span is not None:
-                    events.goes(run, run.start, run.end, is_dropped=True)
-                if run.ids:
-                    self.give_ids(run.ids)
-                    run.ids = []
-                run.forget()
-        if events is not None:
-            events.told()
-        if num_cached:
-            self.note_cached(index, num_cached)
-        if num_empty:
-            self.note_empty(index, num_empty)
+    def disturb(self, run: PartRun) -> None:
+        """Let decodes that hold `run` give it back by themselves."""
+        self.decodes.disturb(run)
 
     # Sequences --------------------------------------------------------------------------------------------
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
         """Begin a sequence with what was found; the cache must not have changed since. `extend` may follow."""
-        length, tree = match.num_pages, self._tree
+        length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1
             return RunHolding(content, match.root, 0, self.page_size, len(self.groups))
@@ -119,7 +100,7 @@ class RunCache(PartAccount):
                 if run.start < start:
                     run.split(start)
                 piece = run if run.end == end else run.split(end)
-                self._hold(piece, holding)
+                self.hold(piece, holding)
                 if before is not None:
                     piece.join_held(before)  # windows of others that passed them page by page have left them in pieces
                 before = piece
@@ -183,9 +164,9 @@ class RunCache(PartAccount):
                 if self.events is not None:
                     self.events.given_back(holding.content, index, held[0].end - 1, held[0].end)
                 holding.held[index] = []
-                self._release(index, held, holding)
+                self.release(index, held, holding)
             return
-        sink, first = self._tree.needed(index, num_tokens)
+        sink, first = self.tree.needed(index, num_tokens)
         at = 0
         given: list[PartRun] = []
         while at < len(held) and held[at].start < first:
@@ -207,7 +188,7 @@ class RunCache(PartAccount):
             given.reverse()
             if self.events is not None:
                 self._tell_given_back(holding, index, given)
-            self._release(index, given, holding)
+            self.release(index, given, holding)
 
     def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
         """Emit the release of `given`, the deepest run first; runs that follow each other are one event."""
@@ -246,7 +227,7 @@ class RunCache(PartAccount):
         """Return the bytes that a sequence holds that begins with what was found."""
         return sum(
             self.part_bytes[index] * (end - start)
-            for index, pieces in enumerate(self._tree.pieces(match))
+            for index, pieces in enumerate(self.tree.pieces(match))
             for _, start, end in pieces
         )
 
@@ -328,8 +309,7 @@ class RunCache(PartAccount):
         if num_full_pages > holding.num_named:
             self._name(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        if not self._keeps_all:
-            self._keep_tails(holding, num_full_pages)
+        self._keep_tails(holding, num_full_pages)
         num_open = holding.num_taken - holding.num_named
         for index, held in enumerate(holding.held):
             num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
@@ -341,7 +321,7 @@ class RunCache(PartAccount):
             if held:
                 held.reverse()
                 holding.held[index] = []
-                self._release(index, held, holding)
+                self.release(index, held, holding)
         last = holding.last
         last.num_users -= 1
         if not last.num_users:
@@ -366,8 +346,7 @@ class RunCache(PartAccount):
         if end > holding.num_named:
             self._name(holding, end)
         if is_end:
-            if not self._keeps_all:
-                self._keep_tails(holding, end)
+            self._keep_tails(holding, end)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 
@@ -376,7 +355,7 @@ class RunCache(PartAccount):
         start = holding.num_named
         if start < holding.content.num_known_pages:
             self.num_published += 1
-        spans = self._tree.extend(holding, end)
+        spans = self.tree.extend(holding, end)
         if holding.given:
             self._place(holding.given, spans)
             holding.given = []
@@ -399,7 +378,8 @@ class RunCache(PartAccount):
                 if held and siblings:
                     last = held[-1]
                     # No copy of these pages may be younger than a run that gets longer.
-                    if siblings[-1] is last and last.end == begin and last.is_kept is kept and len(last.holders) == 1:
+                    is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
+                    if is_alike and last.end == begin and siblings[-1] is last:
                         last.end = stop
                         if ids is not None:
                             last.ids += ids
@@ -409,6 +389,9 @@ class RunCache(PartAccount):
                 held.append(run)
         if events is not None:
             events.told()
+        if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
+            for index in self._whole:
+                self.wants.complete(holding.content, index, start, known_end, holding.held[index])
 
     def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
         """Make `runs`, of pages that have `spans` now, findable."""
@@ -434,21 +417,26 @@ class RunCache(PartAccount):
 
     def _keep_tails(self, holding: RunHolding, num_pages: int) -> None:
         """Mark what the token after the last full page attends to."""
+        wants = self.wants if num_pages <= holding.content.num_known_pages else None
+        if self._keeps_all and wants is None:
+            return
         for index in self._bounded:
-            sink, first = self._tree.needed(index, num_pages * self.page_size)
+            sink, first = self.tree.needed(index, num_pages * self.page_size)
             held = holding.held[index]
             for page in (sink, first):
                 for run in held:
                     if run.start < page < run.end:
                         run.split(page)
                         break
-            for run in held:
-                if run.end <= sink or run.start >= first:
+            for run in tuple(held):
+                if run.span is not None and (run.end <= sink or run.start >= first):
                     run.is_kept = True
+                    if wants is not None:
+                        wants.complete(holding.content, index, run.start, run.end, [run])
 
     def _keep_snapshots(self, holding: RunHolding) -> None:
         """Copy the states to parts of their own, as far as these are not there already and fit."""
-        span, page = self._tree.last_of(holding), holding.num_named
+        span, page = self.tree.last_of(holding), holding.num_named
         missing = [index for index in self._of_states if not any(run.end == page for run in span.parts[index])]
         if sum(self.part_bytes[index] for index in missing) > self.room_bytes:
             return
@@ -462,7 +450,9 @@ class RunCache(PartAccount):
             span.parts[index].append(run)
             if self.blocks is not None:
                 holding.snapshots.append((holding.num_tokens, run))
-            self._release(index, (run,), holding)  # a copy that nothing holds
+            if self.wants is not None and page <= holding.content.num_known_pages:
+                self.wants.complete(holding.content, index, page - 1, page, [run])
+            self.release(index, (run,), holding)  # a copy that nothing holds
 
     # Steps of decodes -------------------------------------------------------------------------------------
 
@@ -577,13 +567,13 @@ class RunCache(PartAccount):
                         used[index] += run.end - run.start
                     assert holding in run.holders, "L2: a part is held, and does not say so"
                     assert run.span is None or run in run.span.parts[index], "L1: a part in use cannot be found"
-        todo = list(self._tree.roots.values())
+        todo = list(self.tree.roots.values())
         while todo:
             span = todo.pop()
             todo += span.children.values()
             for child in span.children.values():
                 assert child.parent is span and child.start == span.end, "L3: a span does not follow the one before"
-            for runs in span.parts:
+            for runs in span.parts[: len(groups)]:
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
                     is_listed = run.newer is not None or run.stream is not None
@@ -602,11 +592,11 @@ class RunCache(PartAccount):
         """Assert that every block has one owner, and every part as many blocks as it takes."""
         assert self.blocks is not None
         ids = [*self.blocks.empty_ids, *taken_ids]
-        todo = list(self._tree.roots.values())
+        todo = list(self.tree.roots.values())
         while todo:
             span = todo.pop()
             todo += span.children.values()
-            for index, runs in enumerate(span.parts):
+            for index, runs in enumerate(span.parts[: len(self.groups)]):
                 for run in runs:
                     num_ids = (run.end - run.start) * self.part_blocks[index]
                     assert len(run.ids) == num_ids, f"L1: {num_ids} blocks, and {len(run.ids)} ids"
@@ -614,4 +604,8 @@ class RunCache(PartAccount):
         for holding in holdings:
             for of_group in (*holding.open_ids, *holding.state_ids):
                 ids += of_group
+            for runs in holding.held:
+                for run in runs:
+                    if run.span is None:
+                        ids += run.ids  # a load fills it
         assert sorted(ids) == list(range(self.blocks.total)), "L1: a block is lost or has two owners"

@@ -57,11 +57,11 @@ def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
     assert cache.shared is None, "what other models do between steps is not known"
     decodes = cache.decodes
     done = _do(cache, decodes.steps_to_odd(most_steps), wanted_bytes)
-    while len(done.taken) < most_steps and decodes.is_odd:
+    while len(done.taken) < most_steps and decodes.is_odd and not (cache.wants is not None and cache.wants.has_work):
         # What is odd is given back now, though the step may be the last one.
         done.end_odd(cache)
         slot = decodes.step % cache.page_size
-        left_bytes = cache.free_bytes - decodes.num_due[slot] * cache.page_bytes
+        left_bytes = cache.free_bytes - cache.promised_bytes - decodes.num_due[slot] * cache.page_bytes
         if left_bytes < 0 or (wanted_bytes and (wanted_bytes <= left_bytes or decodes.filling[slot])):
             cache.has_ended = True
             break
@@ -119,12 +119,13 @@ def _pass_and_fill(cache: RunCache, num_steps: int) -> None:
 def _num_certain(cache: RunCache, slot: int, num_steps: int, wanted_bytes: int) -> int:
     """Return after how many of the next `num_steps` steps the leap ends."""
     decodes, page_size, page_bytes = cache.decodes, cache.page_size, cache.page_bytes
-    if wanted_bytes and decodes.num_filling:
+    if decodes.num_filling and (wanted_bytes or cache.wants is not None):
         num_filled = decodes.steps_to_filling(num_steps)
         if num_filled >= 0:
-            num_steps = num_filled
+            # What waits may find a page that is filled; and it is stored below in the step after that.
+            num_steps = num_filled if wanted_bytes else num_filled + 1
     num_due, given_bytes = decodes.num_due, decodes.given_bytes
-    left_bytes = cache.free_bytes - num_due[slot] * page_bytes
+    left_bytes = cache.free_bytes - cache.promised_bytes - num_due[slot] * page_bytes
     if not wanted_bytes and (num_steps // page_size + 1) * decodes.num_decoding * page_bytes <= left_bytes:
         return num_steps
     for step in range(1, num_steps):

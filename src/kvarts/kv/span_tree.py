@@ -11,14 +11,16 @@ from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.node import NOTHING
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 
-__all__ = ["SpanTree"]
+__all__ = ["SpanTree", "find"]
 
 
 class SpanTree:
-    """Owner of all spans. `decodes`: says how far the runs of streams have come."""
+    """Owner of all spans. `decodes`: says how far the runs of streams have come. `has_below`: there is a tier below."""
 
-    def __init__(self, memory: GroupMemory, page_size: int, decodes: Decodes) -> None:
+    def __init__(self, memory: GroupMemory, page_size: int, decodes: Decodes, *, has_below: bool = False) -> None:
         groups = self.groups = memory.groups
+        self.num_groups = len(groups)
+        self._num_lists = (3 if has_below else 1) * len(groups)
         self.page_size = page_size
         self.roots: dict[str | None, Span] = {}
         """What is before the first page of each tenant."""
@@ -43,10 +45,15 @@ class SpanTree:
 
     # Matching ---------------------------------------------------------------------------------------------
 
-    def match(self, content: Content, limit: int) -> RunMatch:
-        """Return the longest prefix of `content`, at most `limit` full pages, that every group can go on from."""
+    def match(self, content: Content, limit: int, *, with_below: bool = False) -> RunMatch:
+        """Return the longest prefix of `content`, at most `limit` full pages, that every group can go on from.
+
+        `with_below`: with what the tier below has as well; what the device has of it comes from there.
+        """
         root = span = self.root(content.salt)
         spans: list[Span] = []
+        found = [] if with_below else spans
+        """The same spans, with what device and tier have of each."""
         page = 0
         while page < limit:
             child = span.children.get(content.key(page))
@@ -55,18 +62,51 @@ class SpanTree:
             if child.is_moving:
                 self._decodes.look(child)
             common = end = _common(child, content, min(limit, child.end))
+            resident = self._with_below(child) if with_below else child
             for index in self._whole:
-                end = _covered_to(child.parts[index], page, end)
+                end = _covered_to(resident.parts[index], page, end)
             if end > page:
                 spans.append(child)
+                if with_below:
+                    found.append(resident)
                 page = end
             if end < common or common < child.end:
                 break
             span = child
-        length = self._longest(spans, page) if page else 0
+        length = self._longest(found, page) if page else 0
         while spans and spans[-1].start >= length:
             spans.pop()
-        return RunMatch(root, spans, length)
+        match = RunMatch(root, spans, length)
+        if with_below:
+            match.pieces = self._pieces(found, length)
+        return match
+
+    def _with_below(self, span: Span) -> Span:
+        """Return a span like `span`, and in no tree, the parts of which are those of the device and of the tier."""
+        count = self.num_groups
+        if not any(span.parts[count : 2 * count]):
+            return span
+        both = Span(span.content, span.key, span.start, span.end, None, 0)
+        both.parts = [span.parts[index] + span.parts[count + index] for index in range(count)]
+        return both
+
+    def walk(self, content: Content, end: int) -> tuple[list[Span], int]:
+        """Return the spans of the first `end` pages of `content`, as far as pages have one, and how many have.
+
+        The last span may reach beyond.
+        """
+        span = self.root(content.salt)
+        spans: list[Span] = []
+        page = 0
+        while page < end and (child := span.children.get(content.key(page))) is not None:
+            if child.is_moving:
+                self._decodes.look(child)
+            spans.append(child)
+            page = _common(child, content, min(end, child.end))
+            if page < child.end:
+                break
+            span = child
+        return spans, page
 
     def _longest(self, spans: list[Span], length: int) -> int:
         """Return the largest number of pages, at most `length`, that groups that keep less can go on from as well."""
@@ -127,7 +167,7 @@ class SpanTree:
             run.start <= page < run.end
             for span in spans
             if span.start <= page < span.end
-            for runs in span.parts
+            for runs in span.parts[: self.num_groups]
             for run in runs
         )
 
@@ -136,18 +176,9 @@ class SpanTree:
 
         No longer than some group has a part of the last page.
         """
-        span = self.root(content.salt)
-        spans: list[Span] = []
-        page = 0
-        while page < limit and (child := span.children.get(content.key(page))) is not None:
-            if child.is_moving:
-                self._decodes.look(child)
-            spans.append(child)
-            page = _common(child, content, min(limit, child.end))
-            if page < child.end:
-                break
-            span = child
-        every = [run for span in spans for runs in span.parts for run in runs if run.start < page]
+        spans, page = self.walk(content, limit)
+        count = self.num_groups
+        every = [run for span in spans for runs in span.parts[:count] for run in runs if run.start < page]
         length = max((min(run.end, page) for run in every), default=0)
         longest: list[int] = []
         for index, group in enumerate(self.groups):
@@ -164,18 +195,21 @@ class SpanTree:
     def pieces(self, match: RunMatch) -> list[list[tuple[PartRun, int, int]]]:
         """Return what a sequence begins with after `match`, for each group by page; of copies the oldest."""
         if match.pieces is None:
-            length = match.num_pages
-            match.pieces = pieces = []
-            for index in range(len(self.groups)):
-                sink, first = self.needed(index, length * self.page_size)
-                found: list[tuple[PartRun, int, int]] = []
-                for span in match.spans:
-                    if span.start < sink:
-                        _find(span.parts[index], span.start, min(sink, span.end), found)
-                    if span.end > first and first < length:
-                        _find(span.parts[index], max(first, span.start), min(length, span.end), found)
-                pieces.append(found)
+            match.pieces = self._pieces(match.spans, match.num_pages)
         return match.pieces
+
+    def _pieces(self, spans: list[Span], length: int) -> list[list[tuple[PartRun, int, int]]]:
+        pieces: list[list[tuple[PartRun, int, int]]] = []
+        for index in range(self.num_groups):
+            sink, first = self.needed(index, length * self.page_size)
+            found: list[tuple[PartRun, int, int]] = []
+            for span in spans:
+                if span.start < sink:
+                    find(span.parts[index], span.start, min(sink, span.end), found)
+                if span.end > first and first < length and span.start < length:
+                    find(span.parts[index], max(first, span.start), min(length, span.end), found)
+            pieces.append(found)
+        return pieces
 
     def num_shared(self, match: RunMatch, index: int, first_page: int) -> int:
         """Return how many of the parts that a sequence begins with after `match` others hold.
@@ -185,13 +219,13 @@ class SpanTree:
         count, sink = 0, self._sinks[index]
         pieces = self.pieces(match) if match.pieces is None else match.pieces
         for run, start, end in pieces[index]:
-            if run.holders:
+            if run.holders and run.place == index:
                 count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
         return count
 
     def num_idle(self, match: RunMatch, index: int) -> int:
-        """Return how many snapshots of a group of states a sequence begins with after `match` that nothing holds."""
-        return sum(not run.holders for run, _, _ in self.pieces(match)[index])
+        """Return how many snapshots a sequence begins with after `match` that nothing holds or that are to be loaded."""
+        return sum(not run.holders or run.place != index for run, _, _ in self.pieces(match)[index])
 
     # Spans ------------------------------------------------------------------------------------------------
 
@@ -206,7 +240,7 @@ class SpanTree:
         """Split `span`, which was looked at, before `page`; return the first part, a new one."""
         parent, content = span.parent, span.content
         assert parent is not None and span.start < page < span.end
-        head = Span(content, span.key, span.start, page, parent, len(self.groups))
+        head = Span(content, span.key, span.start, page, parent, self._num_lists)
         parent.children[span.key] = head
         span.key = content.key(page)
         head.children[span.key] = span
@@ -264,7 +298,7 @@ class SpanTree:
                     self._decodes.look(of_key)
                     of_key = last.children.get(key)  # nothing may be left of it
                 if of_key is None:
-                    of_key = last.children[key] = Span(content, key, page, end, last, len(self.groups))
+                    of_key = last.children[key] = Span(content, key, page, end, last, self._num_lists)
                 child = of_key
                 common = _common(child, content, min(end, child.end))
             if common < end and common < child.end:
@@ -336,8 +370,10 @@ def _last_end(index: int, spans: list[Span], length: int) -> int:
     return max((run.end for span in spans for run in span.parts[index] if run.end <= length), default=0)
 
 
-def _find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:
-    """Add the runs that have pages [start, end) to `found`; of copies the oldest."""
+def find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:
+    """Add the runs that have pages of [start, end) to `found`, by page; of copies the oldest."""
+    if not runs:
+        return
     oldest = runs[0]
     if oldest.start <= start and end <= oldest.end:
         found.append((oldest, start, end))

@@ -21,9 +21,11 @@ class PartRun(Listed):
     everything. `holders`: the sequences that hold it; without any it is listed, by itself or as a piece of `stream`.
     `is_kept`: it is listed when nothing holds it any more; else it is empty then. `ids`: those of its blocks, part by
     part in the order of pages; none where blocks are only counted. `keeps`: how many of its holders are kept for later.
+    `place`: which list of its span it is in: that of its group on the device, or another one of a tier below.
+    `is_wanted`: it is to be stored below before it is evicted.
     """
 
-    __slots__ = ("end", "group", "holders", "ids", "is_kept", "keeps", "span", "start", "stream")
+    __slots__ = ("end", "group", "holders", "ids", "is_kept", "is_wanted", "keeps", "place", "span", "start", "stream")
 
     def __init__(
         self,
@@ -35,9 +37,12 @@ class PartRun(Listed):
         *,
         is_kept: bool,
         ids: list[PageId] | None = None,
+        place: int = -1,
     ) -> None:
         super().__init__()
         self.group = group
+        self.place = group if place < 0 else place
+        self.is_wanted = False
         self.span = span
         self.start = start
         self.end = end
@@ -92,14 +97,14 @@ class PartRun(Listed):
         span = self.span
         if span is not None:
             self.span = None
-            span.parts[self.group].remove(self)
+            span.parts[self.place].remove(self)
             if not (span.num_users or span.children):
                 span.prune()
 
     def precedes(self, run: PartRun) -> bool:
         """Return whether no copies are older than it and younger than `run`, of the same span."""
         assert self.span is not None
-        runs = self.span.parts[self.group]
+        runs = self.span.parts[self.place]
         place = runs.index(run)
         return place > 0 and runs[place - 1] is self
 
@@ -110,9 +115,11 @@ class PartRun(Listed):
         """
         if head.end != self.start or head.span is not self.span or self.span is None:
             return False
-        if not head.precedes(self) and not self.precedes(head):
+        if head.is_wanted is not self.is_wanted:
             return False
-        self.span.parts[self.group].remove(head)
+        if self.place == self.group and not head.precedes(self) and not self.precedes(head):
+            return False  # there are no copies below
+        self.span.parts[self.place].remove(head)
         self.start = head.start
         if head.ids:
             self.ids = head.ids + self.ids
@@ -126,7 +133,7 @@ class PartRun(Listed):
         span, index = self.span, self.group
         if head.end != self.start or head.span is not span or span is None:
             return
-        if head.is_kept is not self.is_kept or head.keeps != self.keeps:
+        if head.is_kept is not self.is_kept or head.is_wanted is not self.is_wanted or head.keeps != self.keeps:
             return
         if head.holders != self.holders or not head.precedes(self):
             return
@@ -145,15 +152,15 @@ class PartRun(Listed):
         Of a stream, that is the other way round.
         """
         index = self.group
-        head = PartRun(index, self.span, self.start, page, self.holders.copy(), is_kept=self.is_kept)
-        head.keeps = self.keeps
+        head = PartRun(index, self.span, self.start, page, self.holders.copy(), is_kept=self.is_kept, place=self.place)
+        head.is_wanted, head.keeps = self.is_wanted, self.keeps
         if self.ids:
             at = len(self.ids) // (self.end - self.start) * (page - self.start)
             head.ids = self.ids[:at]
             del self.ids[:at]
         self.start = page
         if self.span is not None:
-            runs = self.span.parts[index]
+            runs = self.span.parts[self.place]
             runs.insert(runs.index(self), head)
         for holder in self.holders:
             held = holder.held[index]
@@ -164,9 +171,17 @@ class PartRun(Listed):
             self.stream.insert(head, before=self)
         return head
 
+    def cut(self, start: int, end: int) -> PartRun:
+        """Split it so that a run has pages [start, end) of it and no others; return that."""
+        if self.start < start:
+            self.split(start)
+        return self if self.end == end else self.split(end)
+
 
 class Span:
     """Pages [start, end) of `content`. `parts`: for each group the runs that are resident, the oldest first.
+
+    With a tier below, as many lists follow for what is there, and as many for what is on its way there.
 
     `key` names its first page among its siblings. `num_users`: sequences of which it has the last full pages.
     `is_moving`: runs of streams may be behind what has happened.
@@ -175,7 +190,7 @@ class Span:
     __slots__ = ("children", "content", "end", "is_moving", "key", "num_users", "parent", "parts", "start")
 
     def __init__(
-        self, content: Content, key: PageKey, start: int, end: int, parent: Span | None, num_groups: int
+        self, content: Content, key: PageKey, start: int, end: int, parent: Span | None, num_lists: int
     ) -> None:
         self.content = content
         self.key = key
@@ -183,7 +198,7 @@ class Span:
         self.end = end
         self.parent = parent
         self.children: dict[PageKey, Span] = {}
-        self.parts: list[list[PartRun]] = [[] for _ in range(num_groups)]
+        self.parts: list[list[PartRun]] = [[] for _ in range(num_lists)]
         self.num_users = 0
         self.is_moving = False
 

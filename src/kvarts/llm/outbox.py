@@ -13,6 +13,9 @@ from kvarts.llm.listener import Gone
 
 __all__ = ["Outbox", "Woken"]
 
+TIMER_S = 0.001
+"""The shortest time of a timer: uvloop rounds to whole milliseconds, and its timers may come early."""
+
 
 class Woken(Protocol):
     """Something that a coroutine waits for. `is_marked`: owned by the outbox, False at first."""
@@ -32,7 +35,8 @@ class Outbox:
         self._marked: list[Woken] = []
         self._is_holding = False
         self._not_before_s = 0.0
-        self._is_put_off = False
+        self._timer: asyncio.TimerHandle | None = None
+        """Wakes what was put off, unless a later step does."""
         self._due_s: float | None = None
         self.due_s: Callable[[], float] | None = None
         """Returns when the last step should have ended, on the monotonic clock, where that is known."""
@@ -95,12 +99,10 @@ class Outbox:
         """Wake all that were marked, for half of the time at most: with more to do, more is done at once."""
         early_s = self._not_before_s - monotonic()
         if early_s > 0.0:
-            if not self._is_put_off:
-                self._is_put_off = True
+            if self._timer is None:
                 assert self._loop is not None
-                self._loop.call_later(early_s, self._wake)
+                self._timer = self._loop.call_later(max(early_s, TIMER_S), self._wake_later)
             return
-        self._is_put_off = False
         began_s = thread_time()
         due_s = self._due_s
         for woken in self._take_marked():
@@ -108,3 +110,7 @@ class Outbox:
             if due_s is not None and self.on_late is not None:
                 self.on_late(monotonic() - due_s)
         self._not_before_s = monotonic() + thread_time() - began_s
+
+    def _wake_later(self) -> None:
+        self._timer = None
+        self._wake()

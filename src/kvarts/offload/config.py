@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvarts.config import EngineConfig
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory
-    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.transfer import PrefillTimes
     from kvarts.offload.opening import TiersToOpen
     from kvarts.offload.pagefiles import PageFiles
@@ -214,6 +214,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         return TiersToOpen(self, config, make_order, known_keys=known_keys, namespace=namespace)
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+        return self.policy == "lazy"
+
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
         """Return the blocks of each tier below a device with the KV groups of `memory`, by its name.
 
@@ -248,7 +253,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return {"host": num_blocks} if num_blocks else {}
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
+        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
     ) -> PartOffloader:
         """Open the tier below `cache`. `prefill`: how long computing takes; None: that is measured."""
         from kvarts.offload.opening import open_part_offloader  # only engines with tiers pay for it
@@ -317,12 +322,17 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
         """Prepare the tiers below an engine of `config`; None for none."""
         return self.config.prepare(config, make_order, known_keys=self.known_keys, namespace=self.namespace)
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+        return self.config.is_lazy
+
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
         """Return the blocks of each tier below the KV groups of `memory`, by its name."""
         return self.config.group_tiers(memory, page_size)
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
+        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
     ) -> PartOffloader:
         """Open the tier below `cache`."""
         return self.config.open_group_tiers(config, cache, with_page_ids=with_page_ids, prefill=prefill)

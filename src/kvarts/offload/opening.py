@@ -9,8 +9,8 @@ from uuid import uuid4
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
-from kvarts.kv.tiered_pages import TieredPages
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.offload.channel import Channel
@@ -129,7 +129,7 @@ def open_offloader(
 def open_part_offloader(
     offload: OffloadConfig,
     config: EngineConfig,
-    cache: TieredPages,
+    cache: GroupPages,
     *,
     with_page_ids: bool = False,
     prefill: PrefillTimes | None = None,
@@ -137,12 +137,12 @@ def open_part_offloader(
     """Open the tier of `offload` below the cache of a device with KV groups, of an engine of `config`."""
     memory, page_size = cache.memory, config.page_size
     ((name, num_blocks),) = offload.group_tiers(memory, page_size).items()
-    tier = PartTier(name, num_blocks, memory, cache.tiered.names, with_slots=with_page_ids)
-    policy: PartPolicy = EagerParts(cache.tiered)
+    tier = PartTier(name, num_blocks, memory, cache.parts.tree, with_slots=with_page_ids)
+    policy: PartPolicy = EagerParts(cache.parts)
     if offload.policy == "lazy":
         num_pages = num_blocks * memory.block_bytes // memory.page_bytes
         target_free = _target_free(offload, num_pages, page_size, config.max_num_batched_tokens)
-        policy = LazyParts(cache.tiered, target_free * memory.page_bytes)
+        policy = LazyParts(cache.parts, target_free * memory.page_bytes)
     make = MeasuredChannel if with_page_ids else Channel
     spec = offload.host_spec(num_blocks)
     return PartOffloader(

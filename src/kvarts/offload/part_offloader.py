@@ -6,19 +6,17 @@ transfer reads or writes is held until it ends. A transfer moves parts of pages,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 
 from kvarts.content import Content
-from kvarts.kv.below import BelowPart
 from kvarts.kv.cache import Holding
+from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
 from kvarts.kv.node import HeldPages
-from kvarts.kv.parts import GroupMatch, Part
 from kvarts.kv.pool import PageId
-from kvarts.kv.tiered_pages import HeldParts, LoadingHolding, TieredPages
-from kvarts.kv.tiered_parts import Incoming
+from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
+from kvarts.kv.spans import PartRun, RunHolding, RunMatch
 from kvarts.kv.transfer import Awaited, Direction, Loaded, Move, Offer, PrefillTimes, TransferTotals, Weighed
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_policy import PartPolicy
@@ -35,26 +33,25 @@ IDLE_WITHIN_NS = 10_000_000
 """Of what nothing uses, stores hold at once as much as their lane carries in so long, or one in so many blocks."""
 
 
-class PartsUnderWay(UnderWay):
-    """Parts that are moved. `below`: they are pinned there. `above`: a store holds them on the device.
+class PartsUnderWay(UnderWay, kw_only=True):
+    """Parts that are moved. `below`: what is pinned there. `above`: what a store holds on the device.
 
-    `incoming`: a load fills them, so that its request begins with the `num_loaded` pages from its first on, of `match`.
+    `loading`: what a load fills, so that its request begins with the `num_loaded` pages from its first on.
     """
 
-    below: tuple[BelowPart, ...] = ()
-    above: tuple[Part, ...] = ()
-    incoming: tuple[Incoming, ...] = ()
+    below: RunHolding
+    above: RunHolding | None = None
+    loading: RunHolding | None = None
     num_loaded: int = 0
     num_idle: int = 0
     """Blocks of `above` that nothing used when their store began."""
-    match: GroupMatch | None = None
 
 
 class Offered(msgspec.Struct, eq=False):
-    """What was offered to a request: `match` can be had with `parts` of the tier, which are pinned."""
+    """What was offered to a request: `match` can be had with what `pin` pins in the tier."""
 
-    match: GroupMatch
-    parts: list[BelowPart]
+    match: RunMatch
+    pin: RunHolding
 
 
 class PartOffloader(Transfers):
@@ -68,7 +65,7 @@ class PartOffloader(Transfers):
 
     def __init__(
         self,
-        cache: TieredPages,
+        cache: GroupPages,
         tier: PartTier,
         policy: PartPolicy,
         *,
@@ -90,7 +87,7 @@ class PartOffloader(Transfers):
             with_page_ids=with_page_ids,
         )
         self._cache = cache
-        self._parts = cache.tiered
+        self._parts = cache.parts
         self.tier = tier
         self._policy = policy
         self.channels = (write, read)
@@ -114,25 +111,25 @@ class PartOffloader(Transfers):
 
     def num_pages(self) -> tuple[int, ...]:
         """Return blocks used and cached in the tier."""
-        return self.tier.num_used, self.tier.num_cached
+        return self.tier.num_used_blocks, self.tier.num_cached_blocks
 
     def totals(self) -> TransferTotals:
         """Return what moved so far."""
         counts = msgspec.structs.asdict(self.counts)
-        for group, evicted in enumerate(self.tier.num_evicted_parts):
+        for group, evicted in enumerate(self.tier.num_evicted):
             counts[f"num_stored_parts_group{group}"] = self._num_stored[group]
             counts[f"num_loaded_parts_group{group}"] = self._num_loaded[group]
             counts[f"num_evicted_parts_group{group}"] = evicted
         return TransferTotals(
             counts,
             {channel.name: channel.num_bytes for channel in self.channels},
-            {self.tier.name: self.tier.num_evicted},
+            {self.tier.name: self.tier.num_evicted_blocks},
             dict(self._waited_ns),
         )
 
     def pages_to_spare(self) -> int | None:
-        """Return None: every step is scheduled."""
-        return None
+        """Return None if something is to be stored, or the device is watched in every step; else any number."""
+        return None if self.is_due or not self._cache.follows_decodes else ALL
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: the cache tells what is complete."""
@@ -144,51 +141,72 @@ class PartOffloader(Transfers):
         self._now_ns = now_ns
         if self._is_behind:
             return
-        write = self.channels[0]
-        room: int | None = None
-        above: list[Part] = []
-        below: list[BelowPart] = []
-        num_blocks = num_idle = idle_room = 0
-        for part in self._policy.choose():
-            name = part.name
-            assert name is not None, "what cannot be found is to be stored"
-            if self.tier.has(name, part.group):
-                self._policy.passed(part)
-                continue
-            if room is None:
-                room = write.num_within(now_ns, self._store_within_ns, self._block_bytes)
-                soon = write.num_within(now_ns, IDLE_WITHIN_NS, self._block_bytes)
-                idle_room = max(self._least_idle, soon) - self._num_idle
-            blocks = self.tier.part_blocks[part.group]
-            # What nothing uses is taken from those that want memory, for as long as it is copied.
-            is_idle = not part.refs
-            if room <= 0 or (is_idle and blocks > min(self._cache.num_free, idle_room)):
-                self._is_behind = room <= 0
+        policy, tier = self._policy, self.tier
+        above, below = holding_of_transfer(len(tier.groups)), holding_of_transfer(len(tier.groups))
+        num_blocks, num_idle = 0, self._num_idle
+        for run, start, end in policy.choose():
+            num_stored, is_full = self._store(run, start, end, above, below, num_blocks)
+            num_blocks += num_stored
+            if is_full:
                 break
-            target = self.tier.place(name, part.group)
-            self._policy.passed(part)
-            if target is None:
-                self.counts.num_pages_without_room += 1
-                continue
-            self._parts.hold((part,))
-            if is_idle:
-                num_idle += blocks
-                idle_room -= blocks
-            self._cache.count()
-            above.append(part)
-            below.append(target)
-            num_blocks += blocks
-            room -= blocks
-        if not above:
+        if not num_blocks:
             return
         num_bytes = num_blocks * self._block_bytes
         moves = []
         if self._with_page_ids:
-            moves.append(Move(self.tier.name, _blocks_of(above), _blocks_of(below)))
-        under_way = PartsUnderWay(Direction.STORE, num_blocks, self._workers(), above=tuple(above), below=tuple(below))
-        under_way.lanes, under_way.num_idle = ((write, num_bytes),), num_idle
-        self._num_idle += num_idle
+            moves.append(Move(tier.name, _blocks_of(above), _blocks_of(below)))
+        under_way = PartsUnderWay(Direction.STORE, num_blocks, self._workers(), below=below, above=above)
+        write = self.channels[0]
+        under_way.lanes, under_way.num_idle = ((write, num_bytes),), self._num_idle - num_idle
         self._submit(under_way, write.submit(now_ns, num_bytes), moves)
+
+    def _store(
+        self, run: PartRun, start: int, end: int, above: RunHolding, below: RunHolding, num_blocks: int
+    ) -> tuple[int, bool]:
+        """Begin to store what is missing below of pages [start, end) of a run; `num_blocks` are moved so far.
+
+        Return how many blocks that is, and whether no more can be stored now.
+        """
+        policy, tier, cache = self._policy, self.tier, self._cache
+        index, span, write = run.group, run.span, self.channels[0]
+        assert span is not None, "what cannot be found is to be stored"
+        blocks, num_stored = tier.part_blocks[index], 0
+        while start < end:
+            first, last = tier.gap(span, index, start, end)
+            if first > start:
+                policy.passed(run, start, first)
+                start = first
+                continue
+            room = write.num_within(self._now_ns, self._store_within_ns, self._block_bytes) - num_blocks - num_stored
+            if room <= 0:
+                self._is_behind = True
+                return num_stored, True
+            count = min(last - first, -(-room // blocks))
+            is_idle = not run.holders
+            if is_idle:
+                # What nothing uses is taken from those that want memory, for as long as it is copied.
+                soon = write.num_within(self._now_ns, IDLE_WITHIN_NS, self._block_bytes)
+                idle_room = max(self._least_idle, soon) - self._num_idle
+                count = min(count, min(cache.num_free, idle_room) // blocks)
+                if count <= 0:
+                    return num_stored, True
+            num_fit = tier.free_bytes // tier.part_bytes[index]
+            if not num_fit:
+                self.counts.num_pages_without_room += last - first
+                policy.passed(run, first, last)
+                start = last
+                continue
+            count = min(count, num_fit)
+            start = first + count
+            tier.place(span, index, first, start, below)
+            stored = run.cut(first, start)
+            policy.passed(stored, first, start)
+            self._parts.hold(stored, above)
+            if is_idle:
+                self._num_idle += count * blocks
+            cache.count()
+            num_stored += count * blocks
+        return num_stored, False
 
     # Loads ------------------------------------------------------------------------------------------------
 
@@ -198,25 +216,16 @@ class PartOffloader(Transfers):
         What the device lacks of it is pinned for `request`, in place of what was pinned for it before.
         """
         self.forget(request)
-        match = self._parts.match_below(content, limit)
+        match = self._parts.tree.match(content, limit, with_below=True)
         if match.num_pages <= start:
             return None
-        parts = []
-        for group, needed in enumerate(self._parts.needed(match)):
-            for page, part in needed.items():
-                if part is None:
-                    below = match.names[page].below
-                    assert below is not None
-                    found = below[group]
-                    assert found is not None
-                    parts.append(found)
-        for found in parts:
-            self.tier.pin(found)
-        self._offered[request] = Offered(match, parts)
+        assert match.pieces is not None
+        pin = self.tier.pin(match.pieces)
+        self._offered[request] = Offered(match, pin)
         num_pages = match.num_pages - start
-        return Offer(num_pages, (num_pages,), (self._num_blocks(parts) * self._block_bytes,))
+        return Offer(num_pages, (num_pages,), (self._num_blocks(pin) * self._block_bytes,))
 
-    def offered(self, request: int) -> GroupMatch:
+    def offered(self, request: int) -> RunMatch:
         """Return how far every group can go on with what was offered to `request`."""
         return self._offered[request].match
 
@@ -234,28 +243,25 @@ class PartOffloader(Transfers):
         """End the pins of what was offered to `request`."""
         offered = self._offered.pop(request, None)
         if offered is not None:
-            for part in reversed(offered.parts):
-                self.tier.unpin(part)
+            self.tier.unpin(offered.pin)
 
     def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
         """Begin to load what was offered to `request` into `holding`, which was opened for it.
 
         Return when that should end.
         """
-        offered = self._offered.pop(request)
-        parts = offered.parts
-        incoming = cast(LoadingHolding, holding).incoming
+        pin = self._offered.pop(request).pin
+        loading = cast(PartHolding, holding).parts
         read = self.channels[1]
-        num_blocks = self._num_blocks(parts)
+        num_blocks = self._num_blocks(pin)
         num_bytes = num_blocks * self._block_bytes
         moves = []
         if self._with_page_ids:
-            moves.append(Move(self.tier.name, _blocks_of(parts), _blocks_of([part for _, part in incoming])))
+            moves.append(Move(self.tier.name, _blocks_of(pin), _blocks_of(loading, to_fill=True)))
         under_way = PartsUnderWay(
-            Direction.LOAD, num_blocks, self._workers(), incoming=tuple(incoming), below=tuple(parts), request=request
+            Direction.LOAD, num_blocks, self._workers(), below=pin, loading=loading, request=request, start_page=start
         )
-        under_way.start_page = start
-        under_way.num_loaded, under_way.match = num_pages, offered.match
+        under_way.num_loaded = num_pages
         end_ns = read.submit(self._now_ns, num_bytes)
         under_way.lane, under_way.since_ns, under_way.lanes = read.name, [self._now_ns], ((read, num_bytes),)
         self._submit(under_way, end_ns, moves)
@@ -270,69 +276,74 @@ class PartOffloader(Transfers):
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._is_behind = False
         assert isinstance(under_way, PartsUnderWay)
-        if under_way.direction is Direction.STORE:
+        if under_way.above is not None:
             is_stored = self._count_store(under_way)
             self._num_idle -= under_way.num_idle
+            for group, runs in enumerate(under_way.below.held if is_stored else ()):
+                self._num_stored[group] += sum(run.end - run.start for run in runs)
             self.tier.settle(under_way.below, is_stored=is_stored)
-            for part in under_way.below if is_stored else ():
-                self._num_stored[part.group] += 1
-            self._parts.unhold(under_way.above, go_first=is_stored and self._policy.goes_first)
+            unhold(self._parts, under_way.above, go_first=is_stored and self._policy.goes_first)
         else:
             self._end_load(under_way)
         self._cache.count()
 
     def _end_load(self, under_way: PartsUnderWay) -> None:
         """Make what arrived findable. If something did not, the request looks again, and finds what did."""
+        loading, pin = under_way.loading, under_way.below
+        assert loading is not None
         is_whole = under_way.num_good_pages >= under_way.num_pages
-        num_left = under_way.num_good_pages
-        good: list[Incoming] = []
-        for arrived, part in zip(under_way.incoming, under_way.below, strict=True):
-            num_left -= self.tier.part_blocks[part.group]
-            if num_left >= 0:
-                good.append(arrived)
-                self._num_loaded[part.group] += 1
-            else:
-                self.tier.drop(part)
-        self._parts.arrive(good)
+        ends = self._good_ends(pin, under_way.num_good_pages)
+        arrive(self._parts, loading, ends)
+        self.tier.drop(pin, ends)
         # All that it goes on from was used, also what the device had.
-        assert under_way.match is not None
-        for part in under_way.below:
-            self.tier.unpin(part)
-        self.tier.touch(self._below(under_way.match))
+        self.tier.unpin(pin)
+        self.tier.touch(self._parts.tree.last_of(loading), loading.num_named)
         self._count_load(under_way, is_whole=is_whole)
         num_pages = under_way.num_loaded if is_whole else 0
         end = under_way.start_page + num_pages if is_whole else 0
         self._loaded.append(Loaded(under_way.request, end, (num_pages,)))
 
-    def _below(self, match: GroupMatch) -> list[BelowPart]:
-        """Return what the tier has of all that a sequence needs after `match`."""
-        found = []
-        for group, needed in enumerate(self._parts.needed(match)):
-            for page in needed:
-                below = match.names[page].below
-                if below is not None and (part := below[group]) is not None and part.is_here:
-                    found.append(part)
-        return found
+    def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
+        """Return, by group, the page before which all arrived of what `pin` holds, of which `num_good` blocks did."""
+        ends: list[int] = []
+        for group, runs in enumerate(pin.held):
+            end = 0 if num_good < 0 else ALL
+            for run in runs:
+                count = run.end - run.start
+                arrived = max(0, min(count, num_good // self.tier.part_blocks[group]))
+                num_good -= arrived * self.tier.part_blocks[group]
+                self._num_loaded[group] += arrived
+                if arrived < count:
+                    end, num_good = min(end, run.start + arrived), -1
+                    break
+            ends.append(end)
+        return ends
 
-    def _num_blocks(self, parts: Sequence[BelowPart]) -> int:
-        return sum(self.tier.part_blocks[part.group] for part in parts)
+    def _num_blocks(self, pin: RunHolding) -> int:
+        return sum(
+            (run.end - run.start) * self.tier.part_blocks[group] for group, runs in enumerate(pin.held) for run in runs
+        )
 
     # Laws -------------------------------------------------------------------------------------------------
 
     def holds(self) -> list[HeldPages]:
         """Return what stores hold on the device."""
-        return [HeldParts(cast(PartsUnderWay, under_way).above) for under_way in self._under_way.values()]
+        return [
+            HeldParts(above)
+            for under_way in self._under_way.values()
+            if (above := cast(PartsUnderWay, under_way).above) is not None
+        ]
 
     def check(self) -> None:
         """Assert laws L1 and L2 in the tier."""
-        pins = [part for offered in self._offered.values() for part in offered.parts]
-        for under_way in self._under_way.values():
-            pins += cast(PartsUnderWay, under_way).below
+        pins = [offered.pin for offered in self._offered.values()]
+        pins += [cast(PartsUnderWay, under_way).below for under_way in self._under_way.values()]
         self.tier.check(pins)
         if not self._under_way:
             assert not self._offered, "L2: an offer is pinned at rest"
-            assert not self.tier.num_used, f"L2: {self.tier.num_used} blocks of {self.tier.name} held at rest"
+            assert not self.tier.used_bytes, f"L2: {self.tier.num_used_blocks} blocks of {self.tier.name} held at rest"
 
 
-def _blocks_of(parts: Sequence[Part] | Sequence[BelowPart]) -> tuple[PageId, ...]:
-    return tuple(block for part in parts for block in part.blocks)
+def _blocks_of(holding: RunHolding, *, to_fill: bool = False) -> tuple[PageId, ...]:
+    """Return the blocks of what is held, by group, then page; `to_fill`: of what cannot be found yet alone."""
+    return tuple(block for runs in holding.held for run in runs if not to_fill or run.span is None for block in run.ids)

@@ -1,8 +1,8 @@
-"""Which parts of pages are stored below a device with KV groups, and when.
+"""Which runs of parts are stored below a device with KV groups, and when.
 
-Both policies store what TieredParts says is worth it: every page in groups that keep all tokens, but of windows and
-chunks only what another sequence can go on from, the tails of prompts and of requests that ended. What lies between is
-seen by no hit that a tail does not serve nearly as well, and would be most of the bytes.
+Both policies store what RunCache says is worth it: every page in groups that keep all tokens, but of windows and chunks
+only what another sequence can go on from, the tails of prompts and of requests that ended. What lies between is seen by
+no hit that a tail does not serve nearly as well, and would be most of the bytes.
 """
 
 from __future__ import annotations
@@ -11,53 +11,63 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvarts.kv.parts import Part
-from kvarts.kv.tiered_parts import TieredParts
+from kvarts.content import Content
+from kvarts.kv.run_cache import RunCache, Wants
+from kvarts.kv.span_tree import find
+from kvarts.kv.spans import PartRun
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
 
 
-class PartPolicy(Protocol):
-    """Chooses parts to store. Promises: what it has yielded last is its to yield again until `passed` is called."""
+class PartPolicy(Wants, Protocol):
+    """Chooses runs to store. Promises: what it has yielded last is its to yield again until `passed` is called."""
 
     goes_first: bool
     """Whether the device evicts next what was stored, rather than last."""
 
-    def choose(self) -> Iterator[Part]:
-        """Yield parts to store, each of which can be found on the device, and which were not stored before."""
+    def choose(self) -> Iterator[tuple[PartRun, int, int]]:
+        """Yield runs to store, each with its first page and that after its last."""
 
-    def passed(self, part: Part) -> None:
-        """Take note that a part that was yielded is stored, or need not be, or finds no room."""
+    def passed(self, run: PartRun, start: int, end: int) -> None:
+        """Take note that pages [start, end) of what was yielded last are stored, or need not be, or find no room.
 
-    @property
-    def has_work(self) -> bool:
-        """Whether `choose` would yield something, whatever becomes of the device."""
+        `run` has them; pages are passed in their order.
+        """
 
 
 class EagerParts:
-    """Parts are stored in the step after they became complete."""
+    """Runs are stored in the step after they became complete."""
 
     goes_first = False
 
-    def __init__(self, cache: TieredParts) -> None:
-        self._wanted: deque[Part] = deque()
-        cache.on_complete = self._wanted.append
+    def __init__(self, cache: RunCache) -> None:
+        self._tree = cache.tree
+        self._wanted: deque[tuple[Content, int, int, int]] = deque()
+        """Contents, each with a group and its pages."""
+        cache.wants = self
 
-    def choose(self) -> Iterator[Part]:
-        """Yield what is wanted, in the order in which it became so."""
+    def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
+        """Want it."""
+        self._wanted.append((content, group, start, end))
+
+    def choose(self) -> Iterator[tuple[PartRun, int, int]]:
+        """Yield what is wanted, in the order in which it became so; of copies the oldest."""
         wanted = self._wanted
         while wanted:
-            part = wanted[0]
-            if part.name is not None and part.is_wanted and part in part.name.copies[part.group]:
-                yield part
-            else:
-                self.passed(part)
+            content, group, start, end = wanted[0]
+            spans, known = self._tree.walk(content, end)
+            for span in spans:
+                if span.end <= start:
+                    continue
+                found: list[tuple[PartRun, int, int]] = []
+                find(span.parts[group], max(start, span.start), min(known, span.end), found)
+                yield from found
+            wanted.popleft()
 
-    def passed(self, part: Part) -> None:
+    def passed(self, run: PartRun, start: int, end: int) -> None:
         """Want it no more."""
-        assert self._wanted[0] is part
-        self._wanted.popleft()
-        part.is_wanted = False
+        content, group, _, last = self._wanted[0]
+        self._wanted[0] = content, group, end, last
 
     @property
     def has_work(self) -> bool:
@@ -66,29 +76,41 @@ class EagerParts:
 
 
 class LazyParts:
-    """Cached parts are stored when they come near eviction, so that the next `target_bytes` taken lose nothing."""
+    """Cached runs are stored when they come near eviction, so that the next `target_bytes` taken lose nothing."""
 
     goes_first = True
 
-    def __init__(self, cache: TieredParts, target_bytes: int) -> None:
+    def __init__(self, cache: RunCache, target_bytes: int) -> None:
         self._cache = cache
         self._target_bytes = target_bytes
+        cache.wants = self
 
-    def choose(self) -> Iterator[Part]:
-        """Yield the parts nearest to eviction that are nowhere below."""
-        num_covered = self._cache.empty_bytes
-        chosen: list[Part] = []
-        for part in self._cache.free_order:
-            if num_covered >= self._target_bytes:
+    def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
+        """Mark the runs: they are wanted until they are stored."""
+        for run in tuple(runs):
+            if run.start < end and run.end > start:
+                run.cut(max(start, run.start), min(end, run.end)).is_wanted = True
+
+    def choose(self) -> Iterator[tuple[PartRun, int, int]]:
+        """Yield the runs nearest to eviction that are wanted."""
+        cache = self._cache
+        num_missing = self._target_bytes - cache.empty_bytes
+        chosen: list[tuple[PartRun, int]] = []
+        for entry in cache.entries():
+            if num_missing <= 0:
                 break
-            num_covered += self._cache.groups[part.group].part_bytes
-            if part.is_wanted:
-                chosen.append(part)
-        yield from chosen
+            assert isinstance(entry, PartRun), "a lazy tier follows no decodes"
+            part_bytes = cache.part_bytes[entry.group]
+            start = max(entry.start, entry.end + -num_missing // part_bytes)
+            num_missing -= (entry.end - start) * part_bytes
+            if entry.is_wanted:
+                chosen.append((entry, start))
+        for run, start in chosen:
+            yield run, start, run.end
 
-    def passed(self, part: Part) -> None:
+    def passed(self, run: PartRun, start: int, end: int) -> None:
         """Do not store it again while the device has it."""
-        part.is_wanted = False
+        run.cut(start, end).is_wanted = False
 
     @property
     def has_work(self) -> bool:

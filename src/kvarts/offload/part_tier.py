@@ -1,216 +1,247 @@
-"""A tier below a device with KV groups: it holds parts of pages in blocks, of the size of the device's.
+"""A tier below a device with KV groups: it holds runs of parts in blocks, of the size of the device's.
 
-A part is found by the name of its page, which device and tier share. A page has one part in a group here at most.
-Parts that are here and not pinned are one list, the least recently used first, and are evicted in that order. Of
-parts that are used together the deepest page is the least recent, and what is stored makes all before it more recent
-than itself: so what is left of a sequence is a prefix of it.
+Runs are found by the spans of pages that device and tier share. A page has one part in a group here at most, here or
+on its way. Runs that are here and not pinned are one list, the least recently used first, and are evicted in that
+order, each from its tail. What is used together goes in the order in which it is of use to others: windows, chunks and
+snapshots first, which are of use for one end only; then groups that keep all tokens, the deepest page first. What is
+stored or loaded makes all before it in those groups more recent than itself: so what is left of a sequence is a prefix
+of it.
+
+    used together:  full     [0 ........ 96)      listed, the least recent first:
+                    window         [80 .. 96)     window [80, 96), full [0, 96)
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from kvarts.kv.below import BelowPart
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.parts import PageName, PageNames
-from kvarts.kv.pool import CountPool, IdPool, PageId, Pool
+from kvarts.kv.pool import IdPool
+from kvarts.kv.run_account import RunAccount
+from kvarts.kv.run_loads import holding_of_transfer
+from kvarts.kv.span_tree import SpanTree
+from kvarts.kv.spans import PartRun, RunHolding, Span
 
 __all__ = ["PartTier"]
 
 
-class PartTier:
-    """Owner of `num_blocks` blocks, and of what they hold of `memory`. `names`: of the cache above.
+class PartTier(RunAccount):
+    """Owner of `num_blocks` blocks, and of what they hold of `memory`. `tree`: of the cache above.
 
-    `with_slots`: blocks have ids, for an executor that copies into them.
+    `with_slots`: blocks have ids, for an executor that copies into them. A transfer or an offer pins runs: each is
+    something that holds them.
     """
 
     def __init__(
-        self, name: str, num_blocks: int, memory: GroupMemory, names: PageNames, *, with_slots: bool = False
+        self, name: str, num_blocks: int, memory: GroupMemory, tree: SpanTree, *, with_slots: bool = False
     ) -> None:
+        blocks = IdPool(num_blocks) if with_slots else None
+        super().__init__(memory, total_bytes=num_blocks * memory.block_bytes, blocks=blocks)
         self.name = name
         self.num_blocks = num_blocks
-        self._names = names
-        self._pool: Pool = IdPool(num_blocks) if with_slots else CountPool(num_blocks)
-        self.part_blocks = [group.part_bytes // memory.block_bytes for group in memory.groups]
-        self._whole = [index for index, group in enumerate(memory.groups) if not (group.is_state or group.is_bounded)]
-        self.num_used_parts = [0] * len(memory.groups)
-        """Parts that are pinned or coming, by group."""
-        self.num_cached_parts = [0] * len(memory.groups)
-        """Parts that can be found and are not pinned, by group."""
-        self.num_evicted_parts = [0] * len(memory.groups)
-        self.num_refused = 0
-        """Parts that were to be stored and found no room."""
-        self._cached: OrderedDict[BelowPart, None] = OrderedDict()
+        self._tree = tree
+        count = len(self.groups)
+        self._here, self._coming = count, 2 * count
+        """Where the lists of a span begin for what is here, and for what is on its way."""
+        self._less = [index for index, group in enumerate(self.groups) if group.is_state or group.is_bounded]
+        self._whole = [index for index in range(count) if index not in self._less]
+        self.order = (*self._less, *self._whole)
+        """Groups in the order in which they go."""
 
     @property
-    def num_used(self) -> int:
+    def num_used_blocks(self) -> int:
         """Blocks of parts that are pinned or coming."""
-        return self._blocks_of(self.num_used_parts)
+        return self.used_bytes // self.block_bytes
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """Blocks of parts that can be found and are not pinned."""
-        return self._blocks_of(self.num_cached_parts)
+        return self.cached_bytes // self.block_bytes
 
     @property
-    def num_evicted(self) -> int:
+    def num_evicted_blocks(self) -> int:
         """Blocks of parts that were evicted to make room."""
-        return self._blocks_of(self.num_evicted_parts)
-
-    def _blocks_of(self, counts: Sequence[int]) -> int:
-        return sum(count * blocks for count, blocks in zip(counts, self.part_blocks, strict=True))
-
-    def has(self, name: PageName, group: int) -> bool:
-        """Return whether a part is here or coming."""
-        return name.below is not None and name.below[group] is not None
+        return self.evicted_bytes // self.block_bytes
 
     # Coming and going -------------------------------------------------------------------------------------
 
-    def place(self, name: PageName, group: int) -> BelowPart | None:
-        """Make room for a part that is neither here nor coming; None if there is none. `settle` must follow."""
-        blocks = self.part_blocks[group]
-        if blocks > self._pool.num_empty + self.num_cached:
-            self.num_refused += 1
-            return None
-        while blocks > self._pool.num_empty:
-            self._evict()
-        slots: Sequence[PageId] | None = self._pool.take(blocks)
-        part = BelowPart(name, group, () if slots is None else tuple(slots))
-        if name.below is None:
-            name.below = [None] * len(self.part_blocks)
-        name.below[group] = part
-        self._names.use(name)
-        self.num_used_parts[group] += 1
-        return part
+    def gap(self, span: Span, index: int, start: int, end: int) -> tuple[int, int]:
+        """Return the first pages of [start, end) of a span that a group has neither here nor coming; (end, end): none.
 
-    def settle(self, parts: Iterable[BelowPart], *, is_stored: bool) -> None:
-        """End a store: its parts can be found from now on, or will never come."""
-        names: dict[PageName, set[int]] = {}
-        for part in parts:
-            if is_stored and self._is_there(part):
-                part.is_here = True
-                names.setdefault(part.name, set()).add(part.group)
-            elif self._is_there(part):
-                self._forget(part)
-            part.pins -= 1
-            if not part.pins:
-                self._end_use(part)
-        # All before a part are used with it.
-        walked: set[PageName] = set()
-        for name in list(names) if self._whole else ():
-            before = name.parent
-            while before is not None and before.parent is not None and before not in walked:
-                walked.add(before)
-                names.setdefault(before, set()).update(self._whole)
-                before = before.parent
-        deepest_first = sorted(names, key=lambda name: name.page, reverse=True)
-        for name in deepest_first:
-            for group in sorted(names[name]):
-                used = None if name.below is None else name.below[group]
-                if used is not None:
-                    self._touch(used)
+        They are in [start, end), in a row.
+        """
+        runs = span.parts[self._here + index] + span.parts[self._coming + index]
+        is_found = True
+        while is_found and start < end:
+            is_found = False
+            for run in runs:
+                if run.start <= start < run.end:
+                    start, is_found = run.end, True
+        if start >= end:
+            return end, end
+        return start, min([end, *(run.start for run in runs if run.start > start)])
 
-    def drop(self, part: BelowPart) -> None:
-        """Forget a part that is broken. Its blocks are empty when nothing pins it any more."""
-        if self._is_there(part):
-            self._forget(part)
-            if part in self._cached:
-                del self._cached[part]
-                self.num_cached_parts[part.group] -= 1
-                self._give(part)
+    def place(self, span: Span, index: int, start: int, end: int, pin: RunHolding) -> PartRun:
+        """Make room for pages [start, end) of a span, which are neither here nor coming, and fit. `settle` must follow.
+
+        `pin` holds them.
+        """
+        self.take(index, end - start)
+        ids = self.take_ids(index, end - start)
+        run = PartRun(index, span, start, end, [pin], is_kept=True, ids=ids, place=self._coming + index)
+        span.parts[run.place].append(run)
+        pin.held[index].append(run)
+        return run
+
+    def settle(self, pin: RunHolding, *, is_stored: bool) -> None:
+        """End a store: what `pin` holds can be found from now on, or will never come."""
+        ends: list[PartRun] = []
+        for index, runs in enumerate(pin.held):
+            for run in runs:
+                span = run.span
+                if span is None:
+                    continue  # the tier was reset meanwhile
+                span.parts[run.place].remove(run)
+                if is_stored:
+                    run.place = self._here + index
+                    span.parts[run.place].append(run)
+                    if index in self._whole:
+                        ends.append(run)
+                else:
+                    self._doom(run, span)
+        used = [(run.span, run.group, run.end) for run in ends]
+        self.release_all(pin, self.order)
+        for span, index, end in used:
+            if span is not None:
+                self._touch(span, index, 0, end)
+
+    def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
+        """Forget what is broken of what `pin` holds: by group, from page `ends[index]` on.
+
+        Its blocks are empty when nothing pins it any more.
+        """
+        for index, held in enumerate(pin.held):
+            for run in tuple(held):
+                span = run.span
+                if span is not None and run.end > ends[index]:
+                    if run.start < ends[index]:
+                        run.split(ends[index])
+                    span.parts[run.place].remove(run)
+                    self._doom(run, span)
+
+    def _doom(self, run: PartRun, span: Span) -> None:
+        """Let a pinned run, which is in no list of its span any more, be empty when its last pin ends."""
+        run.is_kept = False
+        run.span = None
+        if not (span.num_users or span.children):
+            span.prune()
 
     def reset(self) -> None:
         """Forget all parts. What is pinned or coming gives its blocks back when that ends, and is not found again."""
-        for part in list(self._cached):
-            self.drop(part)
-        self._forget_pinned()
+        for span in self._spans():
+            for runs in span.parts[self._here :]:
+                for run in tuple(runs):
+                    if run.holders:
+                        runs.remove(run)
+                        self._doom(run, span)
+                        continue
+                    count = run.end - run.start
+                    run.unlist()
+                    self.note_used(run.group, count)
+                    self.note_empty(run.group, count)
+                    self.give_ids(run.ids)
+                    run.ids = []
+                    run.forget()
 
-    def _forget_pinned(self) -> None:
-        todo = self._names.roots()
+    def _spans(self) -> list[Span]:
+        spans: list[Span] = []
+        todo = list(self._tree.roots.values())
         while todo:
-            name = todo.pop()
-            todo += name.children.values()
-            for part in list(name.below or ()):
-                if part is not None:
-                    self._forget(part)
+            span = todo.pop()
+            todo += span.children.values()
+            if span.parent is not None:
+                spans.append(span)
+        return spans
 
     # Use --------------------------------------------------------------------------------------------------
 
-    def pin(self, part: BelowPart) -> None:
-        """Keep a part that is here. `unpin` must follow."""
-        if not part.pins:
-            del self._cached[part]
-            self.num_cached_parts[part.group] -= 1
-            self.num_used_parts[part.group] += 1
-        part.pins += 1
+    def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
+        """Pin what is here of `pieces`, see RunMatch; `unpin` must follow."""
+        pin = holding_of_transfer(len(self.groups))
+        for index, of_group in enumerate(pieces):
+            for run, start, end in of_group:
+                if run.place != index:
+                    self.hold(run.cut(start, end), pin)
+        return pin
 
-    def unpin(self, part: BelowPart) -> None:
-        """End a pin: the part is the most recently used."""
-        part.pins -= 1
-        if not part.pins:
-            self._end_use(part)
+    def unpin(self, pin: RunHolding) -> None:
+        """End a pin: what it held is the most recently used."""
+        self.release_all(pin, self.order)
 
-    def touch(self, parts: Iterable[BelowPart]) -> None:
-        """Make parts the most recently used, those of deeper pages less so than those before them."""
-        for part in sorted(parts, key=lambda part: -part.name.page):
-            self._touch(part)
+    def touch(self, last: Span, num_pages: int) -> None:
+        """Make all that is here of what a sequence needs after `num_pages` pages, the last of `last`, most recent."""
+        for index in self.order:
+            sink, first = self._tree.needed(index, num_pages * self._tree.page_size)
+            self._touch(last, index, first, num_pages)
+            if sink:
+                self._touch(last, index, 0, sink)
 
-    # Inside -----------------------------------------------------------------------------------------------
-
-    def _is_there(self, part: BelowPart) -> bool:
-        return part.name.below is not None and part.name.below[part.group] is part
-
-    def _end_use(self, part: BelowPart) -> None:
-        self.num_used_parts[part.group] -= 1
-        if self._is_there(part):
-            self._cached[part] = None
-            self.num_cached_parts[part.group] += 1
-        else:
-            self._give(part)
-
-    def _touch(self, part: BelowPart) -> None:
-        if part in self._cached:
-            self._cached.move_to_end(part)
-
-    def _evict(self) -> None:
-        part, _ = self._cached.popitem(last=False)
-        self.num_cached_parts[part.group] -= 1
-        self.num_evicted_parts[part.group] += 1
-        self._forget(part)
-        self._give(part)
-
-    def _forget(self, part: BelowPart) -> None:
-        name = part.name
-        assert name.below is not None
-        name.below[part.group] = None
-        if not any(name.below):
-            name.below = None
-        part.is_here = False
-        self._names.drop(name)
-
-    def _give(self, part: BelowPart) -> None:
-        self._pool.give(self.part_blocks[part.group], list(part.blocks))
+    def _touch(self, span: Span | None, index: int, start: int, end: int) -> None:
+        """Make pages [start, end) of a group, in `span` and before it, the most recently used, the deepest least so."""
+        place = self._here + index
+        before: PartRun | None = None
+        while span is not None and span.end > start:
+            for run in sorted(span.parts[place], key=_from_end):
+                if run.start >= end or run.end <= start or run.holders:
+                    continue
+                used = run.cut(max(start, run.start), min(end, run.end))
+                used.unlist()
+                if before is None or not before.join(used):
+                    self.append(used)
+                    before = used
+            span = span.parent
 
     # Laws -------------------------------------------------------------------------------------------------
 
-    def check(self, pins: Iterable[BelowPart]) -> None:
-        """Assert laws L1 and L2. `pins`: what transfers and offers keep, once for each of them."""
-        held: dict[BelowPart, int] = {}
-        for part in pins:
-            held[part] = held.get(part, 0) + 1
-        used, cached = [0] * len(self.part_blocks), [0] * len(self.part_blocks)
-        for part, count in held.items():
-            assert part.pins == count, f"L2: a part below is pinned {count} times, counted {part.pins}"
-            used[part.group] += 1
-        for part in self._cached:
-            assert part not in held and not part.pins, "L2: a cached part below is pinned"
-            assert part.is_here and self._is_there(part), "L1: a cached part below cannot be found"
-            cached[part.group] += 1
-        assert used == self.num_used_parts, f"L1: {used} parts used below, counted {self.num_used_parts}"
-        assert cached == self.num_cached_parts, f"L1: {cached} parts cached below, counted {self.num_cached_parts}"
-        num_taken = self._blocks_of(used) + self._blocks_of(cached)
-        assert num_taken + self._pool.num_empty == self.num_blocks, "L1: blocks below are lost"
-        ids = [block for part in (*held, *self._cached) for block in part.blocks]
-        if ids:
-            assert sorted((*ids, *self._pool.empty_ids)) == list(range(self.num_blocks)), "L1: a block has two owners"
+    def listed(self) -> Iterator[PartRun]:
+        """Return the runs that can be found and are not pinned, the least recently used first."""
+        for entry in self.entries():
+            assert isinstance(entry, PartRun)
+            yield entry
+
+    def check(self, pins: Sequence[RunHolding]) -> None:
+        """Assert laws L1 and L2. `pins`: what transfers and offers keep."""
+        held: dict[int, int] = {}
+        used, cached = [0] * len(self.groups), [0] * len(self.groups)
+        ids = [] if self.blocks is None else list(self.blocks.empty_ids)
+        for pin in pins:
+            for runs in pin.held:
+                for run in runs:
+                    held[id(run)] = held.get(id(run), 0) + 1
+                    assert pin in run.holders, "L2: a part below is pinned, and does not say so"
+                    if held[id(run)] == 1:
+                        used[run.group] += run.end - run.start
+                        ids += run.ids
+        for run in self.listed():
+            assert not run.holders, "L2: a cached part below is pinned"
+            assert run.span is not None and run in run.span.parts[run.place], "L1: a cached part below is not found"
+            cached[run.group] += run.end - run.start
+            ids += run.ids
+        for span in self._spans():
+            for index in range(len(self.groups)):
+                pages: set[int] = set()
+                for run in span.parts[self._here + index] + span.parts[self._coming + index]:
+                    assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
+                    assert span.start <= run.start < run.end <= span.end, "L1: a part below is not of its span"
+                    assert pages.isdisjoint(range(run.start, run.end)), "L1: a part is below twice"
+                    pages.update(range(run.start, run.end))
+        assert used == self.num_used, f"L1: {used} parts used below, counted {self.num_used}"
+        assert cached == self.num_cached, f"L1: {cached} parts cached below, counted {self.num_cached}"
+        num_bytes = sum(map(int.__mul__, used, self.part_bytes)) + sum(map(int.__mul__, cached, self.part_bytes))
+        assert num_bytes + self.empty_bytes == self.total_bytes, "L1: bytes below are lost"
+        if self.blocks is not None:
+            assert sorted(ids) == list(range(self.num_blocks)), "L1: a block below has two owners"
+
+
+def _from_end(run: PartRun) -> int:
+    return -run.start

@@ -6,8 +6,9 @@ The room is also its main function: `kvarts.plan(traffic, config)` returns a Pla
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from kvarts.rooms import CallableRoom
 
 if TYPE_CHECKING:
     from kvarts.plan.planning import Plan as Plan
@@ -15,24 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "plan"]
 
-
-class CallableRoom(ModuleType):
-    """The type of this module, which can be called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
-        """Return what each size of KV memory buys on a trace: see `kvarts.plan.planning.make_plan`."""
-        from kvarts.plan.planning import make_plan
-
-        return make_plan(*args, **kwargs)
-
-    @property
-    def __signature__(self) -> Any:
-        """The parameters of `make_plan`, for help and editors."""
-        from inspect import signature
-
-        from kvarts.plan.planning import make_plan
-
-        return signature(make_plan)
+MAIN = "kvarts.plan.planning:make_plan"
 
 
 def __getattr__(name: str) -> Any:

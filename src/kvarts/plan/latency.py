@@ -8,15 +8,18 @@ What keeps it is looked for by bisection, so both the step that is recommended a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS, between, first_from, first_that, ladder_of, lowest_known
 from kvarts.plan.options import cheapest_option, other_option
 from kvarts.plan.replays import Replays, Step
 from kvarts.settings import SettingError
-from kvarts.sim.config import ReplayConfig, RouterName
+from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent
+
+if TYPE_CHECKING:
+    from kvarts.sim.config import RouterMaker
 
 __all__ = ["COST_ERROR", "LatencyPlan", "Step", "cost_error_of"]
 
@@ -54,7 +57,7 @@ class LatencyPlan:
         *,
         command: Callable[[dict[str, Any]], str],
         slo_share: float = 0.99,
-        router: str = "prefix",
+        router: str | RouterMaker = "prefix",
         cost_error: float | None = None,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
@@ -152,7 +155,7 @@ class LatencyPlan:
         num_pages = self._config.num_pages
         routers = []
         start = 1
-        for name in sorted(get_args(RouterName), key=lambda name: name != self._replays.router):
+        for name in sorted(self._replays.routers, key=lambda name: name != self._replays.router):
 
             def keeps(replicas: int, name: str = name) -> bool:
                 return self._keeps(Step(replicas, num_pages), router=name)

@@ -6,7 +6,6 @@ Both are the engine's own tree and pool. With LRU, hits one request at a time ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from kvarts.plan import adaptive, orders, queues
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sessions import finishing
+from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
@@ -49,7 +49,7 @@ class League:
     """Policies side by side on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
 
     `command`: answers the command line that shows the hit ratio of a policy at a size; `replay_command` that which
-    replays it. `find`: answers what makes the order of a name, see `find_policy`.
+    replays it.
     """
 
     def __init__(
@@ -60,12 +60,10 @@ class League:
         config: ReplayConfig | None = None,
         command: Callable[[str, int], str],
         replay_command: Callable[[str, int], str],
-        find: Callable[[str, Trace], MakeOrder] | None = None,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         self._plan = plan
-        find = find or find_policy
-        self._makers = {name: find(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
+        self._makers = {name: find_policy(name, plan.trace) for name in dict.fromkeys(("lru", *policies))}
         self._config = config
         self._command = command
         self._replay_command = replay_command
@@ -127,18 +125,14 @@ def find_policy(name: str, trace: Trace) -> MakeOrder:
         return finishing(trace)
     if name in POLICIES:
         return POLICIES[name]
-    module, _, attribute = name.partition(":")
     known = ", ".join(ALL_POLICIES)
     hint = f"Give one of {known}, or module:Class of an EvictionOrder that Python can import."
-    if not module or not attribute:
+    if ":" not in name:
         raise ConfigError(f"{name!r} is no policy", field="policy", hint=hint)
     try:
-        made: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{name!r} cannot be imported: {error}", field="policy", hint=hint) from error
-    if not callable(made):
-        raise ConfigError(f"{name!r} is not callable", field="policy", hint=hint)
-    make: MakeOrder = made
+        make: MakeOrder = code_named(name)
+    except ConfigError as error:
+        raise ConfigError(error.what, field="policy", hint=hint) from error
     try:
         make().released  # noqa: B018  (found before anything is replayed)
     except (TypeError, AttributeError) as error:

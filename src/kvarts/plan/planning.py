@@ -19,12 +19,8 @@ from kvarts.sim.trials import ReplayTrials
 from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
-    from kvarts.plan.league import MakeOrder
-    from kvarts.sim.config import ReplayConfig
+    from kvarts.sim.config import ReplayConfig, RouterMaker
     from kvarts.sim.replay import Traffic
-    from kvarts.traffic.trace import Trace
-
-    FindPolicy = Callable[[str, Trace], MakeOrder]
 
 __all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_plan"]
 
@@ -139,10 +135,9 @@ def make_plan(
     policies: Sequence[str] = (),
     slo_share: float = SLO_SHARE,
     cost_error: float | None = None,
-    router: str = "prefix",
+    router: str | RouterMaker | None = None,
     prices: Mapping[str, float] | None = None,
     kv_bytes_per_token: int | None = None,
-    find_policy: FindPolicy | None = None,
     commands: Commands | None = None,
     on_replay: Callable[[], object] | None = None,
 ) -> Plan:
@@ -150,10 +145,11 @@ def make_plan(
 
     `at`: sizes in pages to look at; the knees and sizes for round shares of the hits unless given. `page_size`: that of
     `config`, or 16. `count_outputs`: generated tokens that the trace does not know take pages too. `policies`: eviction
-    policies to compare with LRU, by name; `find_policy` finds them. With an SLO in `config`, the least memory that
-    keeps it for `slo_share` of the requests is looked for, also if steps take `cost_error` less or more time; `router`
-    is that of several replicas. `prices`: of a GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: what the model
-    of `config` says, unless given. `commands`: of the points. `on_replay` is called before each replay.
+    policies to compare with LRU: names, or module:Class. With an SLO in `config`, the least memory that keeps it for
+    `slo_share` of the requests is looked for, also if steps take `cost_error` less or more time. `router`: that of
+    several replicas, a name, module:Class or a class; where None, the class in `config`, or else prefix. `prices`: of a
+    GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: what the model of `config` says, unless given. `commands`:
+    of the points. `on_replay` is called before each replay.
 
     Raise ConfigError for what does not go together, InputError for a trace that cannot be read.
     """
@@ -181,7 +177,7 @@ def make_plan(
     for point in values["at"]:
         point["command"] = answers.plan("--at", str(point["pages"]))
     if policies:
-        values["league"] = _league(curves, policies, config, at, find_policy, answers, on_replay)
+        values["league"] = _league(curves, policies, config, at, answers, on_replay)
     if config is not None:
         if config.kv_groups == "off":  # tiers keep whole pages
             values["tiers"] = _tiers(curves, config, prices or {}, kv_bytes_per_token, answers, on_replay)
@@ -191,7 +187,7 @@ def make_plan(
             command=answers.replay,
             slo_share=slo_share,
             cost_error=cost_error,
-            router=router,
+            router=router or (config.router if callable(config.router) else "prefix"),
             on_replay=on_replay,
         ).to_builtins()
     values["advice"] = lead(values)
@@ -214,7 +210,6 @@ def _league(
     policies: Sequence[str],
     config: ReplayConfig | None,
     sizes: Sequence[int] | None,
-    find: FindPolicy | None,
     commands: Commands,
     on_replay: Callable[[], object] | None,
 ) -> list[dict[str, Any]]:
@@ -226,7 +221,6 @@ def _league(
             curves,
             policies,
             config=config,
-            find=find,
             command=lambda name, pages: commands.plan("--policy", name, "--at", str(pages)),
             replay_command=lambda name, pages: commands.replay({"eviction": name, "pages": pages}),
             on_replay=on_replay,

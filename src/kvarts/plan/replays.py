@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
-from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
+from kvarts.sim.router import RouterName, find_router
 from kvarts.sim.trials import ReplayTrials
 from kvarts.units import as_memory
+
+if TYPE_CHECKING:
+    from kvarts.sim.config import RouterMaker
 
 __all__ = ["Replays", "Step", "share_kept"]
 
@@ -58,13 +61,13 @@ class Replays:
         config: ReplayConfig,
         *,
         command: Callable[[dict[str, Any]], str],
-        router: str,
+        router: str | RouterMaker,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
-        if callable(config.router):
-            raise SettingError("is not planned for: one of your own", "router", hint="Replay what you have in mind.")
-        self._given_router: str = config.router
-        self.router = router
+        self.routers: dict[str, RouterName | RouterMaker] = {name: name for name in get_args(RouterName)}
+        """Those of several replicas, by their names: all that have one, and those that were given."""
+        self._given_router: str = "round-robin" if callable(config.router) else config.router
+        self.router = self._named_router(router)
         self.counts_groups = config.kv_groups != "off"
         """Whether replays count the KV groups of a model, and not whole pages as curves do."""
         self.least_pages = _least_pages(plan, config)
@@ -76,6 +79,13 @@ class Replays:
         self._on_replay = on_replay
         self._found: dict[_Case, dict[str, Any]] = {}
         self._summaries: dict[_Case, dict[str, Any]] = {}
+
+    def _named_router(self, router: str | RouterMaker) -> str:
+        """Return the name of a router, and take it in if it is one of the user's own."""
+        name = router if isinstance(router, str) else getattr(router, "__name__", type(router).__name__)
+        if name not in self.routers:
+            self.routers[name] = find_router(router)
+        return name
 
     def points(self) -> list[dict[str, Any]]:
         """Return all that were made, by memory and then by rate."""
@@ -181,7 +191,7 @@ class Replays:
             self._config,
             num_pages=case.step.pages,
             replicas=case.step.replicas,
-            router=case.router,
+            router=self.routers[case.router],
             speedup=case.rate,
             cost_factor=case.cost_factor,
         )

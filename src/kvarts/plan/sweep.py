@@ -36,10 +36,10 @@ Values = dict[str, Any]
 Row = dict[str, Any]
 
 
-def points_of(values: Values, path: Path) -> list[Values]:
+def points_of(values: Values, path: Path | None) -> list[Values]:
     """Return what each point changes, by dotted keys: the product of `[grid]`, then every one of `[[points]]`.
 
-    Takes both out of `values`. Raise InputError, naming `path`, for what is neither.
+    Takes both out of `values`. Raise InputError, naming `path` where there is one, for what is neither.
     """
     grid, points = values.pop("grid", {}), values.pop("points", [])
     if not isinstance(grid, dict) or not isinstance(points, list) or not all(isinstance(p, dict) for p in points):
@@ -92,6 +92,12 @@ def run_sweep(
     keys = [_key(point) for point in points]
     done = _read(journal)
     missing = {key: point for key, point in zip(keys, points, strict=True) if key not in done}
+
+    def tell() -> None:
+        if on_done is not None:
+            on_done(len(set(keys) & done.keys()), len(set(keys)))
+
+    tell()
     try:
         with journal.open("ab") as file:
             if file.tell() and not _ends_whole(journal):
@@ -101,8 +107,7 @@ def run_sweep(
                 file.write(json.dumps({"key": key, "row": row}).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-                if on_done is not None:
-                    on_done(len(set(keys) & done.keys()), len(set(keys)))
+                tell()
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", path=journal) from error
     return [done[key] for key in keys]

@@ -291,8 +291,9 @@ def _replicas(replicas: dict[str, Any] | None, slo_share: float | None) -> list[
     if replicas is None or all(row["replicas"] == 1 for row in replicas["by_router"]):
         return []
     lines = ["", f"fewest replicas of {replicas['pages']:,} pages that keep the SLO"]
+    width = max(14, *(len(row["router"]) + 2 for row in replicas["by_router"]))
     for row in replicas["by_router"]:
-        text = f"  {row['router']:<14}{'none found' if row['replicas'] is None else row['replicas']:>10}"
+        text = f"  {row['router']:<{width}}{'none found' if row['replicas'] is None else row['replicas']:>10}"
         if "one_less" in row:
             less = row["one_less"]
             kept, missed = as_percent(row["slo_ratio"]), as_percent(less["slo_ratio"], bound=slo_share)

@@ -20,7 +20,7 @@ from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.kv.transfer import TransferTotals
 from kvarts.report.advice import Trials, advice
 from kvarts.report.distributions import NS_PER_MS, Distribution, distribution_ms, dot, weighted_distribution_ms
-from kvarts.report.requests import COMPLETED, FAILED, REJECTED, RequestLog
+from kvarts.report.requests import CANCELLED, COMPLETED, FAILED, REJECTED, RequestLog
 from kvarts.report.run_config import RunConfig
 from kvarts.report.run_values import RunReport
 from kvarts.report.steps import StepLog
@@ -37,7 +37,7 @@ __all__ = ["REPORT_VERSION", "Report"]
 
 REPORT_VERSION = 1
 LIMITS = {Blocked.BUDGET: "compute", Blocked.PAGES: "kv_pages", Blocked.SEQS: "sequence_cap"}
-STATUS_NAMES = ("completed", "rejected", "failed")
+STATUS_NAMES = ("completed", "rejected", "failed", "cancelled")
 
 
 class Report:
@@ -233,6 +233,7 @@ class Report:
             "num_completed": num_completed,
             "num_rejected": int((raw["status"] == REJECTED).sum()),
             "num_failed": int((raw["status"] == FAILED).sum()),
+            **self._cancelled(raw),
             "num_skipped_lines": self._trace.num_skipped_lines,
             **({"left_out": dict(self._trace.left_out)} if self._trace.left_out else {}),
             **({"warnings": list(warnings)} if (warnings := self._trace.said()) else {}),
@@ -401,6 +402,27 @@ class Report:
             "cause": cause,
             **lane,
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
+        }
+
+    def _cancelled(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
+        """Return what became of requests that their clients gave up; nothing where none was.
+
+        Retries are among the requests: `num_retries` of them. `prompt_tokens`: computed for them, and
+        `output_tokens`: generated for them, both wasted.
+        """
+        gave_up = raw["status"] == CANCELLED
+        count = int(gave_up.sum())
+        if not count:
+            return {}
+        return {
+            "num_cancelled": count,
+            "cancelled": {
+                "before_admission": int((gave_up & (raw["first_admitted_ns"] < 0)).sum()),
+                "before_first_token": int((gave_up & (raw["first_token_ns"] < 0)).sum()),
+                "num_retries": len(raw["row"]) - len(set(raw["row"].tolist())),
+                "prompt_tokens": self._request_log.cancelled_prompt_tokens,
+                "output_tokens": int(raw["output_tokens"][gave_up].sum()),
+            },
         }
 
     def _longest_rejected(self) -> dict[str, Any]:

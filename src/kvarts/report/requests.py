@@ -9,9 +9,9 @@ from kvarts.few import Few, Numbers, arrays_pay
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["COMPLETED", "FAILED", "REJECTED", "RequestLog"]
+__all__ = ["CANCELLED", "COMPLETED", "FAILED", "REJECTED", "RequestLog"]
 
-COMPLETED, REJECTED, FAILED = 0, 1, 2
+COMPLETED, REJECTED, FAILED, CANCELLED = 0, 1, 2, 3
 
 _REQUEST_FIELDS = (
     "index",
@@ -48,9 +48,12 @@ class RequestLog:
         self._reasons: dict[int, str] = {}
         self.stalls_ns: list[int] = []
         """For each token made after a preemption: the time since the token before it."""
+        self.cancelled_prompt_tokens = 0
+        """Prompt tokens that were computed for requests that were cancelled."""
 
     def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
         """Add `request`, which made its last token."""
+        num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
         self._rows.add(
             (
                 request.index,
@@ -59,10 +62,10 @@ class RequestLog:
                 replica,
                 request.arrival_ns,
                 request.num_prompt_tokens,
-                request.max_tokens,
+                num_output,
                 request.first_admitted_ns,
                 request.first_token_ns,
-                request.last_token_ns,
+                -1 if status == CANCELLED else request.last_token_ns,
                 request.largest_hit_tokens if self._largest_hit_counts else request.cached_tokens,
                 request.num_admissions,
                 request.num_preemptions,
@@ -74,6 +77,13 @@ class RequestLog:
             self.stalls_ns += request.stalls_ns
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
+
+    def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int) -> None:
+        """Add `request`, which was dropped at `end_ns`, with the tokens that it has generated until then."""
+        num_computed = min(max(request.num_computed, request.furthest_computed), request.num_prompt_tokens)
+        self.cancelled_prompt_tokens += max(0, num_computed - request.cached_tokens)
+        self._reasons[request.index] = f"its client gave up {(end_ns - request.arrival_ns) / 1e6:g} ms after sending it"
+        self.end(request, row, replica, CANCELLED)
 
     def _cached_below(self, request: Request) -> Sequence[int]:
         """Return the tokens that `request` had from each tier."""

@@ -43,6 +43,14 @@ class Goodput(msgspec.Struct, frozen=True):
     ratio: Real | None = None
 
 
+class Wasted(msgspec.Struct, frozen=True):
+    """What was computed for requests that their clients gave up, and how many requests were sent again."""
+
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    num_retries: Count = 0
+
+
 class Moved(msgspec.Struct, frozen=True):
     """Bytes between tiers, by the name of the way."""
 
@@ -59,6 +67,8 @@ class RunReport(msgspec.Struct, frozen=True):
     num_completed: Count | None = None
     num_rejected: Count | None = None
     num_failed: Count | None = None
+    num_cancelled: Count | None = None
+    cancelled: Wasted | None = None
     num_steps: Count | None = None
     num_input_tokens: Count | None = None
     num_output_tokens: Count | None = None

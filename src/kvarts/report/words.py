@@ -9,6 +9,7 @@ from typing import Any
 from kvarts.report.run_values import RunReport, Spread
 from kvarts.units import as_duration as duration
 from kvarts.units import as_memory, parse_bytes
+from kvarts.units import as_number as number
 from kvarts.units import as_percent as percent
 
 __all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "memory_unit", "number"]
@@ -29,10 +30,16 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     ended = f"{count(report.num_completed)} completed, {count(report.num_rejected)} rejected"
     if report.num_failed:
         ended += f", {count(report.num_failed)} failed"
+    if report.num_cancelled:
+        ended += f", {count(report.num_cancelled)} cancelled"
     *placed, memory = opening(report.config) or [""]
     out = [("replayed on", "; ".join(line.strip() for line in placed))] if placed else []
     out += [("memory", memory)] if memory else []
     out.append(("requests", ended))
+    if report.cancelled is not None:
+        wasted = report.cancelled
+        tokens = f"{count(wasted.prompt_tokens)} prompt and {count(wasted.output_tokens)} output tokens"
+        out.append(("wasted", f"{tokens} of cancelled requests; {count(wasted.num_retries)} were sent again"))
     if report.duration_ms is not None:
         out.append(("duration", f"{duration(report.duration_ms)} in {count(report.num_steps)} steps"))
     if report.request_throughput_per_s is not None:
@@ -159,13 +166,6 @@ def in_memory(pages: float, config: Mapping[str, Any]) -> str:
     """Return what pages take: ` (55.5 GiB)`; nothing where no model says what a page takes."""
     page_bytes = page_bytes_of(config)
     return "" if page_bytes is None else f" ({as_memory(pages * page_bytes)})"
-
-
-def number(value: float | None) -> str:
-    """Return a rate with as many digits as say something."""
-    if value is None:
-        return "-"
-    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def count(value: int | None) -> str:

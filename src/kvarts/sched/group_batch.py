@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.parts import Part
 from kvarts.kv.pool import PageId
 from kvarts.kv.sink_window import PageTable
 from kvarts.kv.spans import PartRun
@@ -22,12 +20,12 @@ class GroupBatch(InputBatch):
 
     __slots__ = ("_cache", "_snapshots", "has_states")
 
-    def __init__(self, cache: GroupPages | BlockPages, max_num_seqs: int) -> None:
+    def __init__(self, cache: GroupPages, max_num_seqs: int) -> None:
         super().__init__(max_num_seqs, cache.page_size)
         self._cache = cache
         self.has_states = cache.memory.has_states
         assert sum(group.is_state for group in cache.memory.groups) <= 1, "a model that runs has one group of states"
-        self._snapshots: list[tuple[int, int, Part | PartRun]] = []
+        self._snapshots: list[tuple[int, int, PartRun]] = []
         """Those of the step: the row, the tokens after which, and the part."""
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:

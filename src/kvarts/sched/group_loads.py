@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvarts.kv.cache import Holding
+from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.match import Match
-from kvarts.kv.parts import GroupMatch
-from kvarts.kv.tiered_pages import TieredPages
+from kvarts.kv.spans import RunMatch
 from kvarts.kv.transfer import Awaited, Loaded
 from kvarts.request import Request
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
@@ -19,7 +19,7 @@ __all__ = ["GroupLoads", "GroupTiers"]
 class GroupTiers(LowerTiers, Protocol):
     """The tiers below a device with KV groups. A load is of all that was offered, or of nothing."""
 
-    def offered(self, request: int) -> GroupMatch:
+    def offered(self, request: int) -> RunMatch:
         """Return how far every group can go on with what was offered to `request`."""
 
 
@@ -31,7 +31,7 @@ class GroupLoads(Loads):
     and finds what did arrive.
     """
 
-    def __init__(self, tiers: GroupTiers, cache: TieredPages, waiting: WaitingQueue, page_size: int) -> None:
+    def __init__(self, tiers: GroupTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int) -> None:
         super().__init__(tiers, cache, waiting, page_size, None)
         self._group_tiers = tiers
         self._parts = cache
@@ -39,7 +39,7 @@ class GroupLoads(Loads):
 
     def _wanted(self, request: Request, num_known: int) -> int:
         match = self._group_tiers.offered(request.index)
-        held = self._parts.tiered.held_after(match)
+        held = self._parts.held_of(match)
         return self._needs.to_admit(match.num_pages * self._page_size, num_known, held)
 
     def _fits(self, request: Request, num_known: int) -> bool:

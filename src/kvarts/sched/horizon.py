@@ -102,7 +102,9 @@ class Horizon:
 
     def _can_leap(self, blocked: Blocked, num_wanted: int) -> bool:
         """Return whether the next step is alike in a cache that follows decodes, which itself ends a leap in time."""
-        cache, running = self._cache, self._running
+        cache, running, loads = self._cache, self._running, self._loads
+        if loads is not None and loads.tiers.pages_to_spare() is None:
+            return False
         num_left = cache.num_free - running.wheel.pages_due() * cache.page_blocks
         if num_left < 0:
             return False

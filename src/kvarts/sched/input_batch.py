@@ -96,6 +96,11 @@ class InputBatch:
         self._decoding[request.row] = True
         self._rows = None
 
+    def stop_decoding(self, request: Request) -> None:
+        """Let `request`, all sampled tokens of which are in its content, compute nothing until it starts again."""
+        self._decoding[request.row] = False
+        self._rows = None
+
     def skip(self, request: Request, tokens: npt.NDArray[np.uint64]) -> None:
         """Append accepted tokens of `request`: all before are known, and its base has moved on by as many."""
         request.content.append(tokens.tobytes())

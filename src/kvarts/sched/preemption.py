@@ -10,7 +10,21 @@ from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
-__all__ = ["Preemptor", "holding_of"]
+__all__ = ["Planned", "Preemptor", "holding_of"]
+
+
+class Planned:
+    """A chunk that is to be computed in the step that is planned: up to token `end`, with `num_blocks` more blocks.
+
+    `num_blocks`: -1 as long as nobody asked.
+    """
+
+    __slots__ = ("end", "num_blocks", "request")
+
+    def __init__(self, request: Request, end: int, num_blocks: int) -> None:
+        self.request = request
+        self.end = end
+        self.num_blocks = num_blocks
 
 
 class Preemptor:
@@ -56,28 +70,39 @@ class Preemptor:
         self.last_end_ns = 0
         """The end of the last step."""
 
-    def take_due(self, num_due: int, now_ns: int) -> None:
-        """Take the `num_due` pages that decodes need in this step."""
+    def take_due(self, num_due: int, now_ns: int) -> bool:
+        """Take the `num_due` pages that decodes need in this step; return whether more can be planned in it."""
         cache = self._cache
         if num_due * self._page_blocks > cache.num_free:
-            self._take_due_one_by_one(now_ns)
-        elif cache.names_decodes:
+            return self._take_due_one_by_one(now_ns)
+        if cache.names_decodes:
             wheel, page_size = self._running.wheel, self._page_size
             needing = wheel.needing_page()
             page_of = [wheel.num_computed(request) // page_size for request in needing]
             cache.take_due([holding_of(request) for request in needing], page_of)
         else:
             cache.take_pages(num_due)
-
-    def make_room(self, asker: Request, num_pages: int, now_ns: int) -> bool:
-        """Preempt until `num_pages` can be taken for chunks of `asker`; return False if `asker` itself was preempted.
-
-        The decodes have taken their pages for this step.
-        """
-        while num_pages > self._cache.num_free and not self.others_make_way(asker, num_pages):
-            if self._preempt_for(asker, num_pages, now_ns, None) is asker:
-                return False
         return True
+
+    def make_room(self, asker: Request, num_pages: int, now_ns: int, planned: dict[int, Planned]) -> bool:
+        """Preempt until `num_pages` can be taken for a chunk of `asker`; return False if `asker` itself was preempted.
+
+        The decodes have taken their pages for this step. `planned`: chunks of this step that have not, by admission;
+        those of requests that are preempted are removed.
+        """
+        while True:
+            num_asked = num_pages + sum(self._blocks_of(chunk) for chunk in planned.values())
+            if num_asked <= self._cache.num_free or self.others_make_way(asker, num_asked):
+                return True
+            planned.pop(self._running.victim().admission, None)
+            if self._preempt_for(asker, num_asked, now_ns, None) is asker:
+                return False
+
+    def _blocks_of(self, chunk: Planned) -> int:
+        request = chunk.request
+        if chunk.num_blocks < 0 and request.holding is not None:
+            chunk.num_blocks = max(0, self._cache.num_to_run(request.holding, request.num_computed, chunk.end))
+        return max(0, chunk.num_blocks)
 
     def others_make_way(self, request: Request, num_pages: int) -> bool:
         """Return whether `num_pages` can be taken for running `request` now because other models gave way."""
@@ -94,7 +119,7 @@ class Preemptor:
         victims = []
         for _ in range(num_victims):
             victim = running.victim()
-            if victim is not running.chunked:
+            if victim.state is RequestState.DECODING:
                 victim.last_token_ns = self.last_end_ns
             running.leave(victim)
             num_used = self._cache.num_used
@@ -104,19 +129,24 @@ class Preemptor:
             victims.append(victim)
         return victims
 
-    def _take_due_one_by_one(self, now_ns: int) -> None:
-        """Take a page for each decode, in admission order, and preempt for it: there are not enough for all."""
+    def _take_due_one_by_one(self, now_ns: int) -> bool:
+        """Take a page for each decode, in admission order, and preempt for it: there are not enough for all.
+
+        A request that has to preempt itself ends the step, as in vLLM: none that was admitted after it computes.
+        """
         cache, wheel, blocks = self._cache, self._running.wheel, self._page_blocks
         served: set[int] = set()
         for request in wheel.needing_page():
             if request.state is not RequestState.DECODING:
                 continue  # preempted for a request before it
             while blocks > cache.num_free and not self.others_make_way(request, blocks):
+                admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
-                    break
-            else:
-                served.add(request.index)
-                cache.take_page(holding_of(request), wheel.num_computed(request) // self._page_size)
+                    self._running.stall_after(admission, now_ns)
+                    return False
+            served.add(request.index)
+            cache.take_page(holding_of(request), wheel.num_computed(request) // self._page_size)
+        return True
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
         """Preempt one request and return it. `served`: the decodes that took a page for this step; None for all."""
@@ -125,9 +155,9 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_chunked = victim is running.chunked
+        is_decoding = victim.state is RequestState.DECODING
         running.leave(victim)
-        if not is_chunked:
+        if is_decoding:
             victim.last_token_ns = now_ns  # it sampled a token in the step that ended now
             # It took a page for the step, which it no longer takes part in.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):

@@ -10,7 +10,7 @@ from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.plan import Chunk
-from kvarts.sched.preemption import Preemptor
+from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
 
 __all__ = ["Prefill"]
@@ -56,7 +56,7 @@ class Prefill:
     def start(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used up of `budget`.
 
-        A request that does not get all its tokens uses up all, so that at most one is chunked.
+        A request that does not get all its tokens uses up all.
         """
         self._running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
@@ -66,30 +66,48 @@ class Prefill:
         if request.own is not None:
             num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
         self._compute(request, num_tokens, num_known, chunks)
-        return budget if request is self._running.chunked else num_tokens
+        return num_tokens if request.num_computed == num_known else budget
 
-    def resume(self, request: Request, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Compute the next chunk of the chunked `request`; return the tokens used up of `budget`.
+    def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
+        """Compute the next chunk of each chunked request; return what is left of `budget`.
 
-        Preempt for its pages.
+        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the step for those after it. One that does
+        not get all its tokens uses up all.
         """
-        start = request.num_computed
-        num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_tokens = num_known - start
-        if num_tokens > budget:
-            num_tokens = budget
-        if request.own is not None:
-            num_tokens = request.own.most_tokens(start, num_tokens)
-        else:
-            assert request.holding is not None
-            cache = self._cache
-            # Most often there is much more than the next chunk can take.
-            if (num_tokens // self._page_size + 2) * cache.page_blocks > cache.num_free:
-                num_blocks = cache.num_to_run(request.holding, start, start + num_tokens)
-                if num_blocks > cache.num_free and not self._preemptor.make_room(request, num_blocks, now_ns):
-                    return 0
-        self._compute(request, num_tokens, num_known, chunks)
-        return budget if request is self._running.chunked else num_tokens
+        planned: dict[int, Planned] = {}
+        cache, chunked = self._cache, self._running.chunked
+        num_most = num_left = 0
+        for request in chunked.copy():
+            if request.admission < 0:
+                continue  # preempted for a request before it
+            start = request.num_computed
+            num_tokens = request.num_prompt_tokens + request.num_output_tokens - start
+            num_given = sum(chunk.end - chunk.request.num_computed for chunk in planned.values())
+            if num_tokens > budget - num_given:
+                num_tokens = budget - num_given
+            if num_tokens <= 0:
+                break
+            num_blocks = -1
+            if request.own is not None:
+                num_tokens = request.own.most_tokens(start, num_tokens)
+            else:
+                assert request.holding is not None
+                # Most often there is much more than the next chunk can take.
+                num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
+                if num_most > cache.num_free:
+                    num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
+                    if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
+                        break
+            planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
+        if self._running.num_sharing:
+            self.publish_filled(1)  # all of them still compute, and of equal pages theirs are the first
+        for chunk in planned.values():
+            request = chunk.request
+            num_known = request.num_prompt_tokens + request.num_output_tokens
+            num_left += num_known - chunk.end
+            budget -= chunk.end - request.num_computed
+            self._compute(request, chunk.end - request.num_computed, num_known, chunks)
+        return 0 if num_left else budget
 
     def complete(self, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
         """Count the sampled token of each request that computed its last known token; return those that have ended.
@@ -160,10 +178,10 @@ class Prefill:
         running = self._running
         if end == num_known:
             self.completing.append(request)
-            if request is running.chunked:
-                running.chunked = None
-        else:
-            running.chunked = request
+            if start and request in running.chunked:
+                running.chunked.remove(request)
+        elif request not in running.chunked:
+            running.chunked.append(request)
         if self._batch is not None:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
         elif own is None and not request.computes_only:

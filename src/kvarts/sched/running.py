@@ -1,4 +1,4 @@
-"""Running requests: the decode wheel, the one chunked request, and the order of preemption."""
+"""Running requests: the decode wheel, the chunked requests, and the order of preemption."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Running(RunningOrder):
         self.wheel = wheel
         self.batch = batch
         self._keeps_tokens = batch is not None or cache.publishes_all
-        self.chunked: Request | None = None
-        """The one request that the last step left with known tokens to compute."""
+        self.chunked: list[Request] = []
+        """Requests that the last step left with known tokens to compute and that are off the wheel, as admitted."""
         self.num_sharing = 0
         """Decodes with generated pages that other requests may hit, because their tokens are known."""
 
@@ -116,12 +116,32 @@ class Running(RunningOrder):
 
     def leave(self, request: Request) -> None:
         """Take `request` off the wheel, or stop its chunks, before it has generated all its tokens."""
-        if request is self.chunked:
-            self.chunked = None
-        else:
+        if request.state is DECODING:
             self.wheel.leave(request)
             if self.shares(request):
                 self.num_sharing -= 1
+        else:
+            self.chunked.remove(request)
+
+    def stall_after(self, admission: int, now_ns: int) -> None:
+        """Let the decodes that were admitted after `admission` compute nothing in this step.
+
+        They go on with a chunk of one token. Those with pages of their own wait for no memory, and are not concerned.
+        """
+        batch = self.batch
+        for request in sorted(self, key=lambda request: request.admission):
+            if request.admission <= admission or request.state is not DECODING or request.own is not None:
+                continue
+            self.leave(request)
+            request.last_token_ns = now_ns
+            if batch is not None:
+                batch.append_sampled(request, request.num_known, self.wheel.step)
+                batch.stop_decoding(request)
+            assert request.holding is not None
+            self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+            request.become(PREFILLING)
+            self.chunked.append(request)
+        self.chunked.sort(key=lambda request: request.admission)
 
     def shares(self, request: Request) -> bool:
         """Return whether requests may hit pages that `request` generates, or its tokens are to be kept."""
@@ -181,7 +201,7 @@ class Running(RunningOrder):
         """Return the holding and number of pages of each running request, between steps. Assert that states fit."""
         held = []
         for request in self:
-            expected = PREFILLING if request is self.chunked else DECODING
+            expected = PREFILLING if request in self.chunked else DECODING
             assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
             if request.own is not None:
                 continue

@@ -1,9 +1,10 @@
 """The scheduler of one engine: running requests first, then waiting ones, within a token budget.
 
 There is no prefill mode and no decode mode: in every step, each running request computes some of the tokens that are
-known and not yet computed. Requests with just one such token are on the decode wheel. At most one request has more, the
-*chunked* one: a request that did not get all its tokens took the last of the budget, and none is admitted after it. So
-the order of a step is: the wheel, the chunked request, requests that were loaded, then admissions.
+known and not yet computed. Requests with just one such token are on the decode wheel. Those that did not get all
+their tokens are *chunked*: the one that took the last of the budget, so that none was admitted after it, and decodes
+that a preemption left without their token. So the order of a step is: the wheel, the chunked requests, requests that
+were loaded, then admissions.
 
 The scheduler reads no clock and no random number: time comes in with `schedule` and `commit`.
 """
@@ -229,12 +230,13 @@ class Scheduler:
         return self.cache.most_tokens(limit, self._page_size)
 
     def num_pages_of_chunked(self) -> int:
-        """Return the most blocks that the rest of the chunked request takes at one time."""
-        request = self.running.chunked
-        if request is None or request.holding is None:
-            return 0
-        num_known = request.num_prompt_tokens + request.num_output_tokens
-        return self.cache.num_to_finish(request.holding, request.num_computed, num_known)
+        """Return the most blocks that the rest of the chunked requests takes at one time."""
+        num_blocks = 0
+        for request in self.running.chunked:
+            if request.holding is not None:
+                num_known = request.num_prompt_tokens + request.num_output_tokens
+                num_blocks += self.cache.num_to_finish(request.holding, request.num_computed, num_known)
+        return num_blocks
 
     def num_pages_to_admit(self) -> int:
         """Return how many blocks all waiting requests need, hits included; 0 while none could be admitted.
@@ -262,15 +264,16 @@ class Scheduler:
         if loads is not None:
             loads.take_ended()
             loads.tiers.plan_stores(now_ns)
+        goes_on = True
         if num_due := wheel.pages_due():
-            preemptor.take_due(num_due, now_ns)
+            goes_on = preemptor.take_due(num_due, now_ns)
         with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
         budget = self.pages.token_budget - wheel.num_decoding
         chunks: list[Chunk] = []
-        chunked = self.running.chunked
-        if chunked is not None and budget > 0:  # a part of a budget may be just enough for the decodes
-            budget -= self._prefill.resume(chunked, budget, now_ns, chunks)
-        if self.running.num_sharing:
+        if self.running.chunked and budget > 0 and goes_on:
+            # A part of a budget may be just enough for the decodes.
+            budget = self._prefill.resume(budget, now_ns, chunks)
+        elif self.running.num_sharing:
             self._prefill.publish_filled(1)
         admitted: tuple[int, ...] = ()
         if self.waiting_with_pages:
@@ -337,7 +340,7 @@ class Scheduler:
         0 if the next step has to be scheduled. Certain as long as no request is added that becomes the head of the
         waiting queue, and until the time that the queue's `holds_until_ns` names.
         """
-        if self.running.chunked is not None or self.waiting_with_pages:
+        if self.running.chunked or self.waiting_with_pages:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self.num_pages_wanted)
 
@@ -500,9 +503,9 @@ class Scheduler:
         else:
             for request in self._settling(joined):
                 cache.settle(holding_of(request), self.wheel.num_computed(request))
-        chunked = self.running.chunked
-        if chunked is not None and chunked.own is None:
-            cache.settle(holding_of(chunked), chunked.num_computed)
+        for request in self.running.chunked:
+            if request.own is None:
+                cache.settle(holding_of(request), request.num_computed)
         cache.count()
 
     def _settling(self, joined: list[Request]) -> list[Request]:

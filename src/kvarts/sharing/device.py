@@ -23,7 +23,6 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.events import Blocked
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.watcher import TreeWatcher
@@ -117,7 +116,7 @@ class SharedDevice:
         model: str,
         *,
         page_bytes: int = 0,
-        parts: BlockPages | GroupPages | None = None,
+        parts: GroupPages | None = None,
         weight: float = 1.0,
         guaranteed_bytes: int = 0,
         floor: int = 0,
@@ -243,6 +242,13 @@ class SharedDevice:
                 is_earlier = part.claimed_bytes and (not asker.claimed_bytes or part.claim < asker.claim)
                 num_bytes += max(member.kept_bytes(), part.claimed_bytes if is_earlier else 0)
         return num_bytes
+
+    def forget(self, model: str, request: int) -> None:
+        """Drop what is claimed for `request` of `model`, which waits no longer."""
+        member = self._member(model)
+        if member.claimant == request:
+            member.claimant = -1
+            member.part.make_claim(0, is_new=True)
 
     def retry_blocked(self, but: str = "") -> None:
         """Let the models that wait for pages try again, since pages went out of use."""

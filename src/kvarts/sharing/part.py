@@ -6,7 +6,6 @@ from typing import Protocol
 
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
-from kvarts.kv.block_pages import BlockPages
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_pages import GroupPages
@@ -214,7 +213,7 @@ def open_grouped_part(
     name: str,
     memory: DeviceMemory,
     device: Others,
-    cache: BlockPages | GroupPages,
+    cache: GroupPages,
     *,
     guaranteed_bytes: int = 0,
 ) -> DevicePart:

@@ -12,7 +12,7 @@ __all__ = ["PartsMemory"]
 
 
 class Parts(Protocol):
-    """A cache of parts that can share its memory: RunCache, or GroupedCache where blocks have ids."""
+    """A cache of parts that can share its memory: RunCache."""
 
     empty_bytes: int
     cached_bytes: int

@@ -32,7 +32,6 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.router import make_router
-from kvarts.traffic.source import source_of
 
 __all__ = ["replay_several"]
 
@@ -71,11 +70,22 @@ def replay_several(
     arrivals = []
     for name, share in config.models.items():
         of_model = config.configs[name]
-        source = source_of(traces[name], concurrency=of_model.concurrency, speedup=of_model.speedup)
+        source = of_model.source(traces[name])
         log = RequestLog(largest_hit_counts=of_model.profile == "mocker", tiers=_tiers_of(of_model))
         engines = [device.tenants[name] for device in opened]
         router = make_router(of_model.router)
-        arrivals.append(Arrivals(traces[name], source, router, engines, log, priority=share.priority))
+        arrivals.append(
+            Arrivals(
+                traces[name],
+                source,
+                router,
+                engines,
+                log,
+                priority=share.priority,
+                delay_ns=of_model.frontend_ns,
+                timeout_ns=of_model.client_timeout_ns,
+            )
+        )
     loops = []
     for each in opened:
         tenants = list(each.tenants.values())

@@ -58,6 +58,17 @@ class Tenant:
             self.is_fresh = True
         return reason
 
+    def cancel(self, request: Request, now_ns: int) -> None:
+        """Drop `request` at `now_ns`, between turns; models that wait for memory look again."""
+        num_released = self.cache.num_released
+        self.engine.now_ns = max(self.engine.now_ns, now_ns)
+        self.engine.cancel(request)
+        self.is_fresh = True
+        self._device.forget(self.name, request.index)
+        if self.cache.num_released != num_released:
+            self.settle(now_ns)
+        self._device.retry_blocked()
+
     def settle(self, now_ns: int) -> None:
         """Take note that pages went out of use at `now_ns`, between two steps."""
         self.settled.extend((self.scheduler.wheel.step - 1, now_ns, self.cache.num_used))
@@ -82,7 +93,7 @@ class Tenant:
     def wants_tokens(self) -> bool:
         """Whether it could compute more than a token for each decode."""
         scheduler = self.scheduler
-        if scheduler.running.chunked is not None or (self.tiers is not None and self._has_loaded):
+        if scheduler.running.chunked or (self.tiers is not None and self._has_loaded):
             return True
         can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
         return bool(can_admit) and scheduler.blocked in (Blocked.NOT, Blocked.BUDGET)

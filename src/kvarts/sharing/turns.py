@@ -22,6 +22,7 @@ from kvarts.sharing.health import HealthChange
 from kvarts.sharing.strides import Stride, Strides, plan_strides
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder
+from kvarts.sim.router import Routed
 
 __all__ = ["HealthChange", "TurnLoop"]
 
@@ -78,6 +79,8 @@ class TurnLoop:
         self._planned: Strides | None = None
         """What `quiet_until` found for the call of `start` that follows it."""
         self._failed: list[tuple[Request, str]] = []
+        self._dropping: list[tuple[Request, Routed]] = []
+        """Requests that were given up since what is under way began."""
         self._change()
 
     # What moves a device ----------------------------------------------------------------------------------
@@ -122,8 +125,31 @@ class TurnLoop:
             # After a turn without a step, many turns may be certain of which `quiet_until` knew nothing.
             may_leap = False
 
+    def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
+        """Drop `request` of the model `routed`; return False if `finish` will do that."""
+        self._planned = None
+        if self._is_under_way:
+            self._dropping.append((request, routed))
+            return False
+        self._device.now_ns = now_ns
+        routed.cancel(request, now_ns)
+        return True
+
     def finish(self) -> list[Request]:
-        """End what `start` started; return the requests that finished. `take_failed` returns those that failed."""
+        """End what `start` started; return the requests that finished, then those dropped.
+
+        `take_failed` returns those that failed.
+        """
+        finished = self._finish()
+        if self._dropping:
+            dropping, self._dropping = self._dropping, []
+            for request, routed in dropping:
+                if request not in finished and not request.is_over:
+                    routed.cancel(request, self.now_ns)
+                    finished.append(request)
+        return finished
+
+    def _finish(self) -> list[Request]:
         self._is_under_way = False
         self._device.now_ns = self.now_ns
         finished: list[Request] = []

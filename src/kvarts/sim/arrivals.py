@@ -39,7 +39,8 @@ class Arrivals:
 
     Owner of the numbers that requests get in arrival order. `priority` is added to that of each request. `sessions`:
     what is kept of them; left out, a turn is a request as any other. `delay_ns`: how long before it reaches an engine
-    a request was sent.
+    a request was sent. `timeout_ns`: how long after that its client gives it up, and sends it again if the source says
+    so; a row may name an earlier time, at which it is given up for good.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Arrivals:
         priority: int = 0,
         sessions: SessionsKept | None = None,
         delay_ns: int = 0,
+        timeout_ns: int | None = None,
     ) -> None:
         self.source = source
         self.router = router
@@ -66,6 +68,7 @@ class Arrivals:
         self._know_output = engines[0].config.profile != "mocker"
         self._num_arrived = 0
         self._delay_ns = delay_ns
+        self._timeout_ns = timeout_ns
 
     def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
         """Return the request that arrives next, at `now_ns`, and its row of the trace."""
@@ -105,6 +108,24 @@ class Arrivals:
         if self._sessions is not None:
             self._sessions.end(request, row, request.last_token_ns, is_refused=False)
         self.source.done(row, request.last_token_ns)
+
+    def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
+        """Return when the client of `request` gives it up unless it has ended; None for never."""
+        after_ns = row.cancel_after_ns
+        if after_ns is None or (self._timeout_ns is not None and self._timeout_ns < after_ns):
+            after_ns = self._timeout_ns
+        return None if after_ns is None else request.arrival_ns + after_ns
+
+    def cancel(self, request: Request, row: TraceRequest, index: int) -> None:
+        """Take note that `request` was dropped by an engine, because its client gave it up."""
+        end_ns = request.last_token_ns if request.cancelled_ns < 0 else request.cancelled_ns
+        self.log.cancel(request, row, index, end_ns)
+        if self._sessions is not None:
+            self._sessions.end(request, row, end_ns, is_refused=True)
+        timeout_ns = self._timeout_ns
+        is_late = timeout_ns is not None and (row.cancel_after_ns is None or timeout_ns < row.cancel_after_ns)
+        if not (is_late and self.source.again(row, end_ns)):
+            self.source.done(row, end_ns)
 
     def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
         """Take note that `request` was refused, because of `reason`, at `now_ns`."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 import msgspec
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
-from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, check_number, check_whole
-from kvarts.rooms import from_room
+from kvarts.errors import ConfigError, did_you_mean
+from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
+from kvarts.rooms import code_named, from_room
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
 from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
-    from kvarts.kv.tiered_pages import TieredPages
+    from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
     from kvarts.sched.group_loads import GroupTiers
@@ -38,6 +38,7 @@ __all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
+MOST_RETRIES = 1000
 if TYPE_CHECKING:
     StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
@@ -103,8 +104,12 @@ class TiersBelow(Protocol):
         Raise ConfigError for tiers that know whole pages only.
         """
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether what is stored depends on what is evicted next."""
+
     def open_group_tiers(
-        self, config: EngineConfig, cache: TieredPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
 
@@ -184,8 +189,10 @@ class ReplayConfig(
         RouterName | RouterMaker,
         setting(
             "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
-            "plus pages in use or waited for.",
-            kind=RouterName,
+            "plus pages in use or waited for; on the command line also module:Class. "
+            "round-robin, least-loaded or prefix.",
+            metavar="NAME",
+            kind=str,
         ),
     ] = "round-robin"
     concurrency: Annotated[
@@ -217,6 +224,14 @@ class ReplayConfig(
             metavar="MS",
         ),
     ] = 0.0
+    client_timeout_s: Annotated[
+        float | None,
+        setting("Clients give up a request that has not ended so long after they sent it.", metavar="S"),
+    ] = None
+    retries: Annotated[
+        int, setting("How often clients send again what they gave up after --client-timeout-s.", metavar="N")
+    ] = 0
+    retry_after_s: Annotated[float, setting("How long after giving up clients send again.", metavar="S")] = 0.0
     slo: Slo = Slo()
     step_by_step: Annotated[
         bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
@@ -248,7 +263,7 @@ class ReplayConfig(
         """
         names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
         objects = {name: settings.pop(name) for name in names if name in settings}
-        sections = [*SECTIONS, *_optional_sections()]
+        sections = [*SECTIONS, *optional_sections()]
         given = given_by_keywords({"model": model, "device": device, **settings}, sections)
         return msgspec.structs.replace(resolve_replay(given, sections), **objects)
 
@@ -256,12 +271,22 @@ class ReplayConfig(
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
         if not callable(self.router) and self.router not in get_args(RouterName):
-            raise SettingError(f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}", "router")
+            raise SettingError(
+                f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}",
+                "router",
+                hint=did_you_mean(str(self.router), get_args(RouterName)) or "Of your own: a class, or module:Class.",
+            )
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
         engine_of(self.engine)
         check_number(self.frontend_ms, "frontend_ms", most=MOST_MS)
+        if self.client_timeout_s is not None:
+            check_number(self.client_timeout_s, "client_timeout_s", above=True, most=MOST_SECONDS)
+        check_whole(self.retries, "retries", least=0, most=MOST_RETRIES)
+        check_number(self.retry_after_s, "retry_after_s", most=MOST_SECONDS)
+        if self.retries and self.client_timeout_s is None:
+            raise SettingError("has no effect without {client_timeout_s}", "retries", hint="Give {client_timeout_s}.")
         check_number(self.cost_factor, "cost_factor", above=True, most=MOST_COST_FACTOR)
         if self.concurrency is not None and self.speedup != 1.0:
             raise SettingError(
@@ -285,6 +310,24 @@ class ReplayConfig(
     def frontend_ns(self) -> int:
         """The time of the front end."""
         return round(self.frontend_ms * 1e6)
+
+    @property
+    def client_timeout_ns(self) -> int | None:
+        """How long after sending a request clients give it up; None for never."""
+        return None if self.client_timeout_s is None else round(self.client_timeout_s * 1e9)
+
+    def source(self, trace: Trace) -> Source:
+        """Return when the requests of `trace` arrive."""
+        from kvarts.traffic.source import source_of
+
+        return source_of(
+            trace,
+            concurrency=self.concurrency,
+            speedup=self.speedup,
+            delay_ns=self.frontend_ns,
+            retries=self.retries,
+            retry_after_ns=round(self.retry_after_s * 1e9),
+        )
 
     @property
     def certain(self) -> ReplayConfig:
@@ -424,8 +467,8 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
-        for field in ("engine", "async_scheduling", "frontend_ms"):
-            if values[field] in ("none", False, 0.0):
+        for field in ("engine", "async_scheduling", "frontend_ms", "client_timeout_s", "retries", "retry_after_s"):
+            if values[field] in ("none", False, 0.0, None):
                 del values[field]
         placement = values.pop("placement")
         if placement is not None:
@@ -500,7 +543,7 @@ OPTIONAL = (("offload.config", "OffloadConfig", "offload"), ("session.replayed.c
 """Modules of rooms that may be missing, with structs of settings and their tables."""
 
 
-def _optional_sections() -> list[Section]:
+def optional_sections() -> list[Section]:
     """Return the settings of the optional rooms that are installed."""
     found = []
     for module, struct, table in OPTIONAL:
@@ -544,6 +587,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["groups"] = facts["groups"]
         if not facts["groups"]:
             values["kv_groups"] = "off"  # every layer of this model keeps every token
+    if "router" in given and ":" in given["router"]:
+        values["router"] = _own_router(given)
     if "data_parallel" in facts:
         replicas = 1
         if "replicas" in given:
@@ -551,6 +596,20 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         check_whole(replicas, "replicas", most=MOST_REPLICAS)
         values["replicas"] = replicas * facts["data_parallel"]
     return given.build(ReplayConfig, facts=facts, **values)
+
+
+def _own_router(given: Given) -> RouterMaker:
+    """Return the class that was named. Raise ConfigError for one that cannot be imported, or that a file names."""
+    name = given["router"]
+    if given.source_of("router").path is not None:
+        # Files are passed around; opening one must not run what lies beside it.
+        raise given.error(
+            "router", "names code, which no file may", hint=f"Give it on the command line: --router {name}."
+        )
+    try:
+        return code_named(name)
+    except ConfigError as error:
+        raise given.error("router", error.what, hint="See kvarts.sim.router.Router for what a router has.") from error
 
 
 def make_config(

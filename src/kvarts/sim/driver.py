@@ -1,7 +1,11 @@
 """The loop of a replay: a virtual clock, the engines, and the arrival of requests.
 
-At any time, in this order: steps that end now are finished, requests that arrive now are routed, and engines without
-a step under way start one. An engine may do many steps at once, but never past a time at which an event could reach it.
+At any time, in this order: steps that end now are finished, requests that their clients give up now are dropped,
+requests that arrive now are routed, and engines without a step under way start one. An engine may do many steps at
+once, but never past a time at which an event could reach it.
+
+An engine drops a request between steps. If a step is under way when a client gives up, the request is dropped at its
+end; whatever that step makes of it, it is cancelled.
 
 If requests arrive at known times, each engine runs by itself from arrival to arrival. If requests wait for others to
 end, the engines move together from event to event.
@@ -10,6 +14,7 @@ end, the engines move together from event to event.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Protocol
 
 from mypy_extensions import mypyc_attr
@@ -17,6 +22,7 @@ from mypy_extensions import mypyc_attr
 from kvarts.request import Request
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replica import NEVER_NS
+from kvarts.sim.router import Routed
 from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["Driver", "Runner"]
@@ -46,7 +52,13 @@ class Runner(Protocol):
         """
 
     def finish(self) -> list[Request]:
-        """End what `start` started, at the time that it answered; return the requests that finished."""
+        """End what `start` started, at the time that it answered; return the requests that ended."""
+
+    def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
+        """Drop `request` of the engine `routed`, one of those that it moves; there is no pause.
+
+        Return False if something is under way: then `finish` drops it, and returns it.
+        """
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
         """Do steps as long as there is work and the next one starts before `until_ns`.
@@ -86,6 +98,10 @@ class Driver:
         """The model with the next arrival, as of `_look_ahead`."""
         self._in_engines: dict[Request, tuple[Arrivals, TraceRequest, int]] = {}
         """Requests that are in an engine: the traffic and the row that they came from, and the number of the engine."""
+        self._deadlines: list[tuple[int, int, int, Request]] = []
+        """When clients give up, with the number of the model and that of the request; ended requests are passed by."""
+        self._given_up: set[Request] = set()
+        """Requests that were given up while a step was under way."""
         self._finished: list[Request] = []
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
@@ -107,7 +123,10 @@ class Driver:
         )
 
     def _run_by_arrival(self) -> None:
-        while (now_ns := self._look_ahead()) != NEVER_NS:
+        while (now_ns := self._next_ns()) != NEVER_NS:
+            if self._is_given_up_at(now_ns):
+                self._give_up(now_ns)
+                continue
             if self._arriving.router.looks_at_engines:
                 for index in range(len(self._runners)):
                     self._run_alone(index, now_ns)
@@ -124,9 +143,9 @@ class Driver:
 
     def _run_by_event(self) -> None:
         ends_ns = self._ends_ns
-        self._start(0, self._look_ahead())
+        self._start(0, self._next_ns())
         while True:
-            now_ns = min(*ends_ns, self._look_ahead())
+            now_ns = min(*ends_ns, self._next_ns())
             if now_ns == NEVER_NS:
                 break
             index = -1
@@ -135,9 +154,26 @@ class Driver:
                 ends_ns[index] = self._quiet_ns[index] = NEVER_NS
                 self._roused.add(index)
                 self._end(index, self._runners[index].finish())
-            while (arrival_ns := self._look_ahead()) <= now_ns:
-                self._arrive(now_ns)
-            self._start(now_ns, arrival_ns)
+            while (next_ns := self._next_ns()) <= now_ns:
+                if self._is_given_up_at(now_ns):
+                    self._give_up(now_ns)
+                else:
+                    self._arrive(now_ns)
+            self._start(now_ns, next_ns)
+
+    def _next_ns(self) -> int:
+        """Return when the next request arrives, or is given up; NEVER_NS if neither is known to happen."""
+        arrival_ns = self._look_ahead()
+        deadlines = self._deadlines
+        while deadlines:
+            deadline_ns, _, _, request = deadlines[0]
+            if request in self._in_engines:
+                return min(arrival_ns, deadline_ns)
+            heappop(deadlines)
+        return arrival_ns
+
+    def _is_given_up_at(self, now_ns: int) -> bool:
+        return bool(self._deadlines) and self._deadlines[0][0] <= now_ns
 
     def _look_ahead(self) -> int:
         """Find the model with the next arrival; return when that is, NEVER_NS if none is known to come."""
@@ -152,9 +188,35 @@ class Driver:
     def _end(self, index: int, finished: list[Request]) -> None:
         for request in finished:
             of_model, row, engine = self._in_engines.pop(request)
-            of_model.end(request, row, engine)
+            if request in self._given_up:
+                self._given_up.remove(request)
+                of_model.cancel(request, row, engine)
+            else:
+                of_model.end(request, row, engine)
         if finished:
             self._tell(len(finished))
+
+    def _give_up(self, now_ns: int) -> None:
+        """Drop the request whose client is the next to give up, at `now_ns`."""
+        request = heappop(self._deadlines)[-1]
+        if request not in self._in_engines:
+            return
+        of_model, _, engine = self._in_engines[request]
+        index = engine // self._num_ranks
+        if not self._is_reactive:
+            self._run_alone(index, now_ns)
+            if request not in self._in_engines:
+                return
+        runner = self._runners[index]
+        if runner.is_pausing:
+            self._ends_ns[index] = NEVER_NS
+        runner.wake(now_ns)
+        self._roused.add(index)
+        self._given_up.add(request)
+        if runner.drop(request, of_model.engines[engine], now_ns):
+            self._end(index, [request])
+        else:
+            self._quiet_ns[index] = self._ends_ns[index]
 
     def _arrive(self, now_ns: int) -> None:
         """Send the request that arrives next, at `now_ns`, to an engine."""
@@ -172,6 +234,10 @@ class Driver:
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
+            deadline_ns = of_model.gives_up_ns(request, row)
+            if deadline_ns is not None:
+                number = self._arrivals.index(of_model)
+                heappush(self._deadlines, (max(deadline_ns, now_ns), number, request.index, request))
             # It may be admitted in the next step of this engine, and end before all others.
             self._quiet_ns[index] = self._ends_ns[index]
         else:

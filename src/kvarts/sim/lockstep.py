@@ -14,6 +14,7 @@ from kvarts.executor.cost import CostModel
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica
+from kvarts.sim.router import Routed
 
 __all__ = ["GivenDuration", "LockstepCost", "Ranks", "num_ranks_of"]
 
@@ -72,6 +73,8 @@ class Ranks:
         """The replicas with a step, or steps that are alike, under way."""
         self._idle: list[Replica] = []
         """Those that were asked and had nothing to compute."""
+        self._dropping: list[tuple[Request, Routed]] = []
+        """Requests that were given up since what is under way began."""
         self._is_under_way = False
         self._last_decode_ns = 10_000_000
         self.is_pausing = False
@@ -138,7 +141,21 @@ class Ranks:
         finished = [request for replica in self._under_way for request in replica.finish()]
         self._under_way.clear()
         self._emit_idle()
+        if self._dropping:
+            dropping, self._dropping = self._dropping, []
+            for request, routed in dropping:
+                if request not in finished:
+                    routed.cancel(request, self.now_ns)
+                    finished.append(request)
         return finished
+
+    def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
+        """Drop `request` of the rank `routed`; return False if `finish` will do that."""
+        if self._is_under_way:
+            self._dropping.append((request, routed))
+            return False
+        routed.cancel(request, now_ns)
+        return True
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
         """Do steps as long as there is work and the next one starts before `until_ns`.

@@ -22,7 +22,6 @@ from kvarts.sim.replica import Replica
 from kvarts.sim.router import make_router
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.formats import load_trace
-from kvarts.traffic.source import source_of
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import Workload
 
@@ -109,7 +108,7 @@ def replay_one(
 ) -> Report:
     """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
     trace = trace_of(traffic)
-    source = source_of(trace, concurrency=config.concurrency, speedup=config.speedup, delay_ns=config.frontend_ns)
+    source = config.source(trace)
     tiers = config.tiers
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
@@ -135,6 +134,7 @@ def replay_one(
         requests,
         sessions=sessions,
         delay_ns=config.frontend_ns,
+        timeout_ns=config.client_timeout_ns,
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]

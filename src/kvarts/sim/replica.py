@@ -23,6 +23,7 @@ from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.joining import Joining
+from kvarts.sim.router import Routed
 
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
@@ -50,6 +51,8 @@ class Replica:
         self._joining = Joining() if plans_ahead else None
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
+        self._dropping: list[Request] = []
+        """Requests that were given up since what is under way began."""
         self._num_leapt = 0
         """Steps under way that are alike; 0 for a scheduled step."""
         self.is_pausing = False
@@ -92,10 +95,21 @@ class Replica:
                 return None
         return self.engine.submit(request, now_ns)
 
-    def cancel(self, request: Request) -> None:
-        """Drop `request` between steps. Its pages are free at once."""
-        if self._joining is None or not self._joining.drop(request):
+    def cancel(self, request: Request, now_ns: int = 0) -> None:
+        """Drop `request` between steps, at `now_ns` if the engine has not reached that. Its pages are free at once."""
+        self.engine.now_ns = max(self.engine.now_ns, now_ns)
+        if self._joining is not None and self._joining.drop(request):
+            request.cancelled_ns = self.engine.now_ns
+        else:
             self.engine.cancel(request)
+
+    def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
+        """Drop `request`; return False if `finish` will do that, at the end of what is under way."""
+        if self._is_under_way:
+            self._dropping.append(request)
+            return False
+        self.cancel(request, now_ns)
+        return True
 
     def join(self, now_ns: int) -> bool:
         """Queue the requests that join the step planned at `now_ns`; return whether others wait for the next one."""
@@ -141,7 +155,17 @@ class Replica:
         return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
 
     def finish(self) -> list[Request]:
-        """End what `start` started; return the requests that finished, in admission order."""
+        """End what `start` started; return the requests that finished, in admission order, then those dropped."""
+        finished = self._finish()
+        if self._dropping:
+            dropping, self._dropping = self._dropping, []
+            for request in dropping:
+                if request not in finished:
+                    self.cancel(request, self.engine.now_ns)
+                    finished.append(request)
+        return finished
+
+    def _finish(self) -> list[Request]:
         self._is_under_way = False
         engine = self.engine
         if self.is_pausing:

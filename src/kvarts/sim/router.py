@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError, did_you_mean
 from kvarts.request import Request
+from kvarts.rooms import code_named
 from kvarts.sched.scheduler import Scheduler
 from kvarts.settings import SettingError
 from kvarts.sim.config import RouterName
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from kvarts.sim.config import RouterMaker
 
 __all__ = ["Checked", "LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "WithinGroups"]
-__all__ += ["make_router"]
+__all__ += ["find_router", "make_router"]
 
 
 class Routed(Protocol):
@@ -31,6 +33,9 @@ class Routed(Protocol):
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
+
+    def cancel(self, request: Request, now_ns: int) -> None:
+        """Drop `request` at `now_ns`, between steps."""
 
 
 class Router(Protocol):
@@ -141,13 +146,32 @@ class Checked:
         return index
 
 
+def find_router(router: str | RouterMaker) -> RouterName | RouterMaker:
+    """Return what `make_router` takes for a name, or for `module:Class`. Raise SettingError for anything else."""
+    if callable(router):
+        return router
+    known: dict[str, RouterName] = {name: name for name in get_args(RouterName)}
+    if router in known:
+        return known[router]
+    try:
+        return code_named(router)
+    except ConfigError as error:
+        hint = did_you_mean(router, list(known)) or f"Known: {', '.join(known)}, or module:Class."
+        raise SettingError(error.what, "router", hint=hint) from error
+
+
 def make_router(router: RouterName | RouterMaker, ranks: int = 1) -> Router:
     """Return a new router: one by its name, or what a user's own makes.
 
     `ranks`: how many engines, one after the other, are in lock step.
     """
     if callable(router):
-        return Checked(router())
+        try:
+            made = router()
+        except TypeError as error:
+            hint = "Give a class, or a function without arguments that makes one."
+            raise SettingError(f"{router!r} makes no router: {error}", "router", hint=hint) from error
+        return Checked(made)
     if ranks > 1 and router == "round-robin":
         return WithinGroups(ranks)
     routers: dict[str, type[RoundRobin | LeastLoaded | PrefixAware]] = {

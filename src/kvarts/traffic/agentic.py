@@ -3,7 +3,8 @@
 The first line is a header with `block_size` and `hash_id_scope`. A row has `request_id`, `play_id`, `session_id`,
 `input_length`, `output_length`, `hash_ids`, `not_before_ms`, and `dependencies`: each names a `request_id`, a `trigger`
 (its `dispatch` or its `completion`) and `delay_ms` after that. A request is sent when all of these are over, and not
-before its time. Ids of scope `local` mean something in their play only. Other fields are left alone. An `output_length`
+before its time. Ids of scope `local` mean something in their play only. With `cancel_after_ms`, its client gives a
+request up so long after sending it. Other fields are left alone. An `output_length`
 of 0 is read as 1: a prompt that is computed yields a token.
 
 Rows of the first version have no header: they are Mooncake's, with a `wait_for` (traffic/mooncake.py).
@@ -62,6 +63,7 @@ class _Row(msgspec.Struct, gc=False):
     output_token_ids: list[HashId] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)] | None = None
     dependencies: list[_Dependency] = []
+    cancel_after_ms: Milliseconds | None = None
 
 
 def load_agentic(path: Path | str | TraceFile) -> Trace:
@@ -153,6 +155,7 @@ def _request(
         priority=row.priority or 0,
         session_id=f"{row.play_id}/{row.session_id}",
         request_id=row.request_id,
+        cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
         after=tuple(
             After(number_of[each.request_id], round(each.delay_ms * NS_PER_MS), each.trigger == "dispatch")
             for each in row.dependencies
@@ -225,6 +228,8 @@ def _line(trace: Trace, request: TraceRequest, play: int, waits: list[After]) ->
         row["output_token_ids"] = np.frombuffer(spell(request.output_units), np.uint64).tolist()
     if request.priority:
         row["priority"] = request.priority
+    if request.cancel_after_ns is not None:
+        row["cancel_after_ms"] = request.cancel_after_ns / NS_PER_MS
     if waits:
         row["dependencies"] = [
             {

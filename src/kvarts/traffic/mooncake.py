@@ -1,8 +1,9 @@
 """Reader for Mooncake traces: JSON lines with `timestamp`, `input_length`, `output_length`, `hash_ids`.
 
 Read as well, where a row has them: `session_id` and `delay` (ms after the session's turn before), `priority`,
-`output_token_ids`, `request_id`, `tenant` (tenants share no page), and `wait_for` with `tool_wait_ms`, as the first
-version of Dynamo's agentic traces has them. Other fields are left alone. A hash id stands for `trace_block_size` equal
+`output_token_ids`, `request_id`, `tenant` (tenants share no page), `cancel_after_ms` (how long after sending it the
+client gives a request up), and `wait_for` with `tool_wait_ms`, as the first version of Dynamo's agentic traces has
+them. Other fields are left alone. A hash id stands for `trace_block_size` equal
 tokens. A row without `hash_ids` shares nothing with any other.
 """
 

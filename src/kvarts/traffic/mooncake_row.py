@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvarts.limits import MOST_COUNT
+from kvarts.limits import LATEST_NS, MOST_COUNT
 
 __all__ = ["MooncakeRow"]
 
@@ -29,3 +29,4 @@ class MooncakeRow(msgspec.Struct, gc=False):
     tenant: str | int | None = None
     wait_for: list[str | int] | None = None
     tool_wait_ms: int | float | None = None
+    cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None

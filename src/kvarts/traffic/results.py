@@ -8,8 +8,10 @@
 - AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and of `metrics`
   `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`.
 
-None of them says what was in a prompt. Requests that failed or were cancelled, and those of a warm-up, are left out and
-counted.
+None of them says what was in a prompt. Requests that failed, and those of a warm-up, are left out and counted. So are
+those that were cancelled, except where AIPerf says how long their prompts were (`error_isl`) and when they were
+cancelled (`cancellation_time_ns`): these are requests whose clients give up as long after sending them. How many tokens
+they would have got is not recorded; as many as the longest output of the file.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ RESULT_FIELDS = (
 )
 """A file with all fields of one of these is a result."""
 
+CANCELLED = "metadata.cancellation_time_ns"
 NS_PER_S = 1_000_000_000
 UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": NS_PER_S, "sec": NS_PER_S}
 
@@ -69,6 +72,8 @@ class Results(msgspec.Struct):
 
     rows: list[Result]
     left_out: Counter[str]
+    cancelled: list[Result] = []
+    """Requests that were cancelled, at their `last_token_ns`."""
     warnings: list[str] = []
     rate: float = inf
     num_skipped: int = 0
@@ -140,6 +145,7 @@ class _Metrics(msgspec.Struct, gc=False):
     input_sequence_length: _Length | None = None
     output_sequence_length: _Length | None = None
     output_token_count: _Length | None = None
+    error_isl: _Length | None = None
     time_to_first_token: _Value | None = None
     ttft: _Value | None = None
     request_latency: _Value | None = None
@@ -151,6 +157,7 @@ class _Metadata(msgspec.Struct, gc=False):
     benchmark_phase: str | None = None
     credit_phase: str | None = None
     was_cancelled: bool = False
+    cancellation_time_ns: Nanoseconds | None = None
     conversation_id: str | None = None
     x_correlation_id: str | None = None
     turn_index: Count | None = None
@@ -173,22 +180,31 @@ def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) 
     """
     file = TraceFile.of(path)
     results = read_results(file, skip_bad_lines=skip_bad_lines)
-    if not results.rows:
+    if not results.rows and not results.cancelled:
         raise nothing_left(file, results.left_out, results.num_skipped)
     warnings = list(results.warnings)
-    if results.rows[0].start_ns is None:
+    if results.rows and results.rows[0].start_ns is None:
         spread = f"evenly, {results.rate:g} per second" if results.rate < inf else "all at once"
         warnings.append(f"the results have no start times: requests arrive {spread}")
+    longest = max((row.num_output_tokens for row in results.rows), default=1)
+    rows = sorted(
+        [
+            *((row, row.num_output_tokens, None) for row in results.rows),
+            *((row, longest, (row.last_token_ns or 0) - (row.start_ns or 0)) for row in results.cancelled),
+        ],
+        key=lambda each: each[0].line,
+    )
     requests = [
         TraceRequest(
             index,
             round(index / results.rate * NS_PER_S) if row.start_ns is None else row.start_ns,
             unlike_any_other(index, row.num_prompt_tokens),
             row.num_prompt_tokens,
-            row.num_output_tokens,
+            num_output,
             session_id=row.session_id,
+            cancel_after_ns=cancel_after_ns,
         )
-        for index, row in enumerate(results.rows)
+        for index, (row, num_output, cancel_after_ns) in enumerate(rows)
     ]
     return Trace(
         by_arrival(requests, file),
@@ -337,14 +353,17 @@ def _read_aiperf(file: TraceFile, results: Results, *, skip_bad_lines: bool) -> 
         if isinstance(row, str):
             results.left_out[row] += 1
             continue
-        results.rows.append(row)
+        (results.cancelled if row.token_field == CANCELLED else results.rows).append(row)
         if row.session_id is not None:
             sessions[row.session_id] += 1
     # Each request of a benchmark without turns has a conversation of its own.
-    results.rows = [
-        msgspec.structs.replace(row, session_id=None) if row.session_id and sessions[row.session_id] == 1 else row
-        for row in results.rows
-    ]
+    results.rows, results.cancelled = (
+        [
+            msgspec.structs.replace(row, session_id=None) if row.session_id and sessions[row.session_id] == 1 else row
+            for row in rows
+        ]
+        for rows in (results.rows, results.cancelled)
+    )
 
 
 def _aiperf_result(line: int, record: _Record) -> Result | str:
@@ -354,11 +373,24 @@ def _aiperf_result(line: int, record: _Record) -> Result | str:
     if start_ns is None:
         raise InputError("is missing", field="metadata.request_start_ns")
     is_cancelled = isinstance(record.error, _Failure) and "Cancel" in (record.error.type or "")
+    is_warm_up = (metadata.benchmark_phase or metadata.credit_phase or "profiling") != "profiling"
     if metadata.was_cancelled or is_cancelled:
-        return "cancelled"
+        cancelled_ns = metadata.cancellation_time_ns
+        length = metrics and (metrics.error_isl or metrics.input_sequence_length)
+        if is_warm_up or not length or length.value < 1 or cancelled_ns is None or cancelled_ns < start_ns:
+            return "cancelled"
+        return Result(
+            line=line,
+            start_ns=start_ns,
+            num_prompt_tokens=int(length.value),
+            num_output_tokens=1,
+            last_token_ns=cancelled_ns,
+            token_field=CANCELLED,
+            session_id=metadata.x_correlation_id or metadata.conversation_id,
+        )
     if record.error is not None:
         return "failed"
-    if (metadata.benchmark_phase or metadata.credit_phase or "profiling") != "profiling":
+    if is_warm_up:
         return "of a warm-up"
     if metrics is None:
         return "without metrics"

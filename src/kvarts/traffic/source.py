@@ -36,6 +36,9 @@ class Source(Protocol):
     def done(self, request: TraceRequest, now_ns: int) -> None:
         """Take note that `request` ended, or was rejected, at `now_ns`."""
 
+    def again(self, request: TraceRequest, now_ns: int) -> bool:
+        """Take note that the client of `request` gave it up at `now_ns`; return whether it sends it again."""
+
     def has_turns_after(self, request: TraceRequest) -> bool:
         """Return whether a turn of its session waits for `request`."""
 
@@ -174,6 +177,10 @@ class _Loop:
         request, arrival_ns = self._upcoming, self._upcoming_ns
         self._advance()
         return arrival_ns, request
+
+    def again(self, request: TraceRequest, now_ns: int) -> bool:
+        """Return False: what is given up is not sent again."""
+        return False
 
     def has_turns_after(self, request: TraceRequest) -> bool:
         """Return whether a turn of its session waits for `request`."""
@@ -328,6 +335,48 @@ class ClosedLoop(_Loop):
         return not self._num_free or super()._is_turn_next()
 
 
+class Retrying:
+    """Another source, whose clients send a request that they gave up again: `after_ns` later, `most` times each."""
+
+    is_reactive = True
+
+    def __init__(self, source: Source, *, most: int, after_ns: int) -> None:
+        self._source = source
+        self._most = most
+        self._after_ns = after_ns
+        self._num_sent: dict[int, int] = {}
+        self._later: list[tuple[int, int, TraceRequest]] = []
+        self._num_later = 0
+        self.done = source.done
+        self.has_turns_after = source.has_turns_after
+
+    def next_ns(self) -> int | None:
+        """Return when the next request is sent, for the first time or again."""
+        next_ns = self._source.next_ns()
+        if self._later and (next_ns is None or self._later[0][0] <= next_ns):
+            return self._later[0][0]
+        return next_ns
+
+    def pop(self) -> TraceRequest:
+        """Remove and return the request that is sent next."""
+        next_ns = self._source.next_ns()
+        if self._later and (next_ns is None or self._later[0][0] <= next_ns):
+            return heappop(self._later)[-1]
+        return self._source.pop()
+
+    def again(self, request: TraceRequest, now_ns: int) -> bool:
+        """Send `request` again, unless that was done often enough."""
+        num_sent = self._num_sent.get(request.row, 0)
+        if num_sent == self._most:
+            return False
+        self._num_sent[request.row] = num_sent + 1
+        if now_ns + self._after_ns > LATEST_NS:
+            raise TooLateError
+        self._num_later += 1
+        heappush(self._later, (now_ns + self._after_ns, self._num_later, request))
+        return True
+
+
 class Delayed:
     """Another source, of which every request reaches an engine `delay_ns` after it was sent."""
 
@@ -337,6 +386,7 @@ class Delayed:
         self.is_reactive = source.is_reactive
         self.pop = source.pop
         self.done = source.done
+        self.again = source.again
         self.has_turns_after = source.has_turns_after
 
     def next_ns(self) -> int | None:
@@ -345,8 +395,21 @@ class Delayed:
         return None if next_ns is None else next_ns + self._delay_ns
 
 
-def source_of(trace: Trace, *, concurrency: int | None, speedup: float, delay_ns: int = 0) -> Source:
-    """Return a closed loop if a `concurrency` is given, else an open one; requests are `delay_ns` under way."""
+def source_of(
+    trace: Trace,
+    *,
+    concurrency: int | None,
+    speedup: float,
+    delay_ns: int = 0,
+    retries: int = 0,
+    retry_after_ns: int = 0,
+) -> Source:
+    """Return a closed loop if a `concurrency` is given, else an open one; requests are `delay_ns` under way.
+
+    `retries`: how often clients send again what they gave up, `retry_after_ns` later.
+    """
     source: Source
     source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)
+    if retries:
+        source = Retrying(source, most=retries, after_ns=retry_after_ns)
     return Delayed(source, delay_ns) if delay_ns else source

@@ -42,5 +42,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     request_id: str | None = None
     tenant: str | None = None
     after: tuple[After, ...] = ()
+    cancel_after_ns: int | None = None
+    """Its client gives it up so long after it was sent, unless it has ended by then."""
     answered_units: bytes | None = None
     """Units of the prompt and what it generates, where a later prompt tells that: then later prompts can hit it."""

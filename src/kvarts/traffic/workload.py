@@ -84,7 +84,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     have `turns_per_session` turns. A turn follows the answer to the one before after `think_time_s` (mean of an
     exponential distribution with `poisson`, exact with `fixed`). A turn adds `new_tokens` to its session and is
     answered with `output_tokens`. Each session begins with the shared prefix, `prefix_tokens` long, of one of
-    `num_prefix_groups` groups, in turn.
+    `num_prefix_groups` groups, in turn. Of all requests, the share `stops` is given up by its user, `stop_after_s`
+    after it was sent (mean of an exponential distribution with `poisson`, exact with `fixed`), unless it has ended.
 
     Raises ConfigError for a value out of range.
     """
@@ -98,6 +99,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     think_time_s: float = 0.0
     num_prefix_groups: int = 1
     prefix_tokens: int = 0
+    stops: float = 0.0
+    stop_after_s: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -105,6 +108,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _at_least_one(field, getattr(self, field))
         for field in ("sessions_per_s", "think_time_s"):
             check_number(getattr(self, field), f"workload.{field}", most=MOST_SECONDS)
+        check_number(self.stops, "workload.stops", most=1.0)
+        check_number(self.stop_after_s, "workload.stop_after_s", most=MOST_SECONDS)
         check_whole(self.prefix_tokens, "workload.prefix_tokens", least=0)
         check_whole(self.seed, "workload.seed", least=0, most=MOST_SEED)
         if 0 < self.sessions_per_s < 1 / MOST_SECONDS:
@@ -133,6 +138,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         delays_ns = np.rint(self._times(rng, self.think_time_s, num_requests) * NS_PER_S).astype(np.int64)
         new_tokens = self.new_tokens.draw(rng, num_requests)
         output_tokens = self.output_tokens.draw(rng, num_requests)
+        stops_ns = self._stops_ns(rng, num_requests) if self.stops else [None] * num_requests
         next_token = self.num_prefix_groups * self.prefix_tokens
         requests = []
         row = 0
@@ -156,12 +162,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                         output_units=(output,),
                         session_id=str(session) if num_turns > 1 else None,
                         delay_ns=int(delays_ns[row]) if turn else None,
+                        cancel_after_ns=stops_ns[row],
                     )
                 )
                 history = (*history, prompt, output)
                 num_history += len(prompt) + len(output)
                 row += 1
         return Trace(requests, has_output_tokens=True, name="workload")
+
+    def _stops_ns(self, rng: np.random.Generator, count: int) -> list[int | None]:
+        """Return for each request after what time its user stops it; None for never."""
+        has_stopped = (rng.random(count) < self.stops).tolist()
+        after_s = self._times(rng, self.stop_after_s, count).tolist()
+        return [
+            round(each_s * NS_PER_S) if stopped else None for stopped, each_s in zip(has_stopped, after_s, strict=True)
+        ]
 
     def _times(
         self, rng: np.random.Generator, mean_s: float, count: int

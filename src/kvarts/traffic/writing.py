@@ -49,6 +49,8 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
             row["request_id"] = request.request_id
         if request.tenant is not None:
             row["tenant"] = request.tenant
+        if request.cancel_after_ns is not None:
+            row["cancel_after_ms"] = _ms(request.cancel_after_ns)
         yield encoder.encode(row) + b"\n"
 
 

@@ -22,6 +22,7 @@ from kvarts.serve.kv_events.batch_queue import BatchQueue
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
 from kvarts.serve.kv_events.replies import Frames, Replies, Reply
 from kvarts.serve.kv_events.told import Batch, Cleared, Told
+from kvarts.serve.kv_events.unread import Unread
 from kvarts.serve.kv_events.wire import Wire
 
 __all__ = ["END", "FULL_STATE", "StateSource", "ZmqPublisher"]
@@ -34,6 +35,11 @@ BLOCKS_IN_A_MESSAGE = 4096
 """Of full state: these bound the size of a message."""
 ANSWERED = (b"", b"", END, b"")
 MAX_PAST_BYTES = 64 << 20
+MAX_UNREAD_BYTES = 32 << 20
+"""Of batches that wait for subscribers, all together. Beyond it all of them are cut off: those that read come back."""
+STALLED_MS = 10_000
+"""A subscriber that has read nothing for so long is cut off."""
+OPEN_AGAIN_MS = 10
 MAX_SUBSCRIPTION_BYTES = 4096
 SUBSCRIPTIONS_AT_ONCE = 1000
 
@@ -65,15 +71,20 @@ class ZmqPublisher:
         self._num_past_bytes = 0
         self._first_past = 0
         """The number of the first of them."""
+        self._unread = Unread()
         self.num_sent = 0
         self.num_subscriptions = 0
         """Subscriptions that hold now."""
+        self.num_cuts = 0
+        """How often all subscribers were cut off."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         self._replies: Replies | None = None
+        self._publish: zmq.Socket[bytes] | None
+        """None from when all subscribers were cut off until it is open again."""
         try:
-            self._publish = self._open_publish()
-            self.endpoint = _name_of(self._publish)
+            self._publish = publish = self._open_publish(at_rank(config.endpoint, config.rank))
+            self.endpoint = _name_of(publish)
             self.replay_endpoint: str | None = None
             if config.replay_endpoint is not None:
                 self._replay = self._open_replay(config.replay_endpoint)
@@ -115,7 +126,7 @@ class ZmqPublisher:
         self._thread.join()
         self._queue.close()
 
-    def _open_publish(self) -> zmq.Socket[bytes]:
+    def _open_publish(self, endpoint: str) -> zmq.Socket[bytes]:
         config = self._config
         # XPUB is PUB that also says that something subscribes.
         publish: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
@@ -123,7 +134,13 @@ class ZmqPublisher:
         publish.setsockopt(zmq.SNDHWM, config.high_water_mark)
         publish.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
         publish.setsockopt(zmq.LINGER, LINGER_MS)
-        _open(publish, at_rank(config.endpoint, config.rank), "endpoint", connects=config.connects)
+        publish.setsockopt(zmq.TCP_MAXRT, STALLED_MS)
+        publish.copy_threshold = 0  # of messages that are tracked, whatever their size
+        try:
+            _open(publish, endpoint, "endpoint", connects=config.connects)
+        except ConfigError:
+            publish.close()
+            raise
         return publish
 
     def _open_replay(self, endpoint: str) -> zmq.Socket[bytes]:
@@ -138,31 +155,65 @@ class ZmqPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._queue.fileno(), zmq.POLLIN)
-        poller.register(self._publish, zmq.POLLIN)
-        if self._replay is not None:
-            poller.register(self._replay, zmq.POLLIN)
+        for socket in (self._publish, self._replay):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         wait_ms: int | None = None
         while True:
             is_closing = self._is_closing  # asked first: what was put before it was set is sent
             if not is_closing:
                 poller.poll(wait_ms)
+            wait_ms = None
+            if self._publish is None:
+                wait_ms = self._open_again(poller)
             self._heed_subscriptions()
             for batch in self._queue.take():
                 self._send(batch)
+            if self._unread.update() > MAX_UNREAD_BYTES:
+                self._cut_off(poller)
+                wait_ms = 0
             if self._replies is not None:
                 self._replies.take()
                 again_s = self._replies.send()
-                wait_ms = None if again_s is None else ceil(again_s * 1000)
+                if again_s is not None:
+                    again_ms = ceil(again_s * 1000)
+                    wait_ms = again_ms if wait_ms is None else min(again_ms, wait_ms)
             if is_closing and self._queue.is_empty:
                 break
-        self._publish.close()
-        if self._replay is not None:
-            self._replay.close()
+        for socket in (self._publish, self._replay):
+            if socket is not None:
+                socket.close()
         self._context.term()
+
+    def _cut_off(self, poller: zmq.Poller) -> None:
+        """Close the connections of all subscribers, with what waits for them: ZMQ cannot close one."""
+        assert self._publish is not None
+        poller.unregister(self._publish)
+        self._publish.close(linger=0)
+        self._publish = None
+        self._unread = Unread()
+        self.num_subscriptions = 0
+        self.num_cuts += 1
+
+    def _open_again(self, poller: zmq.Poller) -> int | None:
+        """Let subscribers connect again; return after how many milliseconds to try once more, None if that is done."""
+        try:
+            self._publish = self._open_publish(self.endpoint)
+        except ConfigError:  # ZMQ is about to close it
+            return OPEN_AGAIN_MS
+        poller.register(self._publish, zmq.POLLIN)
+        return None
 
     def _send(self, batch: Batch) -> None:
         payload = self._wire.encode(batch.told, batch.time_s)
-        self._publish.send_multipart((self._topic, _number(batch.seq), payload))
+        if self._publish is not None:
+            frames = self._topic, _number(batch.seq), payload
+            if self._unread.add(len(payload)):
+                tracker = self._publish.send_multipart(frames, copy=False, track=True)
+                assert tracker is not None
+                self._unread.mark(tracker)
+            else:
+                self._publish.send_multipart(frames)
         if not self._past:
             self._first_past = batch.seq
         self._past.append(payload)
@@ -175,6 +226,8 @@ class ZmqPublisher:
         self.num_sent += 1
 
     def _heed_subscriptions(self) -> None:
+        if self._publish is None:
+            return
         for _ in range(SUBSCRIPTIONS_AT_ONCE):
             try:
                 message = self._publish.recv(zmq.NOBLOCK)

@@ -13,8 +13,8 @@ anything is evicted.
 * The state of a running sequence is a part of its own. A snapshot is a copy of it at the end of a page, made where the
   caller says that a prefix ends, if the memory has room for it, and cached at once.
 
-What a window gives back is kept as a `Retention` says. Where a real model computes, a part is made of blocks that have
-ids. Work is by the page; replays have the same by runs of pages in `RunCache`, which is held against this.
+What a window gives back is kept as a `Retention` says. Work is by the page: RunCache, which has the same by runs, is
+held against this.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from functools import partial
 
 from kvarts.content import Content
 from kvarts.kv.group_memory import PartGroup, Retention
-from kvarts.kv.part_events import reach
-from kvarts.kv.part_pool import PartPool
-from kvarts.kv.parts import GroupedHolding, GroupMatch, Part
 from kvarts.kv.pool import PageError, PageId
 from kvarts.limits import check_whole
+
+from oracles.part_events import reach
+from oracles.part_pool import PartPool
+from oracles.parts import GroupedHolding, GroupMatch, Part
 
 __all__ = ["GroupMatch", "GroupedCache", "GroupedHolding", "PartGroup", "Retention"]
 

@@ -8,7 +8,8 @@ from itertools import accumulate
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import CopiesRemoved, PagesRemoved, PagesStored, PartsGivenBack
-from kvarts.kv.parts import PageName, Part
+
+from oracles.parts import PageName, Part
 
 __all__ = ["PartEvents", "reach"]
 

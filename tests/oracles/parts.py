@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import msgspec
 
 from kvarts.content import Content, PageKey
-from kvarts.kv.below import BelowPart
 from kvarts.kv.pool import PageId
 
 __all__ = ["GroupMatch", "GroupedHolding", "PageName", "PageNames", "Part"]
@@ -20,15 +19,14 @@ class Part:
     """The part of one page in one group, or a state. `name`: once it can be found.
 
     `is_kept`: it is cached when nothing uses it any more; else it is empty then. `blocks`: the ids of its blocks, where
-    blocks have ids. `is_wanted`: it is worth to be kept in a tier below, and was not stored there.
+    blocks have ids.
     """
 
-    __slots__ = ("blocks", "group", "is_kept", "is_wanted", "name", "refs")
+    __slots__ = ("blocks", "group", "is_kept", "name", "refs")
 
     def __init__(self, group: int, *, is_kept: bool, blocks: tuple[PageId, ...] = ()) -> None:
         self.group = group
         self.is_kept = is_kept
-        self.is_wanted = False
         self.blocks = blocks
         self.name: PageName | None = None
         self.refs = 1
@@ -42,11 +40,10 @@ class Part:
 class PageName:
     """One full page. `copies`: for each KV group, the resident copies of its part, the oldest first.
 
-    `below`: for each group, its part in the tier below; None where that has none. `num_users`: copies, holders and
-    pages after it, which keep the name. `content`: one that the page is of.
+    `num_users`: copies, holders and pages after it, which keep the name. `content`: one that the page is of.
     """
 
-    __slots__ = ("below", "children", "content", "copies", "key", "num_users", "page", "parent")
+    __slots__ = ("children", "content", "copies", "key", "num_users", "page", "parent")
 
     def __init__(
         self, parent: PageName | None, key: PageKey, page: int, num_groups: int, content: Content | None
@@ -57,7 +54,6 @@ class PageName:
         self.page = page
         self.children: dict[PageKey, PageName] = {}
         self.copies: tuple[list[Part], ...] = tuple([[] for _ in range(num_groups)])
-        self.below: list[BelowPart | None] | None = None
         self.num_users = 0
 
 
@@ -110,10 +106,6 @@ class PageNames:
         if root is None:
             root = self._roots[salt] = PageName(None, b"", -1, 0, None)
         return root
-
-    def roots(self) -> list[PageName]:
-        """Return what is before the first page of each tenant."""
-        return list(self._roots.values())
 
     def known(self, content: Content, limit: int) -> list[PageName]:
         """Return the names of the first pages of `content` that have one, at most `limit`."""

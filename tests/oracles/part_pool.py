@@ -13,11 +13,12 @@ from typing import get_args
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
 from kvarts.kv.group_memory import PartGroup, Retention
-from kvarts.kv.part_events import PartEvents
-from kvarts.kv.parts import PageName, PageNames, Part
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.shared_memory import SharedMemory
 from kvarts.limits import MOST_BYTES, MOST_PAGE_TOKENS, check_whole
+
+from oracles.part_events import PartEvents
+from oracles.parts import PageName, PageNames, Part
 
 __all__ = ["PartPool"]
 

@@ -1,18 +1,21 @@
-"""The runs that `kvarts calibrate` fits to: files of measurements, or .toml files that say what these ran on."""
+"""Loads the runs that a cost model is fitted to: files of measurements, or .toml files that name what these ran on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from kvarts.calibrate.measured import load_measured
+from kvarts.calibrate.run import MeasuredRun
+from kvarts.calibrate.series import load_series
 from kvarts.errors import ConfigError, InputError
+from kvarts.executor.roofline import RooflineCost
+from kvarts.files import read_toml
 from kvarts.samples import PREFIX
 from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
-
-if TYPE_CHECKING:
-    from kvarts.calibrate.run import MeasuredRun
+from kvarts.traffic.mooncake import load_mooncake
 
 __all__ = ["RunOptions", "load_runs"]
 
@@ -22,7 +25,7 @@ OF_RUN = (*FILES, "trace_block_size", "time_unit", "columns", "fit_on")
 
 
 class RunOptions(NamedTuple):
-    """How the files of a run are read, see the options of `kvarts calibrate`."""
+    """How the files of a run are read: the arguments of `kvarts.calibrate`."""
 
     prompts: Path | None
     trace_block_size: int
@@ -33,7 +36,7 @@ class RunOptions(NamedTuple):
 
 
 def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[MeasuredRun]:
-    """Load the runs at `paths`. What a .toml does not say of its run, `given` and `options` say.
+    """Load the runs at `paths`. What a .toml leaves open about its run, `given` and `options` settle.
 
     Raise ConfigError where a model or a device is missing, or prompts or a series would be of several runs;
     MissingFileError and InputError for files.
@@ -46,10 +49,6 @@ def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[
 
 
 def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
-    from kvarts.calibrate import MeasuredRun, load_measured, load_series
-    from kvarts.executor.roofline import RooflineCost
-    from kvarts.traffic.mooncake import load_mooncake
-
     measured_path = path
     if path.suffix == ".toml":
         measured_path, given, options = _described(path, given, options)
@@ -58,7 +57,7 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
         raise ConfigError(
             "model and device are missing",
             path=path if path.suffix == ".toml" else None,
-            hint="Say what was measured: --model NAME --device NAME.",
+            hint="Name what was measured: --model NAME --device NAME, or these keys in a RUN.toml.",
         )
     measured = load_measured(measured_path, columns=options.columns, time_unit=options.time_unit)
     block = options.trace_block_size
@@ -74,8 +73,6 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
 
 def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Given, RunOptions]:
     """Return what a .toml says of a run, over what the command line says."""
-    from kvarts.files import read_toml
-
     values = read_toml(path, hint="Check the path of the run.")
     own = {name: values.pop(name) for name in OF_RUN if name in values}
     if "measured" not in own:

@@ -1,0 +1,167 @@
+"""`kvarts.calibrate`: fits a cost model to what was measured, from files or from values in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import overload
+
+from msgspec.structs import replace
+
+from kvarts.calibrate.fitting import Calibration, calibrate_runs
+from kvarts.calibrate.iteration_log import is_iteration_log, load_iterations
+from kvarts.calibrate.loading import RunOptions, load_runs
+from kvarts.calibrate.measured import Measured, load_measured
+from kvarts.calibrate.run import MeasuredRun
+from kvarts.calibrate.series import Series, load_series
+from kvarts.calibrate.shared import with_constants
+from kvarts.calibrate.stepfit import StepFit, fit_steps, is_step_record, load_steps
+from kvarts.errors import ConfigError
+from kvarts.executor.constants import Constants, load_constants
+from kvarts.executor.roofline import RooflineCost
+from kvarts.limits import MOST_COUNT, check_whole
+from kvarts.samples import located
+from kvarts.settings import Given
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import Traffic
+from kvarts.traffic.mooncake import load_mooncake
+from kvarts.traffic.trace import Trace
+from kvarts.traffic.workload import Workload
+
+__all__ = ["fit", "is_of_steps"]
+
+File = Path | str
+
+
+def is_of_steps(path: File) -> bool:
+    """Return whether a file records steps, and not requests: a record of steps, or the log of a server."""
+    return is_step_record(path) or is_iteration_log(path)
+
+
+@overload
+def fit(
+    runs: Measured | MeasuredRun | Sequence[File | MeasuredRun],
+    config: ReplayConfig | None = None,
+    *,
+    prompts: Traffic | None = None,
+    series: File | Series | None = None,
+    columns: Mapping[str, str] | None = None,
+    time_unit: str = "s",
+    trace_block_size: int = 512,
+    fit_on: int | None = None,
+    seed: int = 0,
+    prior: File | Constants | None = None,
+    on_progress: Callable[[int], object] | None = None,
+) -> Calibration: ...
+
+
+@overload
+def fit(
+    runs: File,
+    config: ReplayConfig | None = None,
+    *,
+    prompts: Traffic | None = None,
+    series: File | Series | None = None,
+    columns: Mapping[str, str] | None = None,
+    time_unit: str = "s",
+    trace_block_size: int = 512,
+    fit_on: int | None = None,
+    seed: int = 0,
+    prior: File | Constants | None = None,
+    on_progress: Callable[[int], object] | None = None,
+) -> Calibration | StepFit: ...
+
+
+def fit(
+    runs: File | Measured | MeasuredRun | Sequence[File | MeasuredRun],
+    config: ReplayConfig | None = None,
+    *,
+    prompts: Traffic | None = None,
+    series: File | Series | None = None,
+    columns: Mapping[str, str] | None = None,
+    time_unit: str = "s",
+    trace_block_size: int = 512,
+    fit_on: int | None = None,
+    seed: int = 0,
+    prior: File | Constants | None = None,
+    on_progress: Callable[[int], object] | None = None,
+) -> Calibration | StepFit:
+    """Fit the coefficients of a roofline to measured runs, by replaying them some thousand times.
+
+    `runs`: one or several. A file of requests or of steps, as `kvarts calibrate` reads it, ran on the engine that
+    `config` describes: `ReplayConfig.for_device(model, device, ...)`. A .toml names its own file and its own engine,
+    and a MeasuredRun holds both. A file of steps is fitted without replays, and returns a StepFit.
+
+    Of one run, `prompts`: which of its prompts share prefixes; `series`: its KV use, second by second; `fit_on`: fit to
+    the first so many requests, and compare with the others. `columns`, `time_unit` and `trace_block_size`: how files
+    are read. `prior`: constants to begin from, with how sure they are, in place of those that ship. `on_progress` is
+    told how many replays were made. Same input, same `seed`, same coefficients.
+
+    Raise ConfigError without SciPy, for what does not go together, for another cost model than a roofline, and for a
+    pool that a measured request does not fit into; MissingFileError and InputError for files.
+    """
+    check_whole(seed, "seed", least=0, most=MOST_COUNT)
+    if fit_on is not None:
+        check_whole(fit_on, "fit_on")
+    if isinstance(runs, Path | str) and Path(runs).suffix != ".toml" and is_of_steps(located(runs)):
+        of_requests = {"prompts": prompts, "series": series, "columns": columns, "fit_on": fit_on, "prior": prior}
+        for field, value in of_requests.items():
+            if value is not None:
+                raise ConfigError("is for a run of requests, and this is one of steps", field=field, hint="Omit it.")
+        return _fit_steps(located(runs), config)
+    several = [runs] if isinstance(runs, Path | str | Measured | MeasuredRun) else list(runs)
+    options = RunOptions(None, trace_block_size, None, columns, time_unit, None)
+    loaded = [_run(run, config, options) for run in several]
+    of_one = {
+        "prompts": None if prompts is None else _prompts(prompts, trace_block_size),
+        "series": load_series(series) if isinstance(series, Path | str) else series,
+        "fit_on": fit_on,
+    }
+    changes = {field: value for field, value in of_one.items() if value is not None}
+    if changes:
+        if len(loaded) != 1:
+            hint = "Give a MeasuredRun for each, with its own."
+            raise ConfigError(f"is of one run, and there are {len(loaded)}", field=next(iter(changes)), hint=hint)
+        loaded = [replace(loaded[0], **changes)]
+    if isinstance(prior, Path | str):
+        prior = load_constants(Path(prior))
+    if prior is not None:
+        loaded = [
+            replace(run, config=replace(run.config, cost=with_constants(run.cost, prior.values))) for run in loaded
+        ]
+    return calibrate_runs(loaded, seed=seed, prior=prior, on_progress=on_progress)
+
+
+def _run(run: File | Measured | MeasuredRun, config: ReplayConfig | None, options: RunOptions) -> MeasuredRun:
+    """Return a run with the engine that it was measured on."""
+    if isinstance(run, MeasuredRun):
+        return run
+    if isinstance(run, Path | str) and Path(run).suffix == ".toml":
+        if config is not None:
+            raise ConfigError(f"is in {run} already", field="config", hint="Leave it out, or give the measured file.")
+        return load_runs([Path(run)], Given(), options)[0]
+    if config is None:
+        raise ConfigError(
+            "is missing: on what the run was measured", field="config", hint="Give ReplayConfig.for_device(...)."
+        )
+    if not isinstance(run, Measured):
+        run = load_measured(run, columns=options.columns, time_unit=options.time_unit)
+    if not isinstance(config.cost, RooflineCost):
+        raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
+    return MeasuredRun(measured=run, config=config, name=run.name)
+
+
+def _prompts(prompts: Traffic, trace_block_size: int) -> Trace:
+    if isinstance(prompts, Workload):
+        return prompts.trace()
+    return prompts if isinstance(prompts, Trace) else load_mooncake(prompts, trace_block_size=trace_block_size)
+
+
+def _fit_steps(path: Path, config: ReplayConfig | None) -> StepFit:
+    cost = None if config is None else config.cost
+    if not isinstance(cost, RooflineCost):
+        raise ConfigError("model and device are missing", field="config", hint="Give ReplayConfig.for_device(...).")
+    if is_step_record(path):
+        return replace(fit_steps(load_steps(path), cost), name=path.name)
+    log = load_iterations(path)
+    return replace(fit_steps(log.steps, cost), name=path.name, left_out=log.left_out)

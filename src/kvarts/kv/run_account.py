@@ -1,0 +1,70 @@
+"""Runs of parts that are held and released, on the device or in a tier below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvarts.kv.part_account import PartAccount
+from kvarts.kv.spans import PartRun, RunHolding
+
+__all__ = ["RunAccount"]
+
+
+class RunAccount(PartAccount):
+    """A PartAccount that says of each run what holds it."""
+
+    def hold(self, run: PartRun, holding: RunHolding) -> None:
+        """Let `holding` hold a run, after what it holds of the group already."""
+        if run.holders:
+            self.disturb(run)
+        else:
+            if run.stream is None:
+                run.unlist()
+            else:
+                run.stream.take_out(run)
+            self.note_used(run.group, run.end - run.start)
+        run.holders.append(holding)
+        holding.held[run.group].append(run)
+
+    def disturb(self, run: PartRun) -> None:
+        """Take note that a run that is held gets another holder."""
+
+    def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
+        """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
+        before: PartRun | None = None
+        num_cached = num_empty = 0
+        events = self.events
+        for run in runs:
+            holders = run.holders
+            holders.remove(holding)
+            if holders:
+                continue
+            count = run.end - run.start
+            if run.is_kept:
+                num_cached += count
+                if before is None or not before.join(run):
+                    self.append(run)
+                    before = run
+            else:
+                num_empty += count
+                if events is not None and run.span is not None:
+                    events.goes(run, run.start, run.end, is_dropped=True)
+                if run.ids:
+                    self.give_ids(run.ids)
+                    run.ids = []
+                run.forget()
+        if events is not None:
+            events.told()
+        if num_cached:
+            self.note_cached(index, num_cached)
+        if num_empty:
+            self.note_empty(index, num_empty)
+
+    def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
+        """End all holds of `holding`, by group in `order`, what it began to hold last first."""
+        for index in order:
+            held = holding.held[index]
+            if held:
+                holding.held[index] = []
+                held.reverse()
+                self.release(index, held, holding)

@@ -1,0 +1,102 @@
+"""What a RunCache does for transfers between it and a tier below: what a load fills, and what a store holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvarts.content import Content
+from kvarts.kv.node import NOTHING
+from kvarts.kv.run_cache import RunCache
+from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
+
+__all__ = ["arrive", "begin_load", "holding_of_transfer", "unhold"]
+
+
+def holding_of_transfer(num_groups: int) -> RunHolding:
+    """Return what a transfer holds: nothing yet."""
+    return RunHolding(NOTHING, Span(NOTHING, b"", 0, 0, None, 0), 0, 1, num_groups)
+
+
+def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding:
+    """Begin a sequence after `match`: hold what the device has, and take parts for the rest, which a load fills.
+
+    They fit. They cannot be found before `arrive`.
+    """
+    last = match.spans[-1]
+    holding = RunHolding(content, last, match.num_pages, cache.page_size, len(cache.groups))
+    last.num_users += 1
+    assert match.pieces is not None
+    resident: list[list[PartRun]] = []
+    for index, pieces in enumerate(match.pieces):
+        for run, start, end in pieces:
+            if run.place == index:
+                cache.hold(run.cut(start, end), holding)
+        resident.append(holding.held[index])
+    for index, pieces in enumerate(match.pieces):
+        num_missing = sum(end - start for run, start, end in pieces if run.place != index)
+        if not num_missing:
+            continue
+        cache.take(index, num_missing)
+        ids = cache.take_ids(index, num_missing)
+        held: list[PartRun] = []
+        of_device = iter(resident[index])
+        for run, start, end in pieces:
+            if run.place == index:
+                held.append(next(of_device))
+                continue
+            at = (end - start) * cache.part_blocks[index] if ids else 0
+            before = held[-1] if held else None
+            if before is not None and before.span is None and before.end == start:
+                before.end = end
+                before.ids += ids[:at]
+            else:
+                held.append(PartRun(index, None, start, end, [holding], is_kept=False, ids=ids[:at]))
+            del ids[:at]
+        holding.held[index] = held
+    return holding
+
+
+def arrive(cache: RunCache, holding: RunHolding, ends: Sequence[int]) -> None:
+    """Make findable what a load has filled of `holding`: by group, what is before page `ends[index]`."""
+    spans: list[Span] = []
+    span: Span | None = cache.tree.last_of(holding)
+    while span is not None:
+        spans.append(span)
+        span = span.parent
+    spans.reverse()
+    events = cache.events
+    for index, held in enumerate(holding.held):
+        for run in tuple(held):
+            if run.span is not None or run.start >= ends[index]:
+                continue
+            if run.end > ends[index]:
+                run = run.split(ends[index])  # noqa: PLW2901
+            cache.num_published += 1
+            run.is_kept = True
+            for span in spans:
+                if run.start >= span.end:
+                    continue
+                piece = run if run.end <= span.end else run.split(span.end)
+                if events is not None:
+                    events.came(holding.content, index, span, piece.start, piece.end)
+                piece.span = span
+                span.parts[index].append(piece)
+                if piece is run:
+                    break
+    if events is not None:
+        events.told()
+
+
+def unhold(cache: RunCache, holding: RunHolding, *, go_first: bool) -> None:
+    """End what a store held: what nothing else uses is evicted last, or next if it is to `go_first`."""
+    order = range(len(cache.groups))
+    if not go_first:
+        cache.release_all(holding, order)
+        return
+    for index in reversed(order):
+        held = holding.held[index]
+        holding.held[index] = []
+        for run in reversed(held):
+            cache.release(index, (run,), holding)
+            if not run.holders:
+                cache.move_first(run)

@@ -1,0 +1,360 @@
+"""`kvarts.sweep`: every point of a grid replayed, in one value that prints, plots and serialises."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from kvarts.directories import own_directory
+from kvarts.errors import ConfigError, KvartsError
+from kvarts.files import read_bytes, read_toml, reading, write_whole
+from kvarts.plan.commands import command_line
+from kvarts.plan.policy import SECTION as POLICY
+from kvarts.plan.policy import check_policy, with_policy
+from kvarts.plan.sweep import Row, Values, fronts, load_of, points_of, run_sweep, with_changes
+from kvarts.report.words import number
+from kvarts.settings import Flags, Given, Section, given_in
+from kvarts.sim.config import SECTIONS, optional_sections, resolve_replay
+from kvarts.sim.replay import replay
+from kvarts.traffic.settings import SECTION as TRAFFIC
+from kvarts.traffic.settings import load_given
+from kvarts.traffic.trace import Trace
+from kvarts.units import as_duration, as_percent
+
+__all__ = ["Sweep", "run_point", "sweep"]
+
+SMALLER = ("kv_tokens", "ttft_ms_p99")
+LARGER = ("request_throughput_per_s",)
+MEASURES = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")
+JOURNAL, TABLE, PARQUET, PAGE = "journal.jsonl", "points.json", "points.parquet", "points.html"
+
+
+class Sweep:
+    """The rows of all points, in the order of the grid, with the front of each load.
+
+    `rows`: a mapping per point; the reference lists its fields. `keys`: the settings that points change. `slo`: the
+    bounds that all points have. `command`: that of the sweep, empty where no command line made it.
+    """
+
+    def __init__(
+        self, name: str, rows: list[Row], keys: list[str], slo: Mapping[str, Any] | None, command: str
+    ) -> None:
+        self.name = name
+        self.rows = rows
+        self.keys = keys
+        self.slo = slo
+        self.command = command
+
+    @property
+    def front(self) -> list[Row]:
+        """The rows that no other of their load beats in KV memory, TTFT p99 and throughput, equal ones once."""
+        return [row for row in self.rows if row["pareto"]]
+
+    def to_text(self) -> str:
+        """Return what `kvarts sweep` prints: the front of each load, with a line end."""
+        loads = load_of(self.keys)
+        others = [key for key in self.keys if key not in loads]
+        num_same = Counter(row["same_as"] for row in self.rows)
+        by_load: dict[str, list[tuple[int, Row]]] = {}
+        for place, row in enumerate(self.rows):
+            if row["pareto"]:
+                by_load.setdefault(_settings(row, loads), []).append((place, row))
+        lines = [
+            f"{len(self.rows):,} points; those of each load that no other beats in KV memory, TTFT p99 and throughput"
+        ]
+        for load, on_front in by_load.items():
+            lines += ["", *([load] if load else [])]
+            lines.append("  ".join(f"{head:>{width}}" for head, width in HEADS) + "  settings")
+            for place, row in on_front:
+                also = f" (and {num_same[place]:,} that measure the same)" if num_same[place] else ""
+                cells = "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(_cells(row), HEADS, strict=True))
+                lines.append(f"{cells}  {_settings(row, others)}{also}".rstrip())
+        return "\n".join(lines) + "\n"
+
+    def to_html(self) -> bytes:
+        """Return a page that needs nothing else, with charts and a table of all points."""
+        from kvarts.plan.page import render_page
+
+        return render_page(self._drawn)
+
+    def to_json(self) -> bytes:
+        """Return `rows` as indented JSON, with a line end."""
+        return msgspec.json.format(msgspec.json.encode(self.rows), indent=2) + b"\n"
+
+    def to_pandas(self) -> Any:
+        """Return a pandas.DataFrame, a row per point. Raise ConfigError where pandas is not installed."""
+        from kvarts.columns import to_frame
+
+        return to_frame(self._columns)
+
+    def to_arrow(self) -> Any:
+        """Return a pyarrow.Table, a row per point. Raise ModuleNotFoundError without pyarrow."""
+        import pyarrow as pa
+
+        try:
+            return pa.table(self._columns)
+        except pa.ArrowInvalid:  # a setting with values of several types
+            return pa.table({name: _as_text(values) for name, values in self._columns.items()})
+
+    def plot(self) -> Any:
+        """Return the charts of the page as a matplotlib Figure. Raise ConfigError where matplotlib is not installed."""
+        from kvarts.plan.pictures import figure_of
+        from kvarts.report.pictures import check_installed
+
+        check_installed("plot")
+        return figure_of(self._drawn)
+
+    def picture(self, form: str) -> bytes:
+        """Return the charts as a file of `form`: png or svg."""
+        from kvarts.plan.pictures import draw
+
+        return draw(self._drawn, form)
+
+    @property
+    def _drawn(self) -> dict[str, Any]:
+        from kvarts.plan.sweep_page import sweep_values
+
+        return sweep_values(self.name, self.rows, self.keys, self.command, self.slo)
+
+    @property
+    def _columns(self) -> dict[str, list[Any]]:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        return {name: [row.get(name) for row in self.rows] for name in names}
+
+    def __repr__(self) -> str:
+        keys = ", ".join(self.keys)
+        return f"<Sweep {self.name}: {len(self.rows):,} points over {keys}; {len(self.front):,} on a front>"
+
+    def _repr_html_(self) -> str:
+        from kvarts.report.page import table_html
+
+        heads = [f">{head}" for head, _ in HEADS]
+        rows = [[_settings(row, self.keys), *_cells(row)] for row in self.front]
+        what = "those that no other of their load beats in KV memory, TTFT p99 and throughput"
+        return table_html(f"Sweep {self.name}", [f"{len(self.rows):,} points; {what}"], ["settings", *heads], rows)
+
+
+HEADS = (("KV tokens", 14), ("GiB", 6), ("hits", 7), ("TTFT p99", 10), ("TPOT p99", 9), ("requests/s", 10))
+"""Columns of a front, with their widths."""
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        f"{row['kv_tokens']:,}",
+        f"{row['kv_bytes'] / (1 << 30):,.1f}" if row.get("kv_bytes") else "-",
+        as_percent(row["hit_ratio"]),
+        as_duration(row["ttft_ms_p99"]),
+        as_duration(row["tpot_ms_p99"]),
+        number(row["request_throughput_per_s"]),
+    ]
+
+
+def _settings(row: Row, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key}={row[key]}" for key in keys if key in row)
+
+
+def _as_text(values: list[Any]) -> list[Any]:
+    kinds = {type(value) for value in values if value is not None}
+    return values if len(kinds) < 2 or kinds <= {int, float} else [None if v is None else str(v) for v in values]
+
+
+def sweep(
+    config: Path | str | Mapping[str, Any],
+    directory: Path | str | None = None,
+    *,
+    workers: int = 1,
+    ray_address: str | None = None,
+    on_done: Callable[[int, int], object] | None = None,
+) -> Sweep:
+    """Replay every point of a grid, and return a row for each.
+
+    `config`: a file of `kvarts replay --config`, or a mapping with its keys, with a table `grid` of lists, of which
+    every combination is a point, or a list `points` of tables; its `trace` is a path, or a sample's name. `directory`
+    gets the rows, a page, and a journal with which a sweep that was interrupted goes on. `workers`: processes; more
+    than one need a script that can be imported. `ray_address`: a Ray cluster instead. `on_done` is told how many points
+    are done, and how many there are: first how many a journal had.
+
+    Raise ConfigError and InputError for a point that cannot run, before any runs; OutputError for the directory.
+    """
+    path, values = _read(config)
+    changes = points_of(values, path)
+    points: list[Values] = []
+    digests: dict[str, str] = {}
+    for changed in changes:
+        point: Values = {
+            "path": None if path is None else str(path),
+            "changes": changed,
+            "values": with_changes(values, changed),
+        }
+        point["traffic"] = _checked(point, digests)
+        point["version"] = sys.modules["kvarts"].__version__  # not by import: the front door stands above
+        points.append(point)
+    run = partial(run_point, base=Path.cwd())
+
+    def rows_in(folder: Path) -> list[Row]:
+        return run_sweep(points, run, folder / JOURNAL, workers=workers, ray_address=ray_address, on_done=on_done)
+
+    if directory is None:
+        with TemporaryDirectory(prefix="kvarts-") as folder:
+            return _sweep_of(values, path, "", changes, points, rows_in(Path(folder)))
+    directory = Path(directory)
+    command = "" if path is None else shlex.join(["kvarts", "sweep", str(path), "-o", str(directory)])
+    with own_directory(directory):
+        found = _sweep_of(values, path, command, changes, points, rows_in(directory))
+        write_whole(directory / TABLE, found.to_json())
+        _write_parquet(found, directory / PARQUET)
+        write_whole(directory / PAGE, found.to_html())
+    return found
+
+
+def _read(config: Path | str | Mapping[str, Any]) -> tuple[Path | None, Values]:
+    if isinstance(config, Mapping):
+        try:  # rows, the journal and other processes take plain values only
+            return None, msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
+        except TypeError as error:
+            raise ConfigError(f"{error}", field="config", hint="Name a trace by its path.") from error
+    return Path(config), read_toml(Path(config), hint="Check the path of the configuration.")
+
+
+def _plain(value: object) -> str:
+    """Return a path as a file has it. Raise TypeError for what no file could hold."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not a value that a file can hold")
+
+
+def _sweep_of(
+    values: Values, path: Path | None, command: str, changes: list[Values], points: list[Values], rows: list[Row]
+) -> Sweep:
+    rows = [
+        {**row, "command": _replay_command(point)}
+        for point, row in zip(points, fronts(rows, changes, SMALLER, LARGER), strict=True)
+    ]
+    keys = sorted({key for changed in changes for key in changed})
+    slo = values.get("slo") if not any(key.startswith("slo.") for key in keys) else None
+    return Sweep("grid" if path is None else path.name, rows, keys, slo, command)
+
+
+def _write_parquet(sweep: Sweep, path: Path) -> None:
+    """Write the rows where pyarrow is installed."""
+    try:
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        return
+    from kvarts.files import whole_file
+
+    with whole_file(path) as file:
+        pq.write_table(sweep.to_arrow(), file)
+
+
+# One point --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _sections() -> tuple[Section, ...]:
+    return (*SECTIONS, TRAFFIC, *optional_sections(), POLICY)
+
+
+def _given(point: Values, base: Path = Path()) -> Given:
+    path = None if point["path"] is None else base / point["path"]
+    several = [name for name in ("models", "sharing") if name in point["values"]]
+    if several:
+        raise ConfigError(
+            "is of several models, and a sweep replays one", path=path, field=several[0], hint="Sweep each model alone."
+        )
+    return given_in(point["values"], _sections(), path)
+
+
+def run_point(point: Values, base: Path) -> Row:
+    """Replay one point and return its row. `base`: where its path is counted from, in whichever process."""
+    given = _given(point, base)
+    config = resolve_replay(given, _sections()).certain
+    traffic = _traffic(point["path"] and str(base / point["path"]), _frozen(point["values"]), point["traffic"])
+    summary = replay(traffic, with_policy(config, given, traffic)).summary
+    goodput = summary["goodput"]
+    row = {
+        **point["changes"],
+        "kv_tokens": (kv_tokens := config.num_pages * config.page_size * config.replicas),
+        "kv_bytes": None if config.placement is None else kv_tokens * config.placement.kv_bytes_per_token,
+        "hit_ratio": summary["prefix_hit_ratio"],
+    }
+    for name in MEASURES:
+        row |= {f"{name}_{column}": summary[name][column] for column in ("mean", "p50", "p90", "p99")}
+    return row | {
+        "request_throughput_per_s": summary["request_throughput_per_s"],
+        "output_throughput_tokens_per_s": summary["output_throughput_tokens_per_s"],
+        "goodput_per_s": None if goodput is None else goodput["requests_per_s"],
+        "slo_ratio": None if goodput is None else goodput["ratio"],
+        "num_rejected": summary["num_rejected"],
+        "num_preemptions": summary["num_preemptions"],
+        "num_evicted_pages": summary["num_evicted_pages"],
+        "limited_by": summary["limited_by"]["cause"],
+    }
+
+
+def _replay_command(point: Values) -> str | None:
+    """Return the command line that replays a point; None where a setting of it has no option."""
+    in_file = _given(point)
+    given = Given()
+    trace = None
+    for setting in (setting for section in _sections() if not section.is_named for setting in section.settings):
+        if setting.key == "trace" and "trace" in in_file:
+            trace = in_file.path_of("trace")
+        elif setting.key in in_file:
+            if setting.flag is None or isinstance(in_file[setting.key], dict):
+                return None
+            given.add(setting, in_file[setting.key], Flags())
+    return command_line(given, _sections(), trace, None, {})
+
+
+def _checked(point: Values, digests: dict[str, str]) -> str:
+    """Return what tells the traffic of a point from any other. Raise KvartsError for a point that cannot run."""
+    try:
+        given = _given(point)
+        resolve_replay(given, _sections())
+        check_policy(given)
+        if "trace" not in given and "workload" not in given:
+            raise ConfigError("is missing", path=point["path"], field="trace", hint="Give trace or [workload].")
+        if "trace" not in given:
+            return "workload"
+        path = given.path_of("trace")
+        if str(path) not in digests:
+            digests[str(path)] = _digest(path)
+        return digests[str(path)]
+    except KvartsError as error:
+        changed = ", ".join(f"{key} = {value!r}" for key, value in point["changes"].items())
+        error.hint = f"{error.hint or ''} This is the point {changed}.".strip()
+        raise
+
+
+def _digest(path: Path) -> str:
+    """Return a hash of the bytes of a trace: another trace under its name is another point. Raise InputError."""
+    with reading(path):
+        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    found = hashlib.sha256()
+    for file in files:
+        found.update(read_bytes(file))
+    return found.hexdigest()
+
+
+def _frozen(values: Values) -> str:
+    """Return what of a point says how its traffic is read, as a text."""
+    keys = tuple(setting.key for setting in TRAFFIC.settings)
+    return msgspec.json.encode({key: values[key] for key in keys if key in values}).decode()
+
+
+@cache
+def _traffic(path: str | None, reading: str, digest: str) -> Trace:
+    """Load the traffic of a point; a process loads it once for all its points. `digest`: of its bytes."""
+    found = load_given(given_in(msgspec.json.decode(reading), (TRAFFIC,), None if path is None else Path(path)))
+    assert found is not None
+    return found

@@ -1,0 +1,92 @@
+"""What is replayed, as files and options name it: a trace and how it is read, or a workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from kvarts.errors import ConfigError, parts_of
+from kvarts.settings import AtLeastOne, Given, Section, setting
+
+if TYPE_CHECKING:
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["SECTION", "TrafficSettings", "load_given", "reading_of"]
+
+
+class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is replayed, as a file says it, and how a trace is read. A trace is the argument of the command."""
+
+    trace: Annotated[str | None, setting("Path of a trace, relative to this file.", flag=None)] = None
+    trace_block_size: Annotated[
+        AtLeastOne | None,
+        setting("Tokens that a hash id of the trace stands for.", metavar="TOKENS", default="512"),
+    ] = None
+    skip_bad_lines: Annotated[bool, setting("Leave out lines that cannot be read; the report says how many.")] = False
+    session_turns: Annotated[
+        Literal["whole", "deltas"] | None,
+        setting(
+            "Whether later turns of sessions in Mooncake's form have whole prompts, or only what is new.",
+            metavar="KIND",
+            default="whole, refused if they look like deltas",
+        ),
+    ] = None
+    answers: Annotated[
+        Literal["recorded", "implied"],
+        setting(
+            "Whether answers that the trace does not have are taken from the next turn's prompt, where that tells "
+            "them.",
+            metavar="KIND",
+        ),
+    ] = "recorded"
+    workload: Annotated[Any, setting("Table of a Workload: traffic made from a seed.", flag=None)] = None
+
+
+SECTION = Section(struct=TrafficSettings, title="Traffic")
+
+
+def reading_of(given: Given) -> dict[str, Any]:
+    """Return how traces are read, see load_trace."""
+    return {key: given[key] for key in ("trace_block_size", "skip_bad_lines", "session_turns") if key in given}
+
+
+def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
+    """Load `trace`, or else what `given` names; None where it names nothing.
+
+    Raise ConfigError for a workload that is none, and for one beside a trace; InputError for a trace.
+    """
+    if "workload" in given:
+        if trace is not None or "trace" in given:
+            raise given.error("workload", "is given beside a trace", hint="Keep one of them.")
+        return _workload(given)
+    if trace is None and "trace" in given:
+        trace = given.path_of("trace")
+    if trace is None:
+        return None
+    from kvarts.traffic.formats import load_trace
+
+    return _answered(load_trace(trace, **reading_of(given)), given)
+
+
+def _answered(trace: Trace, given: Given) -> Trace:
+    """Return a trace with the answers that the settings say."""
+    if "answers" not in given or given["answers"] == "recorded":
+        return trace
+    from kvarts.traffic.answers import with_implied_answers
+
+    return with_implied_answers(trace)
+
+
+def _workload(given: Given) -> Trace:
+    from kvarts.traffic.workload import Workload
+
+    try:
+        return msgspec.convert(given["workload"], Workload).trace()
+    except msgspec.ValidationError as error:
+        what, inner = parts_of(error)
+        raise given.named(ConfigError(what, field=f"workload.{inner}" if inner else "workload"), ()) from error
+    except ConfigError as error:
+        inner = (error.field or "").removeprefix("workload.")
+        raise given.named(ConfigError(error.what, field=f"workload.{inner}", hint=error.hint), ()) from error

@@ -1,0 +1,73 @@
+"""No command is silent for longer than two seconds: while it reads, replays or fits, it says so on standard error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvarts.cli import progress
+from kvarts.cli.progress import Progress
+
+from builders.calls import CALLS, present
+
+Call = Callable[..., tuple[int, bytes, str]]
+
+AT_ONCE = {
+    "chat", "mock", "model list", "model show", "model tiny", "serve model", "serve sessions", "trace forms",
+    "trace list", "watch",
+}  # fmt: skip
+"""Commands that serve, talk, or print what is in memory."""
+OF_THEIR_OWN = {"generate", "model check", "profile", "soak"}
+"""Commands that narrate each prompt, or each sample."""
+MORE = {
+    "calibrate": ("--design", "--model", "llama-3.1-8b", "--device", "h100-80gb"),
+    "plan": ("--share", "a=trace.jsonl,bytes=1000", "--kv-memory", "1GiB"),
+    "replay": ("--model", "a=qwen3-8b", "--trace", "a=trace.jsonl", "--device", "h100-80gb"),
+}
+
+
+CASES = [
+    *((name, each.arguments) for name, each in present(CALLS).items() if name not in AT_ONCE | OF_THEIR_OWN),
+    *present(MORE).items(),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES, ids=[f"{name} {words[0]}" for name, words in CASES])
+def test_a_command_says_what_it_is_at(
+    name: str, arguments: tuple[str, ...], here: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not CALLS[name].needs:
+        pytest.skip("needs what is not installed")
+    monkeypatch.setattr(progress, "SILENT_S", 0.0)
+    code, _, said = call(*name.split(), *arguments)
+    assert code == CALLS[name].code
+    assert any(line.startswith("kvarts: ") and (": 0 " in line or ": 1 " in line) for line in said.splitlines()), said
+
+
+def test_a_unit_may_take_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENT_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    said = ""
+    with Progress("sweeping", 3, "points") as bar:
+        while said.count("\n") < 2:
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        bar.reach(2, 4)
+        said = ""
+        while "kvarts: sweeping: 2 of 4 points\n" not in said:
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+    capfd.readouterr()
+    time.sleep(0.05)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_ends_soon_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Progress("reading trace.jsonl"):
+        pass
+    assert capfd.readouterr().err == ""
