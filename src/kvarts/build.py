@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Protocol, cast
 
+from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
-from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache
@@ -145,11 +145,7 @@ def build_engine(
         log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
     if with_tiers and tell is not None:
-        raise ConfigError(
-            "is not told of KV groups with tiers below the device yet: pages are loaded in part",
-            field="readers",
-            hint="Leave out what reads events of pages, or the tiers.",
-        )
+        check_combination({"events": "readers", "kv_groups": "memory", "tiers": "offload"})
     if moves_pages is None:
         moves_pages = executor.needs_page_ids
     is_shared = pages is not None

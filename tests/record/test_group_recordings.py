@@ -79,7 +79,7 @@ def test_with_tiers_below_there_is_no_journal(kvarts: Kvarts, trace: Path, tmp_p
     assert code == 0, said
     assert (run / "timeline.json.gz").exists() and not list(run.glob("events*"))
     code, _, said = kvarts(*asked, "--events", tmp_path / "events.jsonl")
-    assert code == 2 and "--events: is not written of KV groups with tiers below" in said
+    assert code == 2 and "--events: does not go with KV groups and host memory" in said
 
 
 @pytest.mark.skipif(not {"sharing", "explain"} <= ROOMS, reason="needs kvarts.sharing and kvarts.explain")

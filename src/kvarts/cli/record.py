@@ -13,7 +13,8 @@ import click
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part
 from kvarts.cli.paths import DERIVED, OUTPUT
-from kvarts.errors import ConfigError, OutputError
+from kvarts.combines import check_combination, why_not
+from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
 
@@ -92,14 +93,9 @@ class Recordings:
     ) -> None:
         self._config = config
         self._every = timeline_every
-        # What a load brings of a page in part has no event.
-        has_journal = config.kv_groups == "off" or config.offload is None
-        if events_file is not None and not has_journal:
-            raise ConfigError(
-                "is not written of KV groups with tiers below the device",
-                field="--events",
-                hint="Leave it out, or the tiers, or set kv_groups to off.",
-            )
+        has_journal = not why_not("events", *config.features)
+        if events_file is not None:
+            check_combination({"events": "--events", **config.features})
         self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
         self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
         if self._timelines:

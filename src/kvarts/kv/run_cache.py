@@ -539,7 +539,7 @@ class RunCache(RunAccount):
 
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
         """Return findable parts and their copies: group, content, first page, page after the last, how often held."""
-        todo = list(self._tree.roots.values())
+        todo = list(self.tree.roots.values())
         while todo:
             span = todo.pop()
             todo += span.children.values()

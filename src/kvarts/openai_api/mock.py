@@ -89,7 +89,7 @@ class MockParts(msgspec.Struct, frozen=True):
         *,
         token_bytes: int,
         max_positions: int | None,
-        kv_groups: str,
+        groups: GroupMemory | None,
     ) -> ModelHost:
         """Return the model that `core` computes, moved by `loop`. The rest as of ModelHost."""
         return ModelHost(
@@ -104,7 +104,8 @@ class MockParts(msgspec.Struct, frozen=True):
             vocab_size=VOCABULARY_SIZE,
             max_positions=max_positions,
             fingerprint=lambda: f"mock {self.seed}",
-            kv_groups=kv_groups,
+            kv_groups="off" if groups is None else groups.keeps,
+            memory=groups,
         )
 
 
@@ -144,7 +145,6 @@ def mock_model(
         clock = paced
     num_blocks = 0 if groups is None else groups.num_blocks(config.num_pages)
     parts = mock_parts(config, cost, clock, seed=seed, groups=groups, num_blocks=num_blocks)
-    assert groups is None or offload is None, "a mock with KV groups has no tiers"
     core = build_engine(
         config,
         parts.waiting,
@@ -166,5 +166,5 @@ def mock_model(
         clock,
         token_bytes=token_bytes,
         max_positions=max_positions,
-        kv_groups="off" if groups is None else groups.keeps,
+        groups=groups,
     )

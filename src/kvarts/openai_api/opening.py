@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from kvarts.clock import Clock
-from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.openai_api.access import Guard
@@ -84,12 +83,8 @@ def open_mock(
 ) -> Opened:
     """Return a mock of the engine that `config` describes. `readers`: of all of its events.
 
-    `max_model_len` of the limits is cut to what the pages hold. Raise ConfigError for tiers below KV groups.
+    `max_model_len` of the limits is cut to what the pages hold.
     """
-    if config.kv_groups != "off" and config.offload is not None:
-        raise ConfigError(
-            "is not mocked with KV groups yet", field="offload", hint="Leave it out, or set kv_groups to off."
-        )
     limits = mock_limits(door, config)
     meter = Meter(max_model_len=limits.max_model_len, speedup=speedup)
     host = mock_model(
