@@ -126,7 +126,7 @@ class Repeated:
 
 
 class Workload(msgspec.Struct):
-    """Requests in the order of arrival, and the engine that they meet. `groups`: kinds of KV groups, with their span."""
+    """Requests in order of arrival, and the engine that they meet. `groups`: kinds of KV groups, with their span."""
 
     page_size: int
     num_pages: int
@@ -330,9 +330,7 @@ def make_config() -> Any:
     """Return a configuration of vLLM, of which each workload changes what it has of its own."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODEL))
-    model = ModelConfig(
-        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN
-    )
+    model = ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN)
     scheduler = SchedulerConfig(
         max_num_seqs=1,
         max_num_batched_tokens=8192,
@@ -481,7 +479,7 @@ class Difference(msgspec.Struct):
         ours, theirs = self.kvarts, self.vllm
         if ours is None or theirs is None or set(self.fields()) - {"stored", "removed"}:
             return False
-        names = set()
+        names: set[str] = set()
         for index in theirs.preempted:
             ask = workload.asks[index]
             content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
@@ -532,10 +530,11 @@ def shrunk(workload: Workload, config: Any) -> tuple[Workload, Difference]:
 
 def told(workload: Workload, difference: Difference) -> str:
     """Return a workload and where it differs, in words and numbers."""
-    lines = [
+    lines = []
+    lines.append(
         f"  {len(workload.asks)} requests, pages of {workload.page_size}, {workload.num_pages} pages, "
         f"{workload.max_num_batched_tokens} tokens, {workload.max_num_seqs} sequences, groups {workload.groups}"
-    ]
+    )
     for index, ask in enumerate(workload.asks):
         lines.append(
             f"  {index}: step {ask.step}, prompt {len(ask.prompt)}, output {len(ask.output)}, priority {ask.priority}"

@@ -172,7 +172,7 @@ class Load:
         while self.num_events < until:
             trace = Trace(list(self._requests(500)), unit_tokens=1, has_output_tokens=True)
             log = RequestLog(largest_hit_counts=False)
-            arrivals = Arrivals(trace, OpenLoop(trace), RoundRobin(), [self._replica], log)
+            arrivals = Arrivals(trace, OpenLoop(trace), RoundRobin(1), [self._replica], log)
             Driver([arrivals], [self._replica]).run()
             self._now_ns = self._replica.engine.now_ns
         when_stopped()

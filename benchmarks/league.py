@@ -2,11 +2,10 @@
 
     python benchmarks/league.py DATA [--replays]
 
-DATA: a folder with mooncake/conversation_trace.jsonl, mooncake/synthetic_trace.jsonl and kv-cache-tester/. Of the
-policy that adapts, four of the six shadows were chosen on both whole Mooncake traces, and the last one on the first
-half of the conversation trace and on every second session of the coding agents, begun within 30 minutes. The other
-sessions were looked at once, afterwards. `--replays`: with llama-3.1-8b on an H100 as well, where requests wait for
-each other.
+DATA: a folder with mooncake/conversation_trace.jsonl, mooncake/synthetic_trace.jsonl and kv-cache-tester/. What `auto`
+chooses from was made on the first half of the conversation trace, on the synthetic one, and on every second session of
+the coding agents, begun within 30 minutes. The others were looked at once, afterwards. `--replays`: with llama-3.1-8b
+on an H100 as well, where requests wait for each other.
 """
 
 from __future__ import annotations

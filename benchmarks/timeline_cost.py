@@ -46,7 +46,7 @@ def timed(work: Callable[[], object]) -> float:
 def run_engine(trace: Trace, log: StepLog | None) -> None:
     replica = open_replica(CONFIG, [] if log is None else [log])
     Driver(
-        [Arrivals(trace, OpenLoop(trace), RoundRobin(), [replica], RequestLog(largest_hit_counts=True))], [replica]
+        [Arrivals(trace, OpenLoop(trace), RoundRobin(1), [replica], RequestLog(largest_hit_counts=True))], [replica]
     ).run()
 
 

@@ -43,20 +43,29 @@ ALL = "all"
 
 ROOMS = {
     "plan": ("plan",),
+    "fleet": ("fleet",),
     "sharing": ("sharing", "openai_api/several"),
+    "connect_vllm": ("connect/vllm",),
     "offload": ("offload",),
     "record": ("record",),
     "audit": ("audit",),
     "explain": ("explain",),
     "connect": ("connect",),
     "kv_events": ("serve/kv_events",),
+    "routers": ("routers",),
     "openai_api": ("openai_api",),
     "session": ("session", "serve", "client", "proto", "openai_api/sessions"),
     "llm": ("llm", "executor/torch"),
 }
 """Each room that can be deleted, and its folders, in the order in which the drill of all deletes them."""
 
-NEEDED_BY = {"llm": ("kv_events", "session", "openai_api"), "session": ("kv_events",)}
+NEEDED_BY = {
+    "routers": ("plan",),
+    "offload": ("connect_vllm",),
+    "connect": ("connect_vllm",),
+    "llm": ("kv_events", "session", "openai_api"),
+    "session": ("kv_events",),
+}
 """Rooms that stand on another, and go with it."""
 
 COMMANDS = {
@@ -100,6 +109,7 @@ OPTIONAL = [
     "transformers",
     "uvicorn",
     "uvloop",
+    "vllm",
     "zmq",
 ]
 """What an installation may lack; modules that import it cannot be imported then."""

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from kvarts.record.timeline import Timeline as Timeline
     from kvarts.record.timeline import timelines_of as timelines_of
     from kvarts.report.report import Report as Report
+    from kvarts.routers.config import Routing as Routing
+    from kvarts.routers.view import Needs as Needs
     from kvarts.sampling import SamplingParams as SamplingParams
     from kvarts.sampling import StructuredOutputs as StructuredOutputs
     from kvarts.sharing.config import ModelShare as ModelShare
@@ -92,6 +94,7 @@ _HOMES = {
     "LruOrder": "kvarts.kv.eviction",
     "MissingFileError": "kvarts.errors",
     "ModelShare": "kvarts.sharing.config",
+    "Needs": "kvarts.routers.view",
     "OffloadConfig": "kvarts.offload.config",
     "OutputError": "kvarts.errors",
     "PageCache": "kvarts.kv.page_cache",
@@ -102,6 +105,7 @@ _HOMES = {
     "ReplayConfig": "kvarts.sim.config",
     "Report": "kvarts.report.report",
     "RooflineCost": "kvarts.executor.roofline",
+    "Routing": "kvarts.routers.config",
     "SamplingParams": "kvarts.sampling",
     "SharedReport": "kvarts.sharing.report",
     "SharingConfig": "kvarts.sharing.config",

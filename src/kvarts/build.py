@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventLog, EventReader, Tell
@@ -21,6 +20,7 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
+from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
@@ -79,7 +79,13 @@ class TierSettings(Protocol):
         """Whether what is stored depends on what is evicted next."""
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below `cache`."""
 
@@ -104,6 +110,7 @@ def build_engine(
     audit: bool = False,
     drafter: Drafter | None = None,
     holds_pages: bool = False,
+    hands_over: bool = False,
 ) -> Engine:
     """Return an engine around `executor`.
 
@@ -118,9 +125,10 @@ def build_engine(
     of page accounting after every step, and, unless the device is shared, check every event against a second
     bookkeeping. `drafter`: guesses how sequences go on, for an executor that says which guesses are right; those of
     virtual time compute no tokens, and have none. `holds_pages`: pages are kept in use between requests.
+    `hands_over`: other engines compute the prompts of requests, or go on with them; there is no second bookkeeping for
+    that.
 
-    Raise ConfigError for an audit if the room `audit` is not installed, and for a reader of page and request events of
-    an engine with KV groups and tiers: pages that a load brings in part have no event.
+    Raise ConfigError for an audit if the room `audit` is not installed.
     """
     if offload is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
@@ -129,13 +137,15 @@ def build_engine(
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
     with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
-    if audit and cache is None and not with_tiers:
+    is_lazy = with_tiers and offload is not None and offload.is_lazy
+    if audit and cache is None and not hands_over:
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if num_blocks is None else num_blocks,
             config.page_size,
             groups=() if memory is None else _audited_groups(memory),
             keeps_all=memory is None or memory.keeps == "all",
             safe_first=below is not None and below.evicts_safe_first,
+            stores_go_first=is_lazy,
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             account=lambda: cache,
@@ -144,8 +154,6 @@ def build_engine(
     if log is None:
         log = EventLog(readers, num_waiting=num_waiting)
     tell = log.tell_details
-    if with_tiers and tell is not None:
-        check_combination({"events": "readers", "kv_groups": "memory", "tiers": "offload"})
     if moves_pages is None:
         moves_pages = executor.needs_page_ids
     is_shared = pages is not None
@@ -161,7 +169,7 @@ def build_engine(
                 tell=tell,
                 with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
                 has_below=with_tiers,
-                watches_list=offload is not None and offload.is_lazy,
+                watches_list=is_lazy,
             )
     pins = None
     if pages is None:
@@ -181,8 +189,8 @@ def build_engine(
 
         assert offload is not None
         tiered = cast("GroupPages", cache)
-        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, prefill=prefill)
-        loads = GroupLoads(of_groups, tiered, waiting, page_size)
+        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, tell=tell, prefill=prefill)
+        loads = GroupLoads(of_groups, tiered, waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:
@@ -197,6 +205,7 @@ def build_engine(
         pages,
         waiting,
         loads=loads,
+        handoffs=Handoffs(cache) if hands_over else None,
         batch=batch,
         tell=tell,
         pins=pins,

@@ -111,18 +111,21 @@ class StoreStarted(msgspec.Struct, frozen=True, gc=False):
     """A store of runs of pages, each (content, first page, page after the last), to the tier `medium` began.
 
     Until `TransferEnded`, the device keeps these pages; if `medium` lies below host memory, host memory keeps every
-    page up to their ends.
+    page up to their ends. `groups`: of a cache with KV groups, that of each run.
     """
 
     transfer: int
     medium: str
     runs: tuple[tuple[Content, int, int], ...]
+    groups: tuple[int, ...] = ()
 
 
 class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     """A load of pages to the device began for a request, after the `num_hit_pages` pages it found there.
 
-    `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on.
+    `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. Of a
+    cache with KV groups, what is loaded is whatever the device lacks of the parts that all groups need to go on from
+    there, and the request has as many blocks, or may take them when it begins to run.
     """
 
     transfer: int
@@ -163,6 +166,9 @@ class LoadAwaited(msgspec.Struct, frozen=True, gc=False):
 class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     """A transfer ended; its first `num_good_pages` pages arrived. `request`: the request that the load was for, or -1.
 
+    Of a cache with KV groups, a request can go on from all pages of a load or from none; `num_good_blocks` blocks of
+    its parts arrived.
+
     `time_ns`: when the engine took note of it, which happens between steps.
     """
 
@@ -170,6 +176,7 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     request: int
     num_good_pages: int
     time_ns: int
+    num_good_blocks: int = 0
 
 
 PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack
@@ -184,6 +191,8 @@ class Blocked(IntEnum):
     BUDGET = 1
     PAGES = 2
     SEQS = 3
+    HANDOFFS = 4
+    """Requests that other engines have computed go first."""
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):

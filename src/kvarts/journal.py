@@ -162,6 +162,7 @@ class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
     tier: str
     start_page: Count
     end_page: Count
+    group: Count | None = None
 
 
 class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=False):
@@ -171,6 +172,7 @@ class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=Fa
     tier: str
     start_page: Count
     end_page: Count
+    group: Count | None = None
 
 
 class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=False):
@@ -179,6 +181,7 @@ class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=Fa
     tier: str
     start_page: Count
     end_page: Count
+    group: Count | None = None
 
 
 class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=False):
@@ -187,6 +190,7 @@ class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=
     tier: str
     start_page: Count
     end_page: Count
+    group: Count | None = None
 
 
 class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvarts.errors import ConfigError
 
-__all__ = ["CallableRoom", "code_named", "from_room"]
+__all__ = ["CallableRoom", "code_named", "from_room", "is_code_name"]
 
 
 def from_room(module: str, name: str, *, field: str) -> Any:
@@ -22,6 +22,12 @@ def from_room(module: str, name: str, *, field: str) -> Any:
         if error.name is None or not f"kvarts.{module}".startswith(error.name):
             raise
         raise ConfigError(f"needs kvarts.{module}, which is not installed", field=field) from error
+
+
+def is_code_name(text: str) -> bool:
+    """Return whether `text` has the form `module:Class`."""
+    module, _, attribute = text.partition(":")
+    return attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def code_named(name: str) -> Callable[..., Any]:

@@ -7,20 +7,13 @@ import re
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES, MOST_SECONDS, brief
 
-__all__ = [
-    "as_duration",
-    "as_memory",
-    "as_number",
-    "as_percent",
-    "meant_size",
-    "parse_bytes",
-    "parse_duration_s",
-    "parse_rate",
-]
+__all__ = ["as_duration", "as_memory", "as_number", "as_percent", "meant_size", "parse_bytes", "parse_delay_ms"]
+__all__ += ["parse_duration_s", "parse_rate"]
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _DURATION = re.compile(rf"\s*(?:([0-9]+)d)?\s*(?:{_NUMBER}h)?\s*(?:{_NUMBER}m)?\s*(?:{_NUMBER}s?)?\s*")
+_DELAY = re.compile(rf"\s*{_NUMBER}\s*(us|ms|s)?\s*", re.IGNORECASE)
 _SECONDS = (86400, 3600, 60, 1)
 MOST_DIGITS = 9
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -71,6 +64,14 @@ def parse_duration_s(text: str) -> float:
     if seconds > MOST_SECONDS:
         raise ConfigError(f"{brief(text)} is more than {MOST_SECONDS:g} seconds")
     return seconds
+
+
+def parse_delay_ms(text: str) -> float:
+    """Return the milliseconds of `50ms`, `200us`, `1.5s`, or of a number. Raise ConfigError for anything else."""
+    match = _DELAY.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{brief(text)} is not a delay", hint="Write 50ms, 200us, 1.5s or a number of milliseconds.")
+    return float(match[1]) * {"us": 1e-3, "s": 1e3}.get((match[2] or "ms").lower(), 1.0)
 
 
 # As they are printed --------------------------------------------------------------------------------------

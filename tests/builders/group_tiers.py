@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
+from kvarts.event_log import EventReader
 from kvarts.executor.cost import LinearCost
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
@@ -32,7 +34,7 @@ class Grouped:
     keeps: str
     offload: OffloadConfig
 
-    def replayed(self, **changes: Any) -> Report:
+    def replayed(self, readers_of: Callable[[int], Sequence[EventReader]] = lambda _: (), **changes: Any) -> Report:
         values = {
             "kv_groups": self.keeps,
             "groups": self.groups,
@@ -41,7 +43,7 @@ class Grouped:
             "cost": COST,
         }
         values |= changes
-        return replay(self.case.trace(), self.case.config(**values))
+        return replay(self.case.trace(), self.case.config(**values), observers_of=readers_of)
 
 
 @st.composite

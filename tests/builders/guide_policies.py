@@ -11,6 +11,8 @@ from typing import Any
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.sched.policy import AdmissionPolicy
 
+from builders.rooms import missing_room
+
 __all__ = ["LeastHits", "ShortestFirst", "shortest_first"]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide-policies.md"
@@ -19,7 +21,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide-policies.md"
 def _classes() -> dict[str, Any]:
     defined: dict[str, Any] = {"__name__": "guide_policies"}
     for code in re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL):
-        if re.search(r"^class ", code, re.MULTILINE):
+        if re.search(r"^class ", code, re.MULTILINE) and missing_room(code) is None:
             exec(code, defined)
     return defined
 

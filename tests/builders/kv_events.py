@@ -125,5 +125,5 @@ def run_consumed(
         each.engine = replica.engine
     trace = case.trace()
     log = RequestLog(largest_hit_counts=config.profile == "mocker")
-    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(), replicas, log)], replicas).run()
+    Driver([Arrivals(trace, OpenLoop(trace), RoundRobin(len(replicas)), replicas, log)], replicas).run()
     return consumed

@@ -36,8 +36,7 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     steps = [StepLog(config.num_pages, tiers) for _ in range(config.replicas)]
     kept = [Kept() for _ in steps]
     engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
-    arrivals = Arrivals(
-        trace, config.source(trace), RoundRobin(), engines, requests, timeout_ns=config.client_timeout_ns
-    )
+    router = RoundRobin(len(engines))
+    arrivals = Arrivals(trace, config.source(trace), router, engines, requests, timeout_ns=config.client_timeout_ns)
     Driver([arrivals], engines).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])

@@ -15,6 +15,7 @@ from kvarts.sim.replay import replay
 from builders.case import Case
 from builders.guide_policies import LeastHits, shortest_first
 from builders.orders import FewestHits
+from builders.rooms import ROUTERS
 
 __all__ = ["assert_closed_loop_fast_as_slow", "closed_loops", "patiences_ms", "policies"]
 
@@ -33,7 +34,7 @@ closed_loops = st.fixed_dictionaries(
     {
         "concurrency": st.integers(1, 6),
         "replicas": st.sampled_from([1, 2, 3]),
-        "router": st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+        "router": st.sampled_from(ROUTERS),
     }
 )
 

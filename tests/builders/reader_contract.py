@@ -48,7 +48,7 @@ def batches_of_a_run(*, step_by_step: bool = False) -> list[list[Event]]:
     heard, trace = Batches(), case.trace()
     replica = make_replica(case.config(), readers=[heard], step_by_step=step_by_step)
     Driver(
-        [Arrivals(trace, OpenLoop(trace), RoundRobin(), [replica], RequestLog(largest_hit_counts=False))], [replica]
+        [Arrivals(trace, OpenLoop(trace), RoundRobin(1), [replica], RequestLog(largest_hit_counts=False))], [replica]
     ).run()
     assert any(done.preemptions for events in heard.batches for done in events if isinstance(done, StepDone))
     assert replica.scheduler.cache.num_evicted

@@ -16,6 +16,9 @@ ROOMS = frozenset(
 HAS_AUDIT = "audit" in ROOMS
 HAS_OFFLOAD = "offload" in ROOMS
 HAS_RECORD = "record" in ROOMS
+HAS_ROUTERS = "routers" in ROOMS
+ROUTERS = ("round-robin", "least-loaded", "prefix") if HAS_ROUTERS else ("round-robin",)
+"""Routers that any test may take; the last one looks at most."""
 
 NAMES = {
     "audit": (
@@ -36,6 +39,7 @@ NAMES = {
     "plan": ("Plan", "Sweep", "plan", "sweep"),
     "record": ("JournalWriter", "LiveTimeline", "Timeline", "timelines_of"),
     "report": ("Report",),
+    "routers": ("Needs", "Routing"),
     "sampling": (
         "SamplingParams",
         "StructuredOutputs",
@@ -57,6 +61,7 @@ SPELLINGS = {
     "openai_api": ("kvarts mock", "kvarts serve --model", "kvarts.openai_api", "kvarts_server"),
     "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),
     "record": ("--events", "--run-dir", "--timeline", "--kv-timeline"),
+    "routers": ("--router", "[routing]", "router=", "router =", "kvarts.routers"),
     "session": (
         "kvarts.session",
         "kvarts.client",

@@ -178,10 +178,10 @@ def test_a_table_becomes_a_prior_that_later_fits_begin_from(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--points", "{table}", "--device", "l40s"], "--device: is for runs, and points are none"),
-        (["--points", "{table}", "--fit-on", "4"], "--fit-on: is for runs"),
+        (["--points", "{table}", "--device", "l40s"], "--device: has no effect with --points"),
+        (["--points", "{table}", "--fit-on", "4"], "--fit-on: has no effect with --points"),
         (["--points", "{table}", "--hold-out", "colour"], "--hold-out: 'colour' is not one of source, gpu, model"),
-        (["--hold-out", "gpu", "{table}"], "--hold-out: is for a table of points"),
+        (["--hold-out", "gpu", "{table}"], "--hold-out: has no effect without --points"),
         (["--points", "{table}", "--prior", "{table}"], "points.csv"),
         (["--points", "{table}"], "does not fit"),
     ],

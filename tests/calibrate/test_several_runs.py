@@ -372,7 +372,10 @@ def test_a_design_is_asked_for_without_runs(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(cli, asked)
     assert result.exit_code == 0, result.output
     assert "vllm bench serve" in result.stdout or "guesses will stand" in result.stdout
-    for more, says in (([str(tmp_path / "a.toml")], "is for a fit"), (["--fit-on", "3"], "--fit-on: is for a fit")):
+    for more, says in (
+        ([str(tmp_path / "a.toml")], "nor with --design"),
+        (["--fit-on", "3"], "--fit-on: has no effect with --design"),
+    ):
         result = CliRunner().invoke(cli, [*asked, *more])
         assert says in str(result.exception) + result.output
     result = CliRunner().invoke(cli, ["calibrate"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS
 
 GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}\n'
 
@@ -124,7 +124,7 @@ def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Pat
 def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
-        "--replicas 2 --router prefix --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7"
+        f"--replicas 2 --router {ROUTERS[-1]} --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7"
         f"{' --audit' * HAS_AUDIT}"
     )
     ran = kvarts("replay", trace, *flags.split(), "--json")
@@ -143,7 +143,7 @@ def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
             "context_token_ms": 0.0,
         },
         "replicas": 2,
-        "router": "prefix",
+        "router": ROUTERS[-1],
         "concurrency": 4,
         "speedup": 1.0,
         "slo": {"ttft_ms": 9.0, "tpot_ms": 8.0, "e2e_ms": 7.0},

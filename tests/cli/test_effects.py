@@ -95,6 +95,10 @@ def _value(flag: str, param: object) -> str:
         ("soak --virtual --server-pid 1", "--server-pid: has no effect without --address"),
         ("serve sessions --mock --dtype float32", "--dtype: has no effect with --mock"),
         ("calibrate --design --time-unit ms", "--time-unit: has no effect with --design"),
+        ("calibrate --points x --seed 3", "--seed: has no effect with --points"),
+        ("calibrate --points x --model a", "--model: has no effect with --points"),
+        ("calibrate --design --prior x", "--prior: has no effect with --design"),
+        ("calibrate --hold-out gpu", "--hold-out: has no effect without --points"),
         ("watch tcp://127.0.0.1:1 --quiet --every 3", "--every: has no effect with --quiet"),
     ],
 )
@@ -104,6 +108,15 @@ def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) ->
         pytest.skip("there is no such command")
     code, err = call(*words)
     assert (code, says in err) == (2, True), err
+
+
+@pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
+def test_a_plan_has_no_options_of_several_models(call: Call, tmp_path: Path) -> None:
+    assert not {"--turns", "--reclaim-after", "--health", "--baselines"} & flags_of("plan")
+    config = tmp_path / "c.toml"
+    config.write_text('[models.chat]\nmodel = "qwen3-8b"\n')
+    code, err = call("plan", "sample:mooncake", "--config", config)
+    assert code == 2 and "a plan is for one model" in err
 
 
 @pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")

@@ -18,15 +18,15 @@ from random import Random
 
 import pytest
 
-from kvarts.errors import OutputError
+from kvarts.errors import ConfigError, OutputError
 from kvarts.offload.config import FilesBelow
-from kvarts.offload.pagefiles import HEAD, PageFiles
+from kvarts.offload.pagefiles import MOST_KEY_BYTES, PageFiles, file_bytes
 
 from builders.serving import serve
 from builders.tiered_toy import TieredToy, busy, check_outputs
 from builders.tiers import offloader_of
 
-SIZE = HEAD.size + 100
+SIZE = file_bytes(32, 100)
 
 
 def key(number: int) -> bytes:
@@ -197,7 +197,7 @@ def test_a_smaller_limit_stores_again(tmp_path: Path, knows_keys: bool) -> None:
     """A directory that is full of pages of an earlier run makes way for new ones, whether a tier knows them or not."""
     arrivals, config, offload = busy(disk_pages=64)
     check_outputs(arrivals, config, offload, Random(1), files=PageFiles(tmp_path, max_bytes=1 << 20))
-    size = HEAD.size + 2 * config.page_size * 8
+    size = file_bytes(32, 2 * config.page_size * 8)
     files = PageFiles(tmp_path, max_bytes=6 * size)
     before = set(files.directory.glob("*/*.kv"))
     assert len(before) == 6
@@ -278,3 +278,24 @@ def test_a_writer_that_was_killed_leaves_whole_pages(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_writer_that_was_killed_fifty_times_leaves_whole_pages(tmp_path: Path) -> None:
     assert check_killed(tmp_path, 50) > 0
+
+
+@pytest.mark.parametrize("num_bytes", [1, 20, 32, 36, MOST_KEY_BYTES])
+def test_keys_of_other_engines_are_pages_also_after_a_restart(tmp_path: Path, num_bytes: int) -> None:
+    name = bytes(range(num_bytes))
+    files = PageFiles(tmp_path, max_bytes=1000)
+    assert files.write(name, b"payload") and files.read(name) == b"payload"
+    again = PageFiles(tmp_path, max_bytes=1000)
+    assert again.keys() == [name] and again.read(name) == b"payload"
+    assert again.num_bytes == file_bytes(num_bytes, 7)
+    again.delete(name)
+    assert again.num_bytes == 0 and not list(tmp_path.glob("??/*"))
+
+
+@pytest.mark.parametrize("num_bytes", [0, MOST_KEY_BYTES + 1])
+def test_keys_of_other_lengths_are_refused(tmp_path: Path, num_bytes: int) -> None:
+    files = PageFiles(tmp_path, max_bytes=1000)
+    with pytest.raises(ConfigError, match="must have 1 to 64 bytes"):
+        files.write(bytes(num_bytes), b"payload")
+    with pytest.raises(ConfigError, match="must have 1 to 64 bytes"):
+        files.read(bytes(num_bytes))

@@ -18,7 +18,7 @@ from kvarts.traffic.workload import FixedLength, Workload
 
 from builders.case import Case
 from builders.group_tiers import FAST, Grouped, grouped, returning
-from builders.grouped import part_groups
+from builders.grouped import Told, assert_same_outcome, part_groups
 
 pytestmark = pytest.mark.laws
 
@@ -39,6 +39,14 @@ def test_every_token_is_counted_once_and_nothing_is_held_at_rest(tiers: Grouped)
                 assert not log.rests[field][-1:].any()  # there is none where nothing ran
     assert (columns["host_tokens"] <= columns["cached_tokens"]).all()
     assert tiers.replayed().to_json() == report.to_json()
+
+
+@given(grouped())
+def test_leaps_and_readers_of_every_event_change_nothing(tiers: Grouped) -> None:
+    """L5: in leaps, step by step, and with every part named for those that read what happens to it."""
+    fast = tiers.replayed(audit=False)
+    assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
+    assert_same_outcome(fast, tiers.replayed(lambda _: [Told()]))
 
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))

@@ -12,7 +12,7 @@ from kvarts.sim.replay import replay
 
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
-from builders.rooms import timelines_json
+from builders.rooms import ROUTERS, timelines_json
 from builders.tiered import BYTES_PER_TOKEN, Tiered, tiered
 from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
@@ -105,9 +105,7 @@ def test_every_token_is_counted_once(tiers: Tiered) -> None:
     assert (below <= rows["cached_tokens"]).all()
 
 
-@given(
-    tiered(max_requests=30), st.integers(1, 6), st.sampled_from([1, 2, 3]), st.sampled_from(["round-robin", "prefix"])
-)
+@given(tiered(max_requests=30), st.integers(1, 6), st.sampled_from([1, 2, 3]), st.sampled_from(ROUTERS))
 def test_a_closed_loop_over_replicas_is_the_same_step_by_step(
     tiers: Tiered, concurrency: int, replicas: int, router: str
 ) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvarts.config import EngineConfig
 from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.offload.config import OffloadConfig
-from kvarts.offload.pagefiles import HEAD, PageFiles
+from kvarts.offload.pagefiles import PageFiles, file_bytes
 from kvarts.sched.plan import StepPlan, StepResult
 
 from builders.guesser import Guesser, guessers
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_a_miss(tmp_path: Path, damage: str) -> None:
         elif damage == "changed":
             path.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
         elif damage == "foreign":
-            path.write_bytes(text[: HEAD.size - 24] + np.zeros(6).tobytes())
+            path.write_bytes(text[: file_bytes(32, 0) - 24] + np.zeros(6).tobytes())
     found = PageFiles(tmp_path, max_bytes=1 << 20)
     if damage == "gone":
         for path in sorted(tmp_path.glob("*/*.kv")):
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_a_miss(tmp_path: Path, damage: str) -> None:
 
 def test_files_keep_their_byte_limit(tmp_path: Path) -> None:
     arrivals, config, offload = busy(disk_pages=64)
-    size = HEAD.size + 2 * config.page_size * 8
+    size = file_bytes(32, 2 * config.page_size * 8)
     files = PageFiles(tmp_path, max_bytes=5 * size)
     check_outputs(arrivals, config, offload, Random(1), files=files)
     assert files.num_bytes <= 5 * size

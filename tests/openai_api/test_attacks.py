@@ -288,6 +288,79 @@ def test_the_last_answer_to_too_many_heads_says_so(server: Server) -> None:
     assert statuses == [200] * (len(statuses) - 1) + [429] and len(statuses) <= 70
 
 
+def sent(server: Server, head: bytes, body: bytes) -> bytes:
+    """The first line of what is answered to bytes, as far as they are read."""
+    with server.connect() as client:
+        with suppress(OSError):
+            client.sendall(head + body)
+        answer = b""
+        with suppress(OSError):
+            answer = client.recv(65536)
+    return answer.partition(b"\r\n")[0]
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer attacker-key\r\n"
+    b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param(b"2\r\n{}\r\n0\r\n" + b"x-t: yyyyyyyyyyyyyy\r\n" * 1_000_000, 431, id="trailers"),
+        pytest.param(b"2\r\n{}\r\n0\r\nx-t: " + b"y" * 20_000_000, 431, id="one long trailer"),
+        pytest.param(b"2;" + b"x" * 20_000_000, 431, id="an extension"),
+        pytest.param(b"1\r\n \r\n" * 1_000_000, 400, id="parts of a byte"),
+    ],
+)
+def test_what_stands_between_the_parts_of_a_body_is_bounded(server: Server, body: bytes, status: int) -> None:
+    def attack() -> None:
+        first = sent(server, CHUNKED, body)
+        assert not first or first.startswith(f"HTTP/1.1 {status}".encode()), first
+
+    server.under(attack, at_least=3)
+
+
+def test_a_body_in_many_parts_of_some_length_is_read(server: Server) -> None:
+    text = json.dumps({"prompt": "the of " * 70_000, "max_tokens": 1}).encode()
+    parts = b"".join(b"50\r\n" + text[k : k + 80].ljust(80) + b"\r\n" for k in range(0, len(text), 80))
+    assert len(text) // 80 > 4096
+    assert sent(server, CHUNKED, parts + b"0\r\n\r\n").startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))
+    short = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "the of", "max_tokens": 1}')
+    assert sent(server, CHUNKED, short + b"0\r\nx-t: 1\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def flood(server: Server, path: str, body: Any, num_clients: int) -> None:
+    """Clients that ask the same again and again, for some seconds."""
+    until = time.monotonic() + 3.0
+    statuses: set[int] = set()
+
+    def ask() -> None:
+        while time.monotonic() < until:
+            statuses.add(server.call(path, body).status)
+
+    clients = [threading.Thread(target=ask) for _ in range(num_clients)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert 200 in statuses and statuses <= {200, 429}
+
+
+def test_metrics_are_made_off_the_event_loop(server: Server) -> None:
+    server.under(lambda: flood(server, "/metrics", None, 30))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_of_schemas_are_made_off_the_event_loop(server: Server, stream: bool) -> None:
+    leaves = array(1000, {"type": "array", "minItems": 2, "items": {"type": "integer"}})
+    schema = {"type": "object", "properties": {"a": leaves}, "required": ["a"]}
+    told = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": hello(), "max_tokens": 2, "response_format": told, "stream": stream}
+    server.under(lambda: flood(server, CHAT, body, 20))
+
+
 def test_one_owner_that_takes_every_place_leaves_those_of_others(server: Server) -> None:
     body = json.dumps({"prompt": "hello", "max_tokens": 100_000, "n": 64, "ignore_eos": True, "stream": True}).encode()
 
@@ -401,6 +474,18 @@ def test_pages_of_other_origins_change_nothing(page_server: Server, headers: dic
 def page_server() -> Iterator[Server]:
     with started("--allow-origin", "http://friend.example", "--allow-host", "friend.example") as running:
         yield running
+
+
+def test_pages_of_an_origin_that_is_allowed_may_ask_and_read(page_server: Server) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    for origin, is_allowed in (("http://friend.example", True), ("http://evil.example", False)):
+        headers = {"origin": origin, "host": "friend.example"}
+        reply = page_server.call(COMPLETIONS, None, {**headers, **asks}, method="OPTIONS")
+        assert reply.status == (200 if is_allowed else 405)
+        assert reply.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+        reply = page_server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers)
+        assert reply.status == (200 if is_allowed else 403)
+        assert reply.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from builders.http_client import call, events_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+Start = Callable[..., RunningServer]
 
 
 def chat(server: RunningServer, text: Any = "hello", **more: Any) -> Any:
@@ -206,3 +208,64 @@ def test_what_a_mock_writes_is_read_back_as_the_same_tokens(drawn: list[int]) ->
     assert words.encode("".join(map(words.piece, drawn))) == drawn
     first = [drawn[0] + NUM_WORDS, *drawn[1:]]
     assert words.encode("".join(map(words.piece, first))) == first
+
+
+def test_the_top_of_log_probabilities_is_as_long_as_asked_for_and_has_the_token(start: Start) -> None:
+    server = start()
+    for stream in (False, True):
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "logprobs": True, "stream": stream}
+        reply = call(server.url, "/v1/chat/completions", {**body, "top_logprobs": 3})
+        told = (
+            [
+                place
+                for event in events_of(reply.payload)
+                for place in (event["choices"][0]["logprobs"] or {}).get("content", ())
+            ]
+            if stream
+            else reply.json["choices"][0]["logprobs"]["content"]
+        )
+        assert len(told) == 5
+        for place in told:
+            texts = [other["token"] for other in place["top_logprobs"]]
+            assert len(set(texts)) == 3 and texts[0] == place["token"]
+
+
+def test_the_ids_of_tokens_are_told_where_asked_for(start: Start) -> None:
+    server = start()
+    body = {"prompt": [7, 8, 9], "max_tokens": 4, "return_token_ids": True, "n": 2}
+    for choice in call(server.url, "/v1/completions", body).json["choices"]:
+        assert choice["prompt_token_ids"] == [7, 8, 9] and len(choice["token_ids"]) == 4
+        told = call(server.url, "/detokenize", {"tokens": choice["token_ids"]}).json["prompt"]
+        assert told == choice["text"]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "return_token_ids": True}
+    reply = call(server.url, "/v1/chat/completions", chat).json
+    assert len(reply["prompt_token_ids"]) == reply["usage"]["prompt_tokens"]
+    assert len(reply["choices"][0]["token_ids"]) == 4
+    assert call(server.url, "/v1/completions", {**body, "stream": True}).status == 400
+
+
+def test_a_tool_that_is_required_is_another_after_each_result(start: Start) -> None:
+    server = start()
+    names = ["first", "second", "third"]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in names]
+    called = []
+    for seed, num_results in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2)):
+        messages = [{"role": "user", "content": "go"}, *[{"role": "tool", "content": "done"}] * num_results]
+        body = {"messages": messages, "tools": tools, "tool_choice": "required", "seed": seed, "max_tokens": 3}
+        reply = call(server.url, "/v1/chat/completions", body)
+        called.append(reply.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"])
+    assert called == ["first", "second", "third", "second", "first"]
+
+
+@pytest.mark.parametrize("prompt", ["the " * 5000, [1] * 3000])
+def test_a_request_that_is_too_long_is_refused_in_words_that_clients_look_for(start: Start, prompt: Any) -> None:
+    server = start(max_model_len=4000)
+    reply = call(server.url, "/v1/completions", {"prompt": prompt, "max_tokens": 2000})
+    assert reply.status == 400 and "maximum context length is 4000 tokens" in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["include_stop_str_in_output", "return_tokens_as_token_ids", "logit_bias"])
+def test_what_is_not_supported_is_refused_by_its_name(start: Start, field: str) -> None:
+    value: Any = {"5": 1.0} if field == "logit_bias" else True
+    reply = call(start().url, "/v1/completions", {"prompt": "a", "max_tokens": 1, field: value})
+    assert reply.status == 400 and field in reply.json["error"]["message"]

@@ -317,3 +317,27 @@ def test_a_client_that_has_said_all_it_has_to_say_still_gets_its_answer_or_is_ta
     assert statuses(answer) in ([200], [])
     wait_for(lambda: server.opened.served.num_live == 0)
     server.assert_conserved()
+
+
+def test_answers_that_hold_too_much_are_ended_the_largest_first(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvarts.openai_api import answer, served
+
+    monkeypatch.setattr(served, "MOST_ANSWER_BYTES", 200_000)
+    monkeypatch.setattr(answer, "LOOK_BYTES", 20_000)
+    server = start(pages=4096, audit=False)
+    server.excuse("unread stream")
+    # Not streamed: kept until whole. Text is little; log-probabilities are not.
+    assert call(server.url, COMPLETIONS, hello(max_tokens=3000, ignore_eos=True)).status == 200
+    reply = call(server.url, COMPLETIONS, hello(max_tokens=3000, ignore_eos=True, logprobs=1))
+    assert reply.status == 503 and "stream, and read" in reply.json["error"]["message"]
+    # Streamed, and read: nothing is held.
+    reply = call(server.url, COMPLETIONS, hello(max_tokens=3000, ignore_eos=True, logprobs=1, stream=True))
+    assert reply.payload.endswith(b"data: [DONE]\n\n") and b"error" not in reply.payload
+    # Streamed, and not read: ended once it holds too much, while another is answered.
+    served_model = server.opened.served
+    with connect(server.url) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(request(hello(max_tokens=1500, ignore_eos=True, logprobs=1, stream=True, n=32)))
+        wait_for(lambda: any(choice.is_over for choice in list(served_model._live)))
+        assert call(server.url, COMPLETIONS, hello()).status == 200
+    wait_for(lambda: served_model.num_live == 0)

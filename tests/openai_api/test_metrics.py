@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvarts.openai_api.running import RunningServer
@@ -127,3 +128,19 @@ def host_memory(pages: int) -> Any:
     from kvarts.offload.config import OffloadConfig
 
     return OffloadConfig(host_pages=pages, policy="eager")
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.5",
+        "*/*",
+    ],
+)
+def test_names_are_those_of_vllm_whatever_a_scraper_prefers(server: RunningServer, accept: str) -> None:
+    reply = call(server.url, "/metrics", headers={"accept": accept})
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = reply.payload.decode()
+    assert "\nvllm:num_requests_running{" in text and "vllm_num" not in text
+    assert "\nprocess_resident_memory_bytes " in text

@@ -138,10 +138,8 @@ class NaiveTieredGroups(NaiveGroups):
                 for salt, tokens in [name for of_group, name in keys if of_group == group]:
                     ends = range(len(tokens), 0, -self.page_size)
                     self.use([(group, (salt, tokens[:end])) for end in ends])
-        for group in range(len(self.groups)):
-            for part, _ in reversed(chosen):
-                if part.group == group:
-                    self.release(part)
+        for part, _ in reversed(chosen):
+            self.release(part)
 
     def use(self, keys: list[Key]) -> None:
         """Parts below are the most recent now, the first of them the least so."""

@@ -128,6 +128,20 @@ def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     assert asked(*words[1:], "--json")["goodput"]["ratio"] == by_users[fits]["slo_ratio"]
 
 
+def test_host_memory_for_users_is_what_replays_say(asked: Callable[..., Any]) -> None:
+    """What fits with the memory that is named, and what it costs, is what its command replays."""
+    setting = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--slo-ttft-ms", 1000, "--slo-share", 0.95)
+    users = asked("plan", DATA / "coding-agents", "--users", "1..24", *setting, "--json")["users"]
+    host = users["host"]
+    assert users["fits"] < host["fits"] == host["fails_at"] - 1
+    assert host["hit_ratio_without"] < host["hit_ratio"] <= host["most_hit_ratio"]
+    point = next(point for point in host["points"] if point["users"] == host["fits"])
+    summary = asked(*shlex.split(point["command"])[1:], "--json")
+    assert summary["config"]["offload"]["host_memory"] and summary["prefix_hit_ratio"] == point["hit_ratio"]
+    assert summary["goodput"]["ratio"] == point["slo_ratio"] >= 0.95
+    assert point["device_hours"] == users["num_devices"] * summary["duration_ms"] / 3.6e6
+
+
 def test_more_users_than_sessions_are_copies(
     asked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., int]
 ) -> None:

@@ -12,7 +12,8 @@ import pytest
 import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
 from kvarts.plan.page import render_page
-from kvarts.sim.router import RoundRobin
+from kvarts.routers.own import RoundRobin
+from kvarts.units import as_duration
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -41,9 +42,9 @@ def test_a_plan_prints_plots_and_serialises(plan: Plan) -> None:
 
 
 def test_the_command_is_the_function(few: Trace, run_command: Any, capsys: Any) -> None:
-    assert run_command("plan", "sample:azure-chat", "--page-size", 64, "--policy", "fifo", "--json") == 0
+    assert run_command("plan", "sample:azure-chat", "--page-size", 64, "--policy", "arc", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
-    values = json.loads(kvarts.plan("sample:azure-chat", page_size=64, policies=["fifo"]).to_json())
+    values = json.loads(kvarts.plan("sample:azure-chat", page_size=64, policies=["arc"]).to_json())
 
     def bare(value: Any) -> Any:
         """Without command lines, which only the command has."""
@@ -61,7 +62,7 @@ def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     with pytest.raises(ConfigError) as caught:
         kvarts.plan(few, policies=["none-such"])
     assert caught.value.field == "policy"
-    with pytest.raises(ConfigError, match="Did you mean prefix") as caught:
+    with pytest.raises(ConfigError, match="must be one of") as caught:
         kvarts.plan(few, ReplayConfig(), router="prefxi")
     assert caught.value.field == "router"
 
@@ -84,6 +85,8 @@ def test_a_plan_says_what_it_is(plan: Plan) -> None:
     assert repr(plan) == f"<Plan for <few>: {plan.advice}>" and "is the least that keeps the SLO" in plan.advice
     shown = plan._repr_html_()
     assert "<table>" in shown and "<few>" not in shown
+    uncertain = plan.options[0]["uncertainty"]["ttft_ms"]["p99"]
+    assert f"+- {as_duration(uncertain)}" in shown
 
 
 @needs_pandas

@@ -15,6 +15,8 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.verify.verifier import verify_file
 
+from builders.rooms import ROUTERS
+
 DATA = Path(str(files("kvarts") / "data"))
 TRACES = {"chat": DATA / "azure-conv-1000.csv", "code": DATA / "azure-code-1000.csv"}
 
@@ -35,7 +37,7 @@ def test_the_command_writes_a_file_for_each_model_on_each_device(
     given = [argument for name, path in traces.items() for argument in ("--trace", f"{name}={path}")]
     run = tmp_path / "run"
     places = ["--run-dir", run, "--timeline", tmp_path / "t.json"]
-    settings = ["--kv-memory", "2GiB", "--replicas", "2", "--router", "prefix"]
+    settings = ["--kv-memory", "2GiB", "--replicas", "2", "--router", ROUTERS[-1]]
     assert run_command("replay", *models, *given, *settings, *places) == 0
     for name in TRACES:
         for number in range(2):
@@ -52,7 +54,7 @@ def test_every_timeline_is_true_with_tiers(policy: str, tmp_path: Path, traces: 
         models={"chat": ModelShare(model="llama-3.1-8b"), "code": ModelShare(model="qwen3-8b", priority=1)},
         device="h100-80gb",
         kv_memory="2GiB",
-        each=ReplayConfig(replicas=3, router="least-loaded", offload=offload),
+        each=ReplayConfig(replicas=3, router=ROUTERS[-1], offload=offload),
     )
     report = replay(traces, config)
     for name in TRACES:

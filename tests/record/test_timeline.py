@@ -156,7 +156,7 @@ def run_live(path: Path, config: ReplayConfig, *, step_by_step: bool) -> Timelin
     with LiveTimeline(path, total_blocks=config.num_pages, block_size_tokens=config.page_size) as live:
         engine = make_replica(config, SimExecutor(config.cost_model), readers=[live], step_by_step=step_by_step)
         Driver(
-            [Arrivals(trace, OpenLoop(trace), RoundRobin(), [engine], RequestLog(largest_hit_counts=False))], [engine]
+            [Arrivals(trace, OpenLoop(trace), RoundRobin(1), [engine], RequestLog(largest_hit_counts=False))], [engine]
         ).run()
     return timelines_of(replay(trace, config))[0]
 

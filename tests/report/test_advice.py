@@ -21,7 +21,7 @@ from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.units import parse_bytes
 
-from builders.rooms import HAS_OFFLOAD
+from builders.rooms import HAS_OFFLOAD, HAS_ROUTERS
 
 DATA = Path(str(files("kvarts") / "data"))
 MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
@@ -170,6 +170,7 @@ def test_sizes_on_the_grid_are_written_as_they_are() -> None:
     assert all(after / before < 1.25 for before, after in pairwise(sizes) if before >= 10 << 20)
 
 
+@pytest.mark.skipif(not HAS_ROUTERS, reason="needs the room routers")
 def test_hits_lost_to_routing_ask_for_another_router() -> None:
     summary, followed = agents(replicas=2), agents(replicas=2, router="prefix")
     said = advice(summary)

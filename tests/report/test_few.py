@@ -16,7 +16,7 @@ from kvarts import OffloadConfig, Slo, replay
 from kvarts.few import Few
 
 from builders.case import Case, cases
-from builders.rooms import HAS_OFFLOAD
+from builders.rooms import HAS_OFFLOAD, ROUTERS
 
 ASKING = (
     "executor.manysteps",
@@ -81,7 +81,7 @@ def output(arguments: list[str], *, loads: bool) -> tuple[int, bytes, bytes]:
     "options",
     [
         ["--json"],
-        ["--report", "-", "--replicas", "2", "--router", "prefix"],
+        ["--report", "-", "--replicas", "2", "--router", ROUTERS[-1]],
         ["--model", "qwen3-8b", "--device", "h100-80gb"],
         ["--profile", "mocker", "--slo-ttft-ms", "5"],
         ["--run-dir", "run"],

@@ -14,7 +14,7 @@ from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.kv.group_memory import PartGroup
 from kvarts.serve.kv_events.config import EventGroup
-from kvarts.serve.kv_events.reader import KvEventReader
+from kvarts.serve.kv_events.reader import MEDIA, KvEventReader
 from kvarts.serve.kv_events.told import Batch
 from kvarts.serve.kv_events.wire import Wire
 from kvarts.sim.replay import replay
@@ -22,6 +22,7 @@ from kvarts.sim.replay import replay
 from builders.case import Case, cases
 from builders.grouped import part_groups
 from builders.kv_events import Names
+from builders.rooms import HAS_OFFLOAD
 from oracles.naive_kv_events import chain
 
 FIELDS = {
@@ -51,9 +52,9 @@ class Consumer:
         self.wire = Wire(form, groups=told)
         self.reader = KvEventReader(self)
         self.names = Names()
-        self.here: set[tuple[int, Any]] = set()
-        """What events of the engine say: groups, and names of blocks."""
-        self.decoded: set[tuple[int, Any]] = set()
+        self.here: set[tuple[str, int, Any]] = set()
+        """What events of the engine say: media, groups, and names of blocks."""
+        self.decoded: set[tuple[str, int, Any]] = set()
 
     def put(self, batch: Batch) -> None:
         self.apply(self.decoded, self.wire.encode(batch.told, batch.time_s))
@@ -61,12 +62,12 @@ class Consumer:
     def pace(self) -> None:
         pass
 
-    def apply(self, there: set[tuple[int, Any]], payload: bytes) -> None:
+    def apply(self, there: set[tuple[str, int, Any]], payload: bytes) -> None:
         for event in map(named, msgspec.msgpack.decode(payload)[1]):
             if event["type"] == "AllBlocksCleared":
                 there.clear()
                 continue
-            blocks = {(event["group_idx"], name) for name in event["block_hashes"]}
+            blocks = {(event["medium"], event["group_idx"], name) for name in event["block_hashes"]}
             if event["type"] == "BlockStored":
                 assert not there & blocks, "stored twice"
                 assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
@@ -80,11 +81,11 @@ class Consumer:
             if isinstance(event, PagesStored | PagesRemoved):
                 assert event.group is not None
                 known = self.names.of(event.content)[event.start_page : event.end_page]
-                blocks = {(event.group, name) for name in known}
+                blocks = {(MEDIA[event.medium], event.group, name) for name in known}
                 self.here = self.here | blocks if isinstance(event, PagesStored) else self.here - blocks
         self.reader.observe(events)
         assert self.decoded == self.here
-        late: set[tuple[int, Any]] = set()
+        late: set[tuple[str, int, Any]] = set()
         state = self.reader.snapshot()
         self.apply(late, self.wire.encode(state.told, state.time_s))
         assert late == self.here
@@ -99,6 +100,17 @@ def test_a_consumer_holds_in_every_group_what_the_cache_holds(
     config = case.config(kv_groups=keeps, groups=groups)
     consumers = [Consumer(groups, form) for _ in range(case.replicas)]
     replay(case.trace(), config, observers_of=lambda replica: [consumers[replica]])
+
+
+@pytest.mark.laws
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
+@given(st.data(), st.sampled_from(["map", "array"]))
+def test_a_consumer_holds_what_a_tier_below_holds_as_well(data: st.DataObject, form: str) -> None:
+    from builders.group_tiers import grouped
+
+    tiers = data.draw(grouped(max_requests=12))
+    consumers: list[Consumer] = []
+    tiers.replayed(lambda _: consumers.append(Consumer(tiers.groups, form)) or consumers[-1:])
 
 
 def test_an_event_names_its_group_and_what_that_keeps() -> None:

@@ -19,7 +19,7 @@ from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, timelines_json
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, ROUTERS, timelines_json
 from builders.session_traces import Talk, session_traces
 
 pytestmark = pytest.mark.laws
@@ -41,7 +41,7 @@ configs = st.fixed_dictionaries(
         "max_num_batched_tokens": st.sampled_from([8, 32, 512]),
         "max_num_seqs": st.sampled_from([2, 8]),
         "replicas": st.sampled_from([1, 1, 3]),
-        "router": st.sampled_from(["round-robin", "least-loaded"]),
+        "router": st.sampled_from(ROUTERS),
         "concurrency": st.sampled_from([None, None, 1, 3]),
         "sessions": st.sampled_from(KEPT).map(lambda settings: SessionReplay(chunk_tokens=16, **settings)),
     }

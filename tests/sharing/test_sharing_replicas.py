@@ -26,10 +26,10 @@ from builders.case import Case, Row
 from builders.guide_policies import LeastHits
 from builders.kept import Kept
 from builders.orders import FewestHits
+from builders.rooms import ROUTERS
 
 pytestmark = pytest.mark.laws
 
-ROUTERS = ["round-robin", "least-loaded", "prefix"]
 DATA = Path(__file__).parents[2] / "src" / "kvarts" / "data"
 
 
@@ -189,7 +189,7 @@ def test_turns_after_one_without_a_step_end_before_the_next_arrival() -> None:
     for trace in traces.values():
         trace.has_sessions = True
     fast, slow = (
-        replay(traces, case.config(replicas=2, router="least-loaded", step_by_step=slowly)) for slowly in (False, True)
+        replay(traces, case.config(replicas=2, router=ROUTERS[-1], step_by_step=slowly)) for slowly in (False, True)
     )
     assert everything(fast) == everything(slow)
 
@@ -241,7 +241,7 @@ def steady(health: tuple[str, ...] = (), **each: Any) -> SharedReport:
 
 
 def test_the_report_has_each_device_and_all_together() -> None:
-    report = steady(replicas=2, router="least-loaded")
+    report = steady(replicas=2, router=ROUTERS[-1])
     summary = report.summary
     assert list(summary) == ["version", "total", "devices", "models"]
     total, devices = summary["total"], summary["devices"]
@@ -268,7 +268,7 @@ COMMAND = [
 def test_the_command_says_the_same_observed(
     tmp_path: Path, run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes], short_traces: list[str]
 ) -> None:
-    command = [*COMMAND, *short_traces, "--router", "prefix", "--json"]
+    command = [*COMMAND, *short_traces, "--router", ROUTERS[-1], "--json"]
     assert run_command(*command, "--run-dir", tmp_path / "run", "--loans", tmp_path / "loans.jsonl") == 0
     printed = capsysbinary.readouterr().out
     assert run_command(*command) == 0
@@ -283,13 +283,13 @@ def test_a_file_says_the_same_and_the_table_names_the_devices(
     chat, code = (option.partition("=")[2] for option in short_traces[1::2])
     config = tmp_path / "share.toml"
     config.write_text(
-        'device = "h100-80gb"\nkv_memory = "2GiB"\nreplicas = 2\nrouter = "least-loaded"\n'
+        f'device = "h100-80gb"\nkv_memory = "2GiB"\nreplicas = 2\nrouter = "{ROUTERS[-1]}"\n'
         f'[models.chat]\nmodel = "llama-3.1-8b"\nweight = 2\ntrace = "{chat}"\n'
         f'[models.code]\nmodel = "qwen3-8b"\ntrace = "{code}"\n'
     )
     assert run_command("replay", "--config", config) == 0
     from_file = capsysbinary.readouterr().out
-    assert run_command(*COMMAND, *short_traces, "--router", "least-loaded") == 0
+    assert run_command(*COMMAND, *short_traces, "--router", ROUTERS[-1]) == 0
     assert capsysbinary.readouterr().out == from_file
     table = from_file.decode()
     assert table.startswith("2 models on 2 devices, shared: 2.1 GB of KV memory, 8,192 tokens a round each\n")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.kv.page_cache import PageCache
-from kvarts.report.requests import CANCELLED, COMPLETED
+from kvarts.report.requests import CANCELLED, COMPLETED, NO_REPLICA
 from kvarts.request import Request, RequestState
+from kvarts.routers.config import Routing
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import open_replica, replay
 from kvarts.sim.replica import Replica
@@ -57,6 +58,7 @@ def test_with_cancellations_fast_forward_equals_step_by_step(case: Case) -> None
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([0.0, 3.0]),
+    st.none() | st.sampled_from([0.0, 0.1, 0.5]),
 )
 def test_timeouts_and_retries_are_the_same_step_by_step(
     case: Case,
@@ -67,8 +69,12 @@ def test_timeouts_and_retries_are_the_same_step_by_step(
     replicas: int,
     is_async: bool,
     frontend_ms: float,
+    queue_threshold: float | None,
 ) -> None:
-    """L5, L8: in both loops, behind a front end, where a retry is an arrival. Whoever completes was in time."""
+    """L5, L8: in both loops, behind a front end and a router with a queue. A retry is an arrival.
+
+    Whoever completes was in time.
+    """
     changes: dict[str, Any] = {
         "client_timeout_s": timeout_s,
         "retries": retries,
@@ -79,6 +85,7 @@ def test_timeouts_and_retries_are_the_same_step_by_step(
         "async_scheduling": is_async,
         "frontend_ms": frontend_ms,
         "audit": HAS_AUDIT,
+        "routing": None if queue_threshold is None else Routing(queue_threshold=queue_threshold),
     }
     fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
     assert fast.to_json() == slow.to_json()
@@ -214,3 +221,19 @@ def test_a_request_can_be_cancelled_in_every_state(state: str) -> None:
     assert cancelled, f"no request was ever {state}"
     assert {request.state for request in requests} == {RequestState.FINISHED, RequestState.CANCELLED}
     assert replica.scheduler.cache.num_used == 0
+
+
+def test_a_request_that_waits_in_the_router_can_be_given_up() -> None:
+    workload = Workload(num_sessions=40, new_tokens=FixedLength(900), output_tokens=FixedLength(40))
+    config = ReplayConfig(
+        num_pages=200,
+        max_num_batched_tokens=512,
+        replicas=2,
+        router="least-loaded",
+        client_timeout_s=0.2,
+        routing=Routing(queue_threshold=0.5),
+    )
+    columns = replay(workload, config).request_columns
+    in_router = columns["replica"] == NO_REPLICA
+    assert 0 < in_router.sum() < 40 and (columns["status"][in_router] == CANCELLED).all()
+    assert (columns["first_admitted_ns"][in_router] == -1).all()

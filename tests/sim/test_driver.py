@@ -41,7 +41,11 @@ def test_idle_replicas_cost_nothing_at_an_event(num_replicas: int) -> None:
     replicas = [make_replica(case.config()) for _ in range(num_replicas)]
     runners = [Asked(replica) for replica in replicas]
     arrivals = Arrivals(
-        trace, ClosedLoop(trace, concurrency=2), RoundRobin(), replicas, RequestLog(largest_hit_counts=False)
+        trace,
+        ClosedLoop(trace, concurrency=2),
+        RoundRobin(num_replicas),
+        replicas,
+        RequestLog(largest_hit_counts=False),
     )
     Driver([arrivals], runners).run()
     # A request has a step for its prompt, the rest at once, and each may end while another is looked at.

@@ -22,6 +22,7 @@ from kvarts.traffic.workload import UniformLength, Workload
 
 from builders.case import Case, cases
 from builders.laws import assert_fast_as_slow
+from builders.rooms import ROUTERS
 
 STEP_NS = 10_000_000
 WORKLOAD = Workload(
@@ -78,7 +79,7 @@ def test_a_request_joins_one_step_later_than_it_could(steps: list[tuple[int, int
     assert (columns["first_admitted_ns"] - columns["arrival_ns"][0]).tolist() == expected
 
 
-@pytest.mark.parametrize("changes", [{}, {"concurrency": 7}, {"replicas": 3, "router": "least-loaded"}])
+@pytest.mark.parametrize("changes", [{}, {"concurrency": 7}, {"replicas": 3, "router": ROUTERS[-1]}])
 def test_a_busy_engine_makes_requests_wait_longer(changes: dict[str, Any]) -> None:
     late, soon = (
         replay(WORKLOAD, make_config({**MODEL, **changes, "async_scheduling": ahead})).summary

@@ -15,6 +15,7 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
+from builders.rooms import ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
 from oracles.parts import Part
@@ -61,7 +62,7 @@ def test_requests_that_begin_to_decode_give_back_in_the_order_of_admission() -> 
 def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """L5, of every group: also where requests come when others end, and replicas are looked at."""
     case.profile = "default"
-    for changes in ({}, {"concurrency": 3}, {"router": "prefix", "replicas": 2}):
+    for changes in ({}, {"concurrency": 3}, {"router": ROUTERS[-1], "replicas": 2}):
         of_groups = {"kv_groups": keeps, "groups": groups, **changes}
         fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **of_groups)) for slowly in (False, True))
         assert fast.to_json() == slow.to_json()
@@ -74,7 +75,7 @@ def test_fast_forward_equals_step_by_step(case: Case, groups: tuple[PartGroup, .
 def test_who_reads_every_event_changes_nothing(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
     """L5, of two substrates: by runs of pages, in leaps; and page by page and step by step, for readers of details."""
     case.profile = "default"
-    for changes in ({}, {"concurrency": 3}, {"router": "prefix", "replicas": 2}):
+    for changes in ({}, {"concurrency": 3}, {"router": ROUTERS[-1], "replicas": 2}):
         report, told = told_by(case, groups, keeps, **changes)
         assert_same_outcome(report, replay(case.trace(), case.config(kv_groups=keeps, groups=groups, **changes)))
         _, told_slowly = told_by(case, groups, keeps, step_by_step=True, **changes)

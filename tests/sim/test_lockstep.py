@@ -22,7 +22,7 @@ from builders.grouped import FULL, WINDOW
 from builders.kept import Kept
 from builders.live_groups import live_groups
 from builders.pages import paged
-from builders.rooms import HAS_AUDIT
+from builders.rooms import HAS_AUDIT, ROUTERS
 from builders.session_traces import Talk, session_traces
 
 RANKS = RooflineCost(llm="qwen3-30b-a3b", device="rtx-pro-6000", data_parallel=2, expert_parallel=2)
@@ -61,12 +61,7 @@ def outcome(case: Case, num_ranks: int, num_groups: int, **changes: Any) -> tupl
 
 
 @pytest.mark.laws
-@given(
-    cases(max_requests=14, cancels=True),
-    st.integers(2, 3),
-    st.integers(1, 2),
-    st.sampled_from(["round-robin", "prefix"]),
-)
+@given(cases(max_requests=14, cancels=True), st.integers(2, 3), st.integers(1, 2), st.sampled_from(ROUTERS))
 def test_fast_forward_equals_step_by_step(case: Case, num_ranks: int, groups: int, router: str) -> None:
     """L5, of ranks."""
     fast, fast_events = outcome(case, num_ranks, groups, router=router)

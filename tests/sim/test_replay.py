@@ -16,7 +16,7 @@ from kvarts.report.report import Report
 from kvarts.traffic.workload import FixedLength, LogNormalLength, UniformLength
 
 from builders.case import Case, cases
-from builders.rooms import HAS_AUDIT
+from builders.rooms import HAS_AUDIT, HAS_ROUTERS, ROUTERS
 
 STEP_10_MS = LinearCost(step_ms=10.0)
 MS = 1_000_000
@@ -50,7 +50,7 @@ def test_a_closed_loop_keeps_so_many_in_flight() -> None:
     assert report.summary["peak_running"] == 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"concurrency": 8}, {"replicas": 2, "router": "prefix"}])
+@pytest.mark.parametrize("settings", [{}, {"concurrency": 8}, {"replicas": 2, "router": ROUTERS[-1]}])
 def test_a_turn_waits_for_the_turn_before_it(settings: dict[str, Any]) -> None:
     rows = [
         make_row(0, session_id="s"),
@@ -107,12 +107,14 @@ def test_speeding_up_shortens_delays_too() -> None:
     assert column(run(rows, speedup=2.0), "arrival_ms") == [0, 24]
 
 
+@pytest.mark.skipif(not HAS_ROUTERS, reason="needs the room routers")
 def test_round_robin_takes_turns_and_least_loaded_takes_the_emptiest() -> None:
     rows = [make_row(0, output=50), make_row(1), make_row(2, at_ms=100), make_row(3, at_ms=101)]
     assert column(run(rows, replicas=2), "replica") == [0, 1, 0, 1]
     assert column(run(rows, replicas=2, router="least-loaded"), "replica") == [0, 1, 1, 0]
 
 
+@pytest.mark.skipif(not HAS_ROUTERS, reason="needs the room routers")
 def test_the_prefix_router_follows_the_prefix_until_the_load_outweighs_it() -> None:
     prefix = list(range(20))
     rows = [
@@ -129,7 +131,7 @@ def test_the_prefix_router_follows_the_prefix_until_the_load_outweighs_it() -> N
 
 @given(
     cases(max_requests=30),
-    st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+    st.sampled_from(ROUTERS),
     st.sampled_from([None, None, 2, 3, 6]),
 )
 @pytest.mark.laws
@@ -162,7 +164,7 @@ def test_sessions_are_the_same_step_by_step(
         seen.add(session)
         rows.append(msgspec.structs.replace(row, session_id=session, delay_ns=delay_ns))
     trace = Trace(rows, unit_tokens=case.unit_tokens, has_output_tokens=case.trace().has_output_tokens)
-    changes: dict[str, Any] = {"replicas": replicas, "router": "least-loaded", "concurrency": concurrency}
+    changes: dict[str, Any] = {"replicas": replicas, "router": ROUTERS[-1], "concurrency": concurrency}
     reports = [replay(trace, case.config(step_by_step=slowly, **changes)) for slowly in (False, True)]
     assert reports[0].to_json() == reports[1].to_json()
     assert reports[0].requests_jsonl() == reports[1].requests_jsonl()

@@ -98,6 +98,7 @@ def few() -> Trace:
 
 def test_values_say_what_they_are(report: Report, few: Trace) -> None:
     assert repr(report).startswith("<Report on azure-conv-1000.csv: 1,000 of 1,000 requests completed; TTFT p50 ")
+    assert repr(report).count(" +- ") == 2 and "one standard deviation" in report._repr_html_()
     assert repr(few) == (
         "<Trace <few>: 60 requests, arrivals over 15.0 s, "
         f"{sum(request.num_prompt_tokens for request in few):,} tokens of prompts, "

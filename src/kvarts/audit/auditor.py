@@ -16,6 +16,7 @@ from kvarts.audit.comparison import Account, find_different_pages, find_differen
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, Part
+from kvarts.audit.parts_below import PartsBelow
 from kvarts.audit.request_parts import KnownRequest, RequestParts
 from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.content import Content
@@ -72,9 +73,10 @@ class Auditor:
 
     `groups`: its KV groups; left out, its pages are whole, and a block is a page. `keeps_all`: what windows leave
     behind is kept; else only the tails of prompts and requests. `safe_first`: the engine evicts first what a tier below
-    has as well. `is_lru`: which part goes is known; under any other order it is taken from what the engine says, and
-    checked. `full_prompt_hits`: a load may bring a whole prompt. `account`: returns what the engine says of its memory;
-    where it is given, `observe` compares with it, and raises AuditError. Nothing is repaired.
+    has as well; `stores_go_first`: of KV groups, it evicts next what was stored below. `is_lru`: which part goes is
+    known; under any other order it is taken from what the engine says, and checked. `full_prompt_hits`: a load may
+    bring a whole prompt. `account`: returns what the engine says of its memory; where it is given, `observe` compares
+    with it, and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -87,6 +89,7 @@ class Auditor:
         groups: tuple[LedgerGroup, ...] = (),
         keeps_all: bool = True,
         safe_first: bool = False,
+        stores_go_first: bool = False,
         is_lru: bool = True,
         full_prompt_hits: bool = False,
         account: Callable[[], Account] | None = None,
@@ -108,6 +111,9 @@ class Auditor:
         self._has_states = any(group.kind == "state" for group in groups)
         self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if group.kind != "state")
         self._held = RequestParts(self.ledger, self._digests, self._found, page_size, names_private=self._has_groups)
+        self._below = PartsBelow(
+            self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
+        )
         self._pinned: dict[int, list[list[Part]]] = {}
         """By pin: its parts, group by group, in order of position."""
         self._kept: dict[int, list[Keep]] = {}
@@ -176,7 +182,10 @@ class Auditor:
                 self._hear_stored(event)
                 return
             case PagesStored() | PagesRemoved() if event.medium != "device":
-                self._hear_below(event)
+                if self._has_groups:
+                    self._below.hear(event)
+                else:
+                    self._hear_below(event)
                 return
             case PagesRemoved() | CopiesRemoved():
                 self._hear_gone(event)
@@ -188,7 +197,7 @@ class Auditor:
             case _:
                 self._expect_nothing()
         match event:
-            case DraftJudged() | Finished() | Cancelled() | Preemption():
+            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
                 pass
             case _:
                 self._look_at_held()
@@ -211,6 +220,7 @@ class Auditor:
             case StepStarted():
                 self._pass_steps(event.step - 1)
                 self._begin(event.step)
+                self._below.drop_ended()
             case StepDone():
                 self._pass_steps(event.step - 1)
                 if self._found.step < event.step:
@@ -234,8 +244,13 @@ class Auditor:
                 self._serve()
                 self._unpin(event.pin)
                 self._serve_takers()
+            case StoreStarted() if self._has_groups:
+                self._below.begin_store(event)
             case StoreStarted():
                 self._keep(event)
+            case TransferEnded() if self._has_groups:
+                self._settle()
+                self._below.end(event)
             case TransferEnded():
                 self._end_transfer(event)
             case AtRest():
@@ -255,6 +270,9 @@ class Auditor:
             case LoadAwaited():
                 self._settle()
                 self._await(event)
+            case LoadStarted() if self._has_groups:
+                self._settle()
+                self._below.begin_load(self._requests[event.request], event)
             case LoadStarted():
                 self._settle()
                 self._load(event)
@@ -428,14 +446,15 @@ class Auditor:
     def _check_step(self, event: StepDone) -> None:
         self._look()
         num_used, parts = self._mark
-        if event.num_used != num_used or (self._has_groups and event.tiers != parts):
-            counts = f"{event.num_used} {self._unit} used, and parts {event.tiers}; the ledger {num_used} and {parts}"
+        told = event.tiers[-2 * len(self.ledger.groups) :]
+        if event.num_used != num_used or (self._has_groups and told != parts):
+            counts = f"{event.num_used} {self._unit} used, and parts {told}; the ledger {num_used} and {parts}"
             if not self._has_groups:
                 counts = f"{event.num_used} pages used, the ledger {num_used}"
             self._find(f"the step counts {counts}")
 
     def _rest(self) -> None:
-        num_left = self.ledger.num_used - self._num_beside()
+        num_left = self.ledger.num_used - self._num_beside() - self._below.num_blocks
         if num_left and not self._kept:
             self._find(f"{num_left} {self._unit} are in use, and no request runs")
 
@@ -447,6 +466,9 @@ class Auditor:
             self._find("was admitted, and runs already", event.request)
         known.admission = self._num_admitted
         self._num_admitted += 1
+        if self._has_groups and event.by_tier is not None:
+            self._admit_loaded(known, event)
+            return
         if known.load is None:
             self._hit(known, event.request, event.num_hit_pages, event.reach if self._has_groups else None)
             below = self._found_below(known, known.num_named)
@@ -458,6 +480,14 @@ class Auditor:
         self._check_awaited(known, event.request)
         # Where a load brought the whole prompt, its last token is computed again.
         known.computed = min(known.num_named * size, known.known - 1)
+        known.is_running = True
+
+    def _admit_loaded(self, known: KnownRequest, event: Admitted) -> None:
+        num_pages = self._below.admit(event.request)
+        if event.num_hit_pages != num_pages:
+            self._find(f"{num_pages} pages were loaded and found, and {event.num_hit_pages} were hit", event.request)
+        known.num_named = num_pages
+        known.computed = num_pages * self._page_size
         known.is_running = True
 
     def _hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
@@ -550,7 +580,11 @@ class Auditor:
             known.is_cancelled = True  # a transfer still writes to its pages, or just did
             return
         self._completing = [other for other in self._completing if other != request]
-        self._close(request, self._requests.pop(request))
+        known = self._requests.pop(request)
+        if self._below.cancel(request):
+            self._holders.pop(known.content.owner, None)
+        else:
+            self._close(request, known)
 
     def _close(self, request: int, known: KnownRequest) -> None:
         self._decoding.pop(request, None)

@@ -149,6 +149,8 @@ class Ledger:
         """Blocks of parts that are held, and blocks that are reserved."""
         self.num_reserved = 0
         """Blocks that were taken for what is not a part."""
+        self.num_promised = 0
+        """Free blocks that are kept for requests which wait for a load."""
         self._keeps_all = keeps_all
         self._choose = choose
         self._idle: OrderedDict[Part, None] = OrderedDict()
@@ -165,13 +167,13 @@ class Ledger:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken: empty, or of parts that nothing holds."""
-        return self.num_blocks - self.num_used
+        """Blocks that anyone can take: empty, or of parts that nothing holds."""
+        return self.num_blocks - self.num_used - self.num_promised
 
     @property
     def num_cached(self) -> int:
         """Blocks of parts that can be found and are not held."""
-        return self.num_free - self.num_empty
+        return self.num_blocks - self.num_used - self.num_empty
 
     def counts(self) -> tuple[int, ...]:
         """Return the parts held and the parts cached, one pair per group."""
@@ -282,10 +284,11 @@ class Ledger:
                 self._count_cached(part, -1)
         part.refs += 1
 
-    def release(self, part: Part) -> None:
+    def release(self, part: Part, *, goes_first: bool = False) -> None:
         """End a reference. Raise LedgerError if there is none.
 
-        A part that nothing holds is cached if it has a name and stays, else it is empty.
+        A part that nothing holds is cached if it has a name and stays, else it is empty. `goes_first`: it is evicted
+        next.
         """
         if not part.refs:
             raise LedgerError("is not held", field="part")
@@ -294,6 +297,8 @@ class Ledger:
             return
         if part.name is not None and part.stays:
             self._idle[part] = None
+            if goes_first:
+                self._idle.move_to_end(part, last=False)
             if not part.keeps:
                 self._count_cached(part, 1)
             return

@@ -127,10 +127,11 @@ class RequestParts:
             if self._ledger.groups[index].kind != "state":
                 for page in range(known.num_named, num_pages):
                     if page in parts:
-                        self._publish(known, index, page, parts[page])
+                        self.publish(known, index, page, parts[page])
         known.num_named = num_pages
 
-    def _publish(self, known: KnownRequest, group: int, page: int, part: Part) -> None:
+    def publish(self, known: KnownRequest, group: int, page: int, part: Part) -> None:
+        """Let a part be found."""
         digests = self._digests.upto(known.content, page + 1)
         self._digests.where.setdefault(digests[page], (known.content.owner, page))
         self._ledger.publish(part, digests[page], before=digests[page - 1] if page else None)
@@ -159,7 +160,7 @@ class RequestParts:
         for index in missing:
             part = self._ledger.take(index)
             assert part is not None, "all of them fit"
-            self._publish(known, index, page, part)
+            self.publish(known, index, page, part)
             self._ledger.release(part)
 
     def draft(self, known: KnownRequest, event: DraftTaken, *, is_decoding: bool) -> None:

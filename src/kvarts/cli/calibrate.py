@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["calibrate_command", "compare_command"]
 
 
-RUNS = click.Argument(["runs"], type=INPUT, nargs=-1, metavar="RUN...")
+RUNS = click.Argument(["runs"], type=INPUT, nargs=-1, metavar="[RUN]...")
 KEYS = (
     "model",
     "device",
@@ -61,7 +61,12 @@ KEYS = (
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
 @click.option(
-    "--seed", metavar="N", type=int, default=0, show_default=True, help="Of the points the search tries first."
+    "--seed",
+    metavar="N",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the points that the search tries first.",
 )
 @click.option("--points", metavar="FILE", type=INPUT,
               help="Instead of a RUN: a table of measured points, of any models and devices, one line per load. Fits "
@@ -76,7 +81,8 @@ KEYS = (
               help="Without a RUN: propose the shortest benchmarks that would identify the coefficients of the engine "
               "that options describe.")  # fmt: skip
 @click.option("--out", metavar="FILE", type=OUTPUT,
-              help="Write the cost model to FILE, for `kvarts replay --cost FILE`.")  # fmt: skip
+              help="Write the cost model to FILE, for `kvarts replay --cost FILE`; with --points, constants for "
+              "--prior.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def calibrate_command(
     runs: tuple[Path, ...],
@@ -105,19 +111,12 @@ def calibrate_command(
     say, of all runs. Needs the extra kvarts[calibrate].
     """
     given = given_by_flags(settings, SECTIONS)
-    if hold_out is not None and points is None:
-        raise ConfigError("is for a table of points", field="hold_out", hint="Give the table: --points FILE.")
+    if runs and (points is not None or asks_design):
+        raise ConfigError("is not read with --points, nor with --design", field="runs", hint="Leave it out.")
     if points is not None:
-        _refuse(
-            "is for runs, and points are none",
-            {"runs": runs, "prompts": prompts, "series": series, "column": columns, "fit_on": fit_on,
-             "design": asks_design, **settings},
-        )  # fmt: skip
         _write(_fit_points(points, prior, hold_out, out), out, as_json=as_json)
         return
     if asks_design:
-        unwanted = {"runs": runs, "out": out, "prompts": prompts, "series": series, "fit_on": fit_on}
-        _refuse("is for a fit, and a design has none", unwanted)
         _design(given, as_json=as_json)
         return
     if not runs:

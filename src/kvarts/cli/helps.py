@@ -66,6 +66,7 @@ EXAMPLES = {
     "calibrate": (
         "kvarts calibrate run.jsonl --model llama-3.1-8b --device h100-80gb --out cost.toml",
         "kvarts calibrate --design --model llama-3.1-8b --device h100-80gb",
+        "kvarts calibrate --points measured.csv --hold-out source --out prior.toml",
     ),
     "chat": ("kvarts chat --address 127.0.0.1:50051",),
     "compare": ("kvarts compare run measured.jsonl --html compare.html",),

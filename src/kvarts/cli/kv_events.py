@@ -168,7 +168,7 @@ class KvEventsPart(Part):
                     raise ConfigError("needs --kv-events", field=name)
             return None
         several = {} if model is None else {"several": "--model"}
-        check_combination({"events": "--kv-events", "kv_events": "--kv-events", **config.features, **several})
+        check_combination({"kv_events": "--kv-events", **config.features, **several})
         if config.kv_groups != "off":
             published = _with_groups(published, config.memory.to_builtins()["kv_groups"])
         return Publishing(published, config.replicas, places)

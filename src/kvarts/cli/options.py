@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isinf, isnan
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -100,7 +100,7 @@ class Command(click.Command):
             if given is not None:
                 paths.setdefault(role_of(param), []).extend(given if isinstance(given, tuple) else (given,))
         check_outputs(paths.get("output", ()), (*paths.get("input", ()), *paths.get("directory", ())))
-        self._check_numbers(ctx)
+        self._check_values(ctx)
         if not self.checks_effects:
             check_effects(ctx)
         try:
@@ -111,12 +111,16 @@ class Command(click.Command):
                 raise
             raise ConfigError(error.what, hint=error.hint, field=option) from error
 
-    def _check_numbers(self, ctx: click.Context) -> None:
-        """Raise ConfigError for NaN, which no range of numbers refuses, and for infinity but where it means never."""
+    def _check_values(self, ctx: click.Context) -> None:
+        """Raise ConfigError for NaN, which no range refuses, infinity but where it means never, and bytes for text."""
         for param in self.params:
             value = ctx.params.get(param.name or "")
-            if isinstance(value, float) and (isnan(value) or (isinf(value) and param.opts[0] not in NEVER)):
+            is_never = value == inf and param.opts[0] in NEVER
+            if isinstance(value, float) and not isfinite(value) and not is_never:
                 raise ConfigError(f"must be a finite number, got {value}", field=param.opts[0])
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and not _is_text(text):
+                    raise ConfigError("is not text in UTF-8", field=param.opts[0])
 
     def _typed(self, error: ConfigError) -> str | None:
         """Return the option or argument that the field of an error stands for; None where it stands for none."""
@@ -127,6 +131,15 @@ class Command(click.Command):
             if error.field in names:
                 return param.opts[0] if param.param_type_name == "option" else param.human_readable_name
         return None
+
+
+def _is_text(argument: str) -> bool:
+    """Return whether an argument is text: Python hands on bytes that are not UTF-8 as lone surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Group(click.Group):

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 
 PARTS: tuple[str, ...] = (
+    "fleet",
     "kv_events",
     "offload",
     "plan_policy",
     "record",
+    "routers",
     "session_replay",
     "sharing",
 )
@@ -81,6 +83,8 @@ class Part:
 
     sections: tuple[Section, ...] = ()
     """Settings: options of the command line and tables of a file."""
+    of_one_model = True
+    """Whether its settings are about replays of one model as well, which are all that is planned."""
     tier_flag: str | None = None
     """The option that adds pages below the device."""
 

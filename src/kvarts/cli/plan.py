@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from kvarts.cli.effects import NO_REPLAY, check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
+from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
@@ -36,7 +37,7 @@ __all__ = ["plan_command"]
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
 POLICY_NAMES = (
-    "fifo, lfu, s3-fifo, arc, w-tinylfu, cost-aware, tail-first, adaptive, session-aware"  # and a test compares them
+    "auto, s3-fifo, arc, w-tinylfu, tail-optimised, workload-aware, session-aware"  # and a test compares them
 )
 
 curves = grouped("Cache curves")
@@ -47,7 +48,8 @@ results = grouped("Results")
 
 def _options() -> list[click.Parameter]:
     by_flag: dict[str, click.Option] = {}
-    for option in options_of(all_sections()):
+    several = [section for part in load_parts() if not part.of_one_model for section in part.sections]
+    for option in options_of(section for section in all_sections() if section not in several):
         by_flag.setdefault(option.opts[0], option)
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
@@ -165,6 +167,17 @@ class _Range(click.ParamType[Any]):
     type=_Range(),
     help="How many users fit: sessions of the trace as a closed loop, so many at a time.",
 )
+@latencies(
+    "--routers",
+    metavar="NAME,..",
+    help="Compare these routers on the trace, with --replicas: prefix,llm-d:prefix=3,queue=2,dynamo-kv.",
+)
+@latencies(
+    "--router-ages",
+    "ages",
+    metavar="TIME,..",
+    help="Compare them with what they see as old as this, metrics and cache events alike: 0,50ms,1s.",
+)
 @latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
            help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
 @latencies("--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -186,6 +199,8 @@ def plan_command(
     prices: dict[str, float] | None,
     shares: tuple[Share, ...],
     users: tuple[int, int] | None,
+    routers: str | None,
+    ages: str | None,
     html_file: Path | None,
     opens: bool,
     plot_files: tuple[Path, ...],
@@ -201,11 +216,14 @@ def plan_command(
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
+    if several := given.names("models"):
+        hint = "Plan for each alone, or divide memory among traces with --share."
+        raise given.error(f"[models.{several[0]}]", "a plan is for one model", hint=hint)
     pictures = Pictures(html_file, plot_files, opens=opens)
     if trace is None and config_file is None and not shares:
         given = over_sample_settings(given, sections)
     replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
-    is_other = curves_only or bool(shares) or rate is not None or users is not None
+    is_other = curves_only or bool(shares) or rate is not None or users is not None or routers is not None
     facts = () if replays or is_other else (NO_REPLAY,)
     check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
     named = [given.path_of("trace")] if "trace" in given else []
@@ -242,6 +260,13 @@ def plan_command(
         pictures.write(values)
         if not pictures.are_printed:
             _print(values, as_json, tables.render_users)
+        return
+    if routers is not None:
+        if pictures.paths:
+            raise ConfigError("has nothing to draw", field="--routers", hint="Leave out --html and --plot.")
+        values = asked.routers(routers, ages)
+        values["command"] = asked.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
+        _print(values, as_json, tables.render_routers)
         return
     from kvarts.plan.league import ALL_POLICIES
 

@@ -12,6 +12,7 @@ from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
 from kvarts.plan.commands import command_line
+from kvarts.report.advice import as_size
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
@@ -133,9 +134,42 @@ class Asked:
             "users": users,
         }
 
-    def _users_command(self, users: int, copies: int) -> str:
+    def routers(self, names: str, ages: str | None) -> dict[str, Any]:
+        """Return the comparison of routers. `names` and `ages`: lists with commas."""
+        from kvarts.plan.routers import RoutersPlan
+        from kvarts.routers.spec import split_names
+
+        if self._config is None:
+            raise ConfigError(
+                "needs a model and a device, or a cost", field="--routers", hint="Give --model and --device."
+            )
+        try:
+            with Progress("planning", None, "replays") as progress:
+                routers = RoutersPlan(
+                    self._traffic,
+                    self._config,
+                    split_names(names),
+                    [] if ages is None else [age.strip() for age in ages.split(",")],
+                    command=self.replay,
+                    on_replay=progress.update,
+                ).to_builtins()
+        except SettingError as error:
+            of_names = ("router", "routers")
+            error.fields = tuple("routers" if field in of_names else "router_ages" for field in error.fields)
+            raise self._as_options(error) from error
+        return {
+            "trace": self._traffic.name,
+            "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
+            "config": self._config.to_builtins(),
+            "routers": routers,
+        }
+
+    def _users_command(self, users: int, copies: int, host_bytes: int) -> str:
+        changes: dict[str, Any] = {"concurrency": users}
+        if host_bytes:
+            changes["offload.host_memory"] = as_size(host_bytes)
         if copies == 1:
-            return self.replay({"concurrency": users})
+            return self.replay(changes)
         if self._trace is None:
             return f"kvarts plan --users {users}"
         # What the trace is copied to says itself nothing about its ids.
@@ -145,7 +179,7 @@ class Asked:
             Path("users.jsonl"),
             self._config_file,
             {
-                "concurrency": users,
+                **changes,
                 "trace_block_size": self._traffic.unit_tokens,
                 **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are written
             },

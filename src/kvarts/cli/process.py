@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 STANDARD_STREAMS = (0, 1, 2)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Of mallopt."""
 LARGE_BYTES = 128 * 1024
 KEPT_BYTES = 4 * 1024 * 1024
@@ -107,6 +107,7 @@ def give_back_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_ARENA_MAX, 1)  # a heap of each thread would keep what the others need
 
 
 def guard_streams() -> None:

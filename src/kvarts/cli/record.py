@@ -13,7 +13,6 @@ import click
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part
 from kvarts.cli.paths import DERIVED, OUTPUT
-from kvarts.combines import check_combination, why_not
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
 from kvarts.report.run_directory import EVENTS, TIMELINE, named, per_replica
@@ -93,9 +92,6 @@ class Recordings:
     ) -> None:
         self._config = config
         self._every = timeline_every
-        has_journal = not why_not("events", *config.features)
-        if events_file is not None:
-            check_combination({"events": "--events", **config.features})
         self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
         self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
         if self._timelines:
@@ -109,8 +105,7 @@ class Recordings:
             check_writable(path)
         if run_dir is not None:
             self._timelines.append(list(per_replica(run_dir / TIMELINE, config.replicas)))
-            if has_journal:
-                self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
+            self._journals.append(list(per_replica(run_dir / EVENTS, config.replicas)))
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:

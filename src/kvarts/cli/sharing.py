@@ -34,6 +34,7 @@ class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
 class SharingPart(Part):
     """Names of models, their traces, and what they share."""
 
+    of_one_model = False
     sections = (*SECTIONS, Section(struct=ModelTraffic, title=TITLE, table=MODELS, is_named=True))
 
     def options(self) -> Sequence[click.Option]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarts.report.words import LIMITS, in_memory, number, opening, wrapped
+from kvarts.report.words import LIMITS, UNCERTAIN, in_memory, number, opening, wrapped
 from kvarts.units import as_duration, as_percent
 
 __all__ = ["as_bytes", "render_advice", "render_table"]
@@ -31,6 +31,7 @@ def render_table(summary: dict[str, Any]) -> str:
             lines.append(f"{'':<8}{known}".rstrip())
     lines += [
         "",
+        *([_row(*UNCERTAIN)] if summary.get("uncertainty") else []),
         _row("duration", f"{as_duration(summary['duration_ms'])} in {summary['num_steps']:,} steps"),
         _row("requests", _counts(summary, completed, rejected)),
         _row(

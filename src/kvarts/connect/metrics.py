@@ -6,6 +6,7 @@ import re
 import threading
 import urllib.request
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -108,11 +109,19 @@ def _lines(text: str) -> Iterator[tuple[str, str, float]]:
             yield match[0], labels, value
 
 
+def _is_url(text: str) -> bool:
+    """Return whether `text` is a URL of HTTP, with a port that can be."""
+    try:
+        return _URL.match(text) is not None and urlsplit(text).port != 0
+    except ValueError:
+        return False
+
+
 class Scraper:
     """Looks at `url` again and again, in a thread of its own, and keeps what it saw last. Raises ConfigError."""
 
     def __init__(self, url: str, every_s: float = 1.0) -> None:
-        if not _URL.match(url):
+        if not _is_url(url):
             raise ConfigError(f"is not a URL of HTTP: {url!r}", field="metrics", hint="Give http://HOST:PORT/metrics.")
         self._url = url
         self._every_s = every_s

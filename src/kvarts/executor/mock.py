@@ -19,7 +19,7 @@ from kvarts.errors import ConfigError
 from kvarts.executor.cost import CostModel
 from kvarts.executor.flat_batch import FlatBatch
 from kvarts.executor.page_slots import PageSlots
-from kvarts.executor.page_tables import LayerTable, PageTables
+from kvarts.executor.page_tables import PageTables
 from kvarts.executor.rotation import NoRotation
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.sampling import Logprobs, SamplingParams
@@ -85,9 +85,8 @@ class MockExecutor:
         self.rotation = NoRotation()
         self.late_ns = 0
         """How much later than they should the steps have ended so far, the most of all."""
-        num_tables = 1 if groups is None else groups.page_bytes // groups.block_bytes
-        tables = [LayerTable((block,)) for block in range(num_tables)]
-        self._rows = PageTables(config.max_num_seqs, config.page_size, tables)
+        num_each = 1 if groups is None else groups.page_bytes // groups.block_bytes
+        self._rows = PageTables(config.max_num_seqs, config.page_size, (), num_blocks=num_each)
         self._max_num_seqs = config.max_num_seqs
         self._cost = cost
         self._clock = clock
@@ -98,8 +97,8 @@ class MockExecutor:
         self._watched: dict[int, _Mocked] = {}
         self._seeds: dict[int, int] = {}
         self._logprob = -log(vocab_size)
-        self._counted: dict[int, int] = {}
-        """Of requests with log-probabilities: tokens made."""
+        self._counted: dict[int, tuple[int, Logprobs]] = {}
+        """Of requests with log-probabilities: how many at each place, and those of the tokens made."""
         self._prompts: dict[int, int] = {}
         """Of those with the log-probabilities of their prompts: how long these are."""
 
@@ -115,7 +114,7 @@ class MockExecutor:
         if params.seed is not None:
             self._seeds[request_index] = (self._seed * 1_000_003 + params.seed) % 2**64
         if params.logprobs:
-            self._counted[request_index] = 0
+            self._counted[request_index] = params.top_logprobs, Logprobs([], [])
         if params.prompt_logprobs is not None:
             self._prompts[request_index] = len(prompt)
 
@@ -128,8 +127,8 @@ class MockExecutor:
 
     def logprobs(self, request_index: int) -> Logprobs:
         """Return the log-probabilities of the tokens so far; none is likelier than another."""
-        count = self._counted.get(request_index, 0)
-        return Logprobs([self._logprob] * count, [()] * count)
+        counted = self._counted.get(request_index)
+        return Logprobs() if counted is None else counted[1]
 
     def prompt_logprobs(self, request_index: int) -> Logprobs | None:
         """Return those of a prompt, where asked for: all are as likely, but for the first, which has none."""
@@ -182,8 +181,12 @@ class MockExecutor:
         """Count the tokens of requests that are watched, and return the rows that end."""
         rows = []
         for row, request, token in zip(batch.sampled_rows, batch.requests, tokens, strict=True):
-            if request in self._counted:
-                self._counted[request] += 1
+            counted = self._counted.get(request)
+            if counted is not None:
+                num_top, told = counted
+                told.values.append(self._logprob)
+                others = ((token + place) % self._vocab_size if place else token for place in range(num_top))
+                told.top.append(tuple((other, self._logprob) for other in others))
             watched = self._watched.get(request)
             if watched is not None:
                 watched.num_tokens += 1

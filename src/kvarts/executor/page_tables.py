@@ -53,13 +53,16 @@ WHOLE_PAGES = (LayerTable((0,)),)
 class PageTables:
     """Owner of the ids of all blocks of the pages of each row, of what is kept of its sequence, and of its request.
 
-    `tables`: as what the layers read them. Decodes of sequences that rotate keys late come as chunks of one token.
+    `tables`: as what the layers read them; none where nothing reads them, of `num_blocks` blocks of a page. Decodes of
+    sequences that rotate keys late come as chunks of one token.
     """
 
-    def __init__(self, max_num_seqs: int, page_size: int, tables: Sequence[LayerTable] = WHOLE_PAGES) -> None:
+    def __init__(
+        self, max_num_seqs: int, page_size: int, tables: Sequence[LayerTable] = WHOLE_PAGES, *, num_blocks: int = 1
+    ) -> None:
         self._page_size = page_size
         self._layer_tables = tuple(tables)
-        num_blocks = 1 + max(block for table in tables for block in table.blocks)
+        num_blocks = max([num_blocks, *(1 + block for table in tables for block in table.blocks)])
         self._blocks = np.arange(num_blocks)[:, None]
         self._ids = np.zeros((num_blocks, max_num_seqs, 16), np.int64)
         self._requests = np.full(max_num_seqs, -1, np.int64)
@@ -109,9 +112,10 @@ class PageTables:
                 tokens = np.concatenate((tokens, drafts.tokens))
             gaps = self._gaps[:, rows]
             places = where - gaps
-            ids = self._ids[:, rows, : int(places.max()) // self._page_size + 1]
-            prompts = self._prompts[rows]
             block_slots = self._slots(self._ids[self._blocks, rows, places // self._page_size], places)
+            if self._layer_tables:
+                ids = self._ids[:, rows, : int(places.max()) // self._page_size + 1]
+                prompts = self._prompts[rows]
             for layer_table, one, slots in zip(self._layer_tables, step.tables, step.slots, strict=True):
                 table, block = layer_table.of(ids), layer_table.blocks[0]
                 one.decodes = DecodeMetadata(
@@ -206,9 +210,11 @@ class _Step:
     """The tokens of a step as they are put together. `tables`, `slots`: for each table that layers read."""
 
     def __init__(self, num_tables: int) -> None:
-        nothing = np.zeros(0, np.int64)
-        decodes = DecodeMetadata.plain(nothing, np.zeros((0, 1), np.int64))
-        self.tables = [TableBatch(nothing, decodes, []) for _ in range(num_tables)]
+        self.tables: list[TableBatch] = []
+        if num_tables:
+            nothing = np.zeros(0, np.int64)
+            decodes = DecodeMetadata.plain(nothing, np.zeros((0, 1), np.int64))
+            self.tables = [TableBatch(nothing, decodes, []) for _ in range(num_tables)]
         self.slots: list[list[Ints]] = [[] for _ in range(num_tables)]
         self.tokens: list[npt.NDArray[Any]] = []
         self.positions: list[Ints] = []

@@ -60,7 +60,8 @@ class _BlockStory:
         self._last: int | None = None
         self._resident: dict[int | None, None] = {}
         """Groups of which the part can be found."""
-        self._below: dict[str, None] = {}
+        self._below: dict[tuple[str, int | None], None] = {}
+        """Tiers below that have it, each with the group of the part."""
         self._ended: set[int] = set()
         """Requests that do not run: finished, cancelled, or preempted and not yet back."""
 
@@ -81,7 +82,8 @@ class _BlockStory:
             if line.request in self._sharing:
                 self._tell(line)
         if not self._resident and self._below:
-            self._said.append(f"in the end it is in {' and '.join(self._below)}, and not on the device")
+            tiers = dict.fromkeys(tier for tier, _ in self._below)
+            self._said.append(f"in the end it is in {' and '.join(tiers)}, and not on the device")
         elif not self._resident:
             self._said.append("in the end it is not in the cache")
         elif self._holders:
@@ -116,15 +118,15 @@ class _BlockStory:
             case PreemptedLine() | FinishedLine() | CancelledLine():
                 self._running_ends(line, name)
             case StoringLine() if line.start_page <= self._page < line.end_page:
-                self._say(line, f"on its way to {line.tier}")
+                self._say(line, f"on its way to {line.tier}{self._in(line.group)}")
             case StoreFailedLine() if line.start_page <= self._page < line.end_page:
-                self._say(line, f"did not arrive in {line.tier}")
+                self._say(line, f"did not arrive in {line.tier}{self._in(line.group)}")
             case StoredBelowLine() if line.start_page <= self._page < line.end_page:
-                self._below[line.tier] = None
-                self._say(line, f"stored in {line.tier} as well")
+                self._below[line.tier, line.group] = None
+                self._say(line, f"stored in {line.tier} as well{self._in(line.group)}")
             case RemovedBelowLine() if line.start_page <= self._page < line.end_page:
-                self._below.pop(line.tier, None)
-                self._say(line, f"gone from {line.tier}")
+                self._below.pop((line.tier, line.group), None)
+                self._say(line, f"gone from {line.tier}{self._in(line.group)}")
             case LoadingLine() if line.hit_pages <= self._page < line.hit_pages + sum(line.pages.values()):
                 self._say(line, f"on its way back to the device, for {name}")
             case RemovedLine() if line.start_page <= self._page < line.end_page:

@@ -228,7 +228,7 @@ class _Reading:
     def _wrong_group(self, line: AnyLine) -> str | None:
         """Return what is wrong with the KV group that a line about parts of pages names."""
         assert self.head is not None
-        if not isinstance(line, StoredLine | RemovedLine | GivenBackLine):
+        if not isinstance(line, RunLine):
             return None
         num_groups = len(self.head.kv_groups)
         if (line.group is None) != (not num_groups) or (line.group is not None and line.group >= num_groups):

@@ -65,6 +65,9 @@ class _RequestStory:
             return self._journal.groups[line.group].kind != "state"
         return isinstance(line, RemovedLine | GivenBackLine)
 
+    def _in(self, group: int | None) -> str:
+        return "" if group is None else f", of {self._journal.name_of_group(group)}"
+
     def _say(self, line: Line, what: str) -> None:
         self._said.append(f"{place_of(line)}  {what}")
 
@@ -99,9 +102,10 @@ class _RequestStory:
             case LoadedLine():
                 self._say(line, f"its load ended: {_pages(line.good_pages)} arrived")
             case StoredBelowLine():
-                self._say(line, f"of its sequence, {named_pages(line)} stored in {line.tier}")
+                self._say(line, f"of its sequence, {named_pages(line)} stored in {line.tier}{self._in(line.group)}")
             case StoreFailedLine():
-                self._say(line, f"of its sequence, {named_pages(line)} could not be stored in {line.tier}")
+                pages, place = named_pages(line), f"{line.tier}{self._in(line.group)}"
+                self._say(line, f"of its sequence, {pages} could not be stored in {place}")
             case PreemptedLine():
                 self._count_made(line.step - 1)
                 by = (

@@ -302,6 +302,17 @@ class GroupPages(PartPages):
         """Return what others hold of what device and tier have together."""
         return HeldByOthers(self.parts, found)
 
+    def num_held_while_loading(self, found: RunMatch, num_wanted: int) -> int:
+        """Return the blocks that `open_offered` holds and promises."""
+        held = taken = 0
+        for index, pieces in enumerate(self.parts.tree.pieces(found)):
+            for run, start, end in pieces:
+                num_blocks = (end - start) * self.parts.part_blocks[index]
+                held += num_blocks
+                if not run.holders or run.place != index:
+                    taken += num_blocks
+        return held + max(0, num_wanted - taken)
+
     def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
         """Hold what the device has of `found`, and take parts for the rest; of `num_wanted` blocks, promise the others.
 

@@ -16,10 +16,15 @@ __all__ = ["RunEvents"]
 
 
 class RunEvents:
-    """Emits the events of a RunCache. Runs that follow each other, as their pages do, are one event. See `told`."""
+    """Emits the events of a RunCache. Runs that follow each other, as their pages do, are one event. See `told`.
 
-    def __init__(self, tell: Tell) -> None:
+    `medium`: the tier; `offset`: which of the lists of a span is that of its first group there.
+    """
+
+    def __init__(self, tell: Tell, *, medium: str = "device", offset: int = 0) -> None:
         self._tell = tell
+        self._medium = medium
+        self._offset = offset
         self._came: list[list[tuple[int, int, Content | None]]] = []
         """By group, runs that became findable: pages, and the content before the first of them."""
         self._by: Content | None = None
@@ -42,7 +47,7 @@ class RunEvents:
             self._came.append([])
         self._by = content
         runs = self._came[group]
-        for first, stop in _uncovered(span.parts[group], start, end):
+        for first, stop in _uncovered(span.parts[self._offset + group], start, end):
             if runs and runs[-1][1] == first:
                 runs[-1] = (runs[-1][0], stop, runs[-1][2])
             else:
@@ -52,7 +57,7 @@ class RunEvents:
         """Note that pages [start, end) of `run`, which is findable still, are evicted, the last one first."""
         span, group = run.span, run.group
         assert span is not None
-        siblings = span.parts[group]
+        siblings = span.parts[self._offset + group]
         # The pages between two cuts have the same copies.
         cuts: set[int] | None = None
         for other in siblings:
@@ -81,7 +86,7 @@ class RunEvents:
         by, self._by = self._by, None
         for group, runs in enumerate(self._came):
             for start, end, before in runs:
-                self._tell(PagesStored(by, start, end, before, group=group))
+                self._tell(PagesStored(by, start, end, before, self._medium, group))
             runs.clear()
 
     def _gone(self, span: Span, group: int, start: int, end: int, copy: int | None, *, is_dropped: bool) -> None:
@@ -101,7 +106,7 @@ class RunEvents:
         run = self._content, self._start, self._end
         self._span = None
         if self._copy is None:
-            self._tell(PagesRemoved(*run, group=self._group, is_dropped=self._is_dropped))
+            self._tell(PagesRemoved(*run, self._medium, group=self._group, is_dropped=self._is_dropped))
         else:
             self._tell(CopiesRemoved(*run, self._copy, self._group, self._is_dropped))
 

@@ -88,15 +88,16 @@ def arrive(cache: RunCache, holding: RunHolding, ends: Sequence[int]) -> None:
 
 
 def unhold(cache: RunCache, holding: RunHolding, *, go_first: bool) -> None:
-    """End what a store held: what nothing else uses is evicted last, or next if it is to `go_first`."""
-    order = range(len(cache.groups))
+    """End what a store held of one run: what nothing else uses is evicted last, or next if it is to `go_first`.
+
+    The last page goes before the others.
+    """
     if not go_first:
-        cache.release_all(holding, order)
+        cache.release_all(holding, range(len(cache.groups)))
         return
-    for index in reversed(order):
-        held = holding.held[index]
+    for index, held in enumerate(holding.held):
         holding.held[index] = []
-        for run in reversed(held):
+        for run in held:
             cache.release(index, (run,), holding)
             if not run.holders:
                 cache.move_first(run)

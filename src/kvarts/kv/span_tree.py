@@ -224,7 +224,7 @@ class SpanTree:
         return count
 
     def num_idle(self, match: RunMatch, index: int) -> int:
-        """Return how many snapshots a sequence begins with after `match` that nothing holds or that are to be loaded."""
+        """Return how many snapshots a sequence begins with after `match` that nothing holds or that come by a load."""
         return sum(not run.holders or run.place != index for run, _, _ in self.pieces(match)[index])
 
     # Spans ------------------------------------------------------------------------------------------------

@@ -104,11 +104,14 @@ class Outbox:
                 self._timer = self._loop.call_later(max(early_s, TIMER_S), self._wake_later)
             return
         began_s = thread_time()
-        due_s = self._due_s
-        for woken in self._take_marked():
-            woken.wake()
-            if due_s is not None and self.on_late is not None:
-                self.on_late(monotonic() - due_s)
+        due_s, on_late = self._due_s, self.on_late
+        if due_s is None or on_late is None:
+            for woken in self._take_marked():
+                woken.wake()
+        else:
+            for woken in self._take_marked():
+                woken.wake()
+                on_late(monotonic() - due_s)
         self._not_before_s = monotonic() + thread_time() - began_s
 
     def _wake_later(self) -> None:

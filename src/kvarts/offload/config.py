@@ -18,6 +18,7 @@ from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
+    from kvarts.event_log import Tell
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory
     from kvarts.kv.group_pages import GroupPages
@@ -248,12 +249,18 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return {"host": num_blocks} if num_blocks else {}
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None = None,
+        prefill: PrefillTimes | None = None,
     ) -> PartOffloader:
-        """Open the tier below `cache`. `prefill`: how long computing takes; None: that is measured."""
+        """Open the tier below `cache`. `tell` receives what happens; `prefill`: see PreparedTiers."""
         from kvarts.offload.opening import open_part_offloader  # only engines with tiers pay for it
 
-        return open_part_offloader(self, config, cache, with_page_ids=with_page_ids, prefill=prefill)
+        return open_part_offloader(self, config, cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill)
 
     def bytes_per_s(self, field: str) -> int:
         """Return the bandwidth that is called `field`."""
@@ -292,9 +299,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raise OutputError for a directory that cannot hold them.
         """
-        from kvarts.offload.pagefiles import HEAD, PageFiles
+        from kvarts.offload.pagefiles import PageFiles, file_bytes
 
-        page_bytes = HEAD.size + self.kv_bytes_per_token * page_size
+        page_bytes = file_bytes(32, self.kv_bytes_per_token * page_size)
         return PageFiles(directory, max_bytes=self.num_disk_pages(page_size) * page_bytes)
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str | None = None) -> FilesBelow:
@@ -327,10 +334,16 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
         return self.config.group_tiers(memory, page_size)
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None = None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None = None,
+        prefill: PrefillTimes | None = None,
     ) -> PartOffloader:
         """Open the tier below `cache`."""
-        return self.config.open_group_tiers(config, cache, with_page_ids=with_page_ids, prefill=prefill)
+        return self.config.open_group_tiers(config, cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill)
 
 
 def _parsed(parse: object, text: str, field: str) -> int:

@@ -132,12 +132,13 @@ def open_part_offloader(
     cache: GroupPages,
     *,
     with_page_ids: bool = False,
+    tell: Tell | None = None,
     prefill: PrefillTimes | None = None,
 ) -> PartOffloader:
     """Open the tier of `offload` below the cache of a device with KV groups, of an engine of `config`."""
     memory, page_size = cache.memory, config.page_size
     ((name, num_blocks),) = offload.group_tiers(memory, page_size).items()
-    tier = PartTier(name, num_blocks, memory, cache.parts.tree, with_slots=with_page_ids)
+    tier = PartTier(name, num_blocks, memory, cache.parts.tree, with_slots=with_page_ids, tell=tell)
     policy: PartPolicy = EagerParts(cache.parts)
     if offload.policy == "lazy":
         num_pages = num_blocks * memory.block_bytes // memory.page_bytes
@@ -157,6 +158,7 @@ def open_part_offloader(
         workers=offload.workers,
         fail_every=offload.fail_every,
         with_page_ids=with_page_ids,
+        tell=tell,
     )
 
 

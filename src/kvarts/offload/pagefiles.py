@@ -15,15 +15,23 @@ from kvarts.directories import make_private
 from kvarts.errors import ConfigError, OutputError
 from kvarts.files import write_whole
 
-__all__ = ["PageFiles"]
+__all__ = ["MOST_KEY_BYTES", "PageFiles", "file_bytes"]
 
 MAGIC = b"kvarts page 1\n"
-HEAD = struct.Struct(f"<{len(MAGIC)}s32sQ16s")
-KEY_BYTES = 32
+MOST_KEY_BYTES = 64
+HEADS = [struct.Struct(f"<{len(MAGIC)}s{num_bytes}sQ16s") for num_bytes in range(MOST_KEY_BYTES + 1)]
+"""The header, by the length of the key, which the name of the file says."""
+
+
+def file_bytes(num_key_bytes: int, num_payload_bytes: int) -> int:
+    """Return the bytes of the file of a page."""
+    return HEADS[num_key_bytes].size + num_payload_bytes
 
 
 class PageFiles:
     """A directory of pages, of at most `max_bytes` bytes with their headers. Raises ConfigError, OutputError.
+
+    Keys have 1 to MOST_KEY_BYTES bytes; for any other, `write` and `read` raise ConfigError.
 
     The tier decides which pages go: `write` refuses a page that would exceed `max_bytes`. What is there at the
     beginning and too much goes at once, the oldest first; so do unfinished files, which a killed process left. After
@@ -69,7 +77,8 @@ class PageFiles:
 
     def write(self, key: bytes, payload: bytes) -> bool:
         """Store a page. Return False if it would exceed `max_bytes` or cannot be written."""
-        size = HEAD.size + len(payload)
+        head = _head(key)
+        size = head.size + len(payload)
         num_more = size - self._sizes.get(key, 0)
         self._unclaimed.pop(key, None)
         self._make_room(num_more)
@@ -79,7 +88,7 @@ class PageFiles:
         digest = blake2b(payload, digest_size=16).digest()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, HEAD.pack(MAGIC, key, len(payload), digest) + payload)
+            write_whole(path, head.pack(MAGIC, key, len(payload), digest) + payload)
         except (OSError, OutputError):
             self.num_errors += 1
             return False
@@ -89,14 +98,15 @@ class PageFiles:
 
     def read(self, key: bytes) -> bytes | None:
         """Return the bytes of a page; None if its file is missing, cut short, changed, or of another key."""
+        head = _head(key)
         try:
             text = self._path(key).read_bytes()
         except OSError:
             return None
-        if len(text) < HEAD.size:
+        if len(text) < head.size:
             return None
-        magic, named, length, digest = HEAD.unpack_from(text)
-        payload = text[HEAD.size :]
+        magic, named, length, digest = head.unpack_from(text)
+        payload = text[head.size :]
         if magic != MAGIC or named != key or length != len(payload):
             return None
         return payload if blake2b(payload, digest_size=16).digest() == digest else None
@@ -135,8 +145,9 @@ class PageFiles:
         pages: list[Found] = []
         for path in self.directory.glob("??/*"):
             is_unfinished = path.name.startswith(UNFINISHED) and not set(path.parent.name) - HEX_DIGITS
-            digits = path.name[: 2 * KEY_BYTES]
-            is_page = path.name == f"{digits}.kv" and len(digits) == 2 * KEY_BYTES and not set(digits) - HEX_DIGITS
+            digits = path.name.removesuffix(".kv")
+            is_page = path.suffix == ".kv" and 0 < len(digits) <= 2 * MOST_KEY_BYTES and not set(digits) - HEX_DIGITS
+            is_page = is_page and len(digits) % 2 == 0
             if not is_unfinished and not (is_page and path.parent.name == digits[:2]):
                 continue
             try:
@@ -148,6 +159,12 @@ class PageFiles:
             found = status.st_mtime_ns, path, status.st_size
             (unfinished if is_unfinished else pages).append(found)
         return sorted(unfinished), sorted(pages)
+
+
+def _head(key: bytes) -> struct.Struct:
+    if not 0 < len(key) <= MOST_KEY_BYTES:
+        raise ConfigError(f"must have 1 to {MOST_KEY_BYTES} bytes, got {len(key)}", field="key")
+    return HEADS[len(key)]
 
 
 Found = tuple[int, Path, int]

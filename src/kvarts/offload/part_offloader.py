@@ -6,11 +6,14 @@ transfer reads or writes is held until it ends. A transfer moves parts of pages,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 
 from kvarts.content import Content
+from kvarts.event_log import Tell
+from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
 from kvarts.kv.node import HeldPages
@@ -34,17 +37,29 @@ IDLE_WITHIN_NS = 10_000_000
 
 
 class PartsUnderWay(UnderWay, kw_only=True):
-    """Parts that are moved. `below`: what is pinned there. `above`: what a store holds on the device.
+    """Parts that are moved. `below`: what is pinned there. `above`: what a store holds on the device, run by run.
 
     `loading`: what a load fills, so that its request begins with the `num_loaded` pages from its first on.
     """
 
     below: RunHolding
-    above: RunHolding | None = None
+    above: Sequence[RunHolding] = ()
     loading: RunHolding | None = None
     num_loaded: int = 0
     num_idle: int = 0
     """Blocks of `above` that nothing used when their store began."""
+
+
+class NewStore(msgspec.Struct, eq=False):
+    """A store that is about to begin: what it pins `below`, holds `above`, and copies, run by run."""
+
+    below: RunHolding
+    above: list[RunHolding] = []
+    source_ids: list[PageId] = []
+    target_ids: list[PageId] = []
+    runs: list[tuple[Content, int, int]] = []
+    groups: list[int] = []
+    num_blocks: int = 0
 
 
 class Offered(msgspec.Struct, eq=False):
@@ -77,6 +92,7 @@ class PartOffloader(Transfers):
         workers: int = 1,
         fail_every: int = 0,
         with_page_ids: bool = False,
+        tell: Tell | None = None,
     ) -> None:
         super().__init__(
             [read],
@@ -88,6 +104,7 @@ class PartOffloader(Transfers):
         )
         self._cache = cache
         self._parts = cache.parts
+        self._tell = tell
         self.tier = tier
         self._policy = policy
         self.channels = (write, read)
@@ -141,46 +158,42 @@ class PartOffloader(Transfers):
         self._now_ns = now_ns
         if self._is_behind:
             return
-        policy, tier = self._policy, self.tier
-        above, below = holding_of_transfer(len(tier.groups)), holding_of_transfer(len(tier.groups))
-        num_blocks, num_idle = 0, self._num_idle
-        for run, start, end in policy.choose():
-            num_stored, is_full = self._store(run, start, end, above, below, num_blocks)
-            num_blocks += num_stored
-            if is_full:
+        store = NewStore(holding_of_transfer(len(self.tier.groups)))
+        num_idle = self._num_idle
+        for run, start, end in self._policy.choose():
+            if not self._add(store, run, start, end):
                 break
+        num_blocks = store.num_blocks
         if not num_blocks:
             return
-        num_bytes = num_blocks * self._block_bytes
+        if self._tell is not None:
+            self._tell(StoreStarted(self.num_transfers, self.tier.name, tuple(store.runs), tuple(store.groups)))
         moves = []
         if self._with_page_ids:
-            moves.append(Move(tier.name, _blocks_of(above), _blocks_of(below)))
-        under_way = PartsUnderWay(Direction.STORE, num_blocks, self._workers(), below=below, above=above)
-        write = self.channels[0]
+            moves.append(Move(self.tier.name, tuple(store.source_ids), tuple(store.target_ids)))
+        under_way = PartsUnderWay(
+            Direction.STORE, num_blocks, self._workers(), below=store.below, above=tuple(store.above)
+        )
+        write, num_bytes = self.channels[0], num_blocks * self._block_bytes
         under_way.lanes, under_way.num_idle = ((write, num_bytes),), self._num_idle - num_idle
         self._submit(under_way, write.submit(now_ns, num_bytes), moves)
 
-    def _store(
-        self, run: PartRun, start: int, end: int, above: RunHolding, below: RunHolding, num_blocks: int
-    ) -> tuple[int, bool]:
-        """Begin to store what is missing below of pages [start, end) of a run; `num_blocks` are moved so far.
-
-        Return how many blocks that is, and whether no more can be stored now.
-        """
+    def _add(self, store: NewStore, run: PartRun, start: int, end: int) -> bool:
+        """Add what is missing below of pages [start, end) of a run; return whether more can be stored now."""
         policy, tier, cache = self._policy, self.tier, self._cache
         index, span, write = run.group, run.span, self.channels[0]
         assert span is not None, "what cannot be found is to be stored"
-        blocks, num_stored = tier.part_blocks[index], 0
+        blocks = tier.part_blocks[index]
         while start < end:
             first, last = tier.gap(span, index, start, end)
             if first > start:
                 policy.passed(run, start, first)
                 start = first
                 continue
-            room = write.num_within(self._now_ns, self._store_within_ns, self._block_bytes) - num_blocks - num_stored
+            room = write.num_within(self._now_ns, self._store_within_ns, self._block_bytes) - store.num_blocks
             if room <= 0:
                 self._is_behind = True
-                return num_stored, True
+                return False
             count = min(last - first, -(-room // blocks))
             is_idle = not run.holders
             if is_idle:
@@ -189,7 +202,7 @@ class PartOffloader(Transfers):
                 idle_room = max(self._least_idle, soon) - self._num_idle
                 count = min(count, min(cache.num_free, idle_room) // blocks)
                 if count <= 0:
-                    return num_stored, True
+                    return False
             num_fit = tier.free_bytes // tier.part_bytes[index]
             if not num_fit:
                 self.counts.num_pages_without_room += last - first
@@ -198,15 +211,21 @@ class PartOffloader(Transfers):
                 continue
             count = min(count, num_fit)
             start = first + count
-            tier.place(span, index, first, start, below)
+            target = tier.place(span, index, first, start, store.below)
             stored = run.cut(first, start)
             policy.passed(stored, first, start)
-            self._parts.hold(stored, above)
+            held = holding_of_transfer(len(tier.groups))
+            self._parts.hold(stored, held)
             if is_idle:
                 self._num_idle += count * blocks
             cache.count()
-            num_stored += count * blocks
-        return num_stored, False
+            store.above.append(held)
+            store.source_ids += stored.ids
+            store.target_ids += target.ids
+            store.runs.append((span.content, first, start))
+            store.groups.append(index)
+            store.num_blocks += count * blocks
+        return True
 
     # Loads ------------------------------------------------------------------------------------------------
 
@@ -276,22 +295,31 @@ class PartOffloader(Transfers):
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._is_behind = False
         assert isinstance(under_way, PartsUnderWay)
-        if under_way.above is not None:
+        if under_way.direction is Direction.STORE:
             is_stored = self._count_store(under_way)
+            self._tell_ended(transfer_id, under_way, under_way.num_pages if is_stored else 0)
             self._num_idle -= under_way.num_idle
             for group, runs in enumerate(under_way.below.held if is_stored else ()):
                 self._num_stored[group] += sum(run.end - run.start for run in runs)
             self.tier.settle(under_way.below, is_stored=is_stored)
-            unhold(self._parts, under_way.above, go_first=is_stored and self._policy.goes_first)
+            for held in reversed(under_way.above):
+                unhold(self._parts, held, go_first=is_stored and self._policy.goes_first)
         else:
-            self._end_load(under_way)
+            self._end_load(transfer_id, under_way)
         self._cache.count()
 
-    def _end_load(self, under_way: PartsUnderWay) -> None:
+    def _tell_ended(self, transfer_id: int, under_way: PartsUnderWay, num_pages: int) -> None:
+        if self._tell is not None:
+            num_blocks = min(under_way.num_good_pages, under_way.num_pages)
+            self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns, num_blocks))
+
+    def _end_load(self, transfer_id: int, under_way: PartsUnderWay) -> None:
         """Make what arrived findable. If something did not, the request looks again, and finds what did."""
         loading, pin = under_way.loading, under_way.below
         assert loading is not None
         is_whole = under_way.num_good_pages >= under_way.num_pages
+        num_pages = under_way.num_loaded if is_whole else 0
+        self._tell_ended(transfer_id, under_way, num_pages)
         ends = self._good_ends(pin, under_way.num_good_pages)
         arrive(self._parts, loading, ends)
         self.tier.drop(pin, ends)
@@ -299,7 +327,6 @@ class PartOffloader(Transfers):
         self.tier.unpin(pin)
         self.tier.touch(self._parts.tree.last_of(loading), loading.num_named)
         self._count_load(under_way, is_whole=is_whole)
-        num_pages = under_way.num_loaded if is_whole else 0
         end = under_way.start_page + num_pages if is_whole else 0
         self._loaded.append(Loaded(under_way.request, end, (num_pages,)))
 
@@ -329,9 +356,7 @@ class PartOffloader(Transfers):
     def holds(self) -> list[HeldPages]:
         """Return what stores hold on the device."""
         return [
-            HeldParts(above)
-            for under_way in self._under_way.values()
-            if (above := cast(PartsUnderWay, under_way).above) is not None
+            HeldParts(held) for under_way in self._under_way.values() for held in cast(PartsUnderWay, under_way).above
         ]
 
     def check(self) -> None:

@@ -92,7 +92,7 @@ class LazyParts:
                 run.cut(max(start, run.start), min(end, run.end)).is_wanted = True
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
-        """Yield the runs nearest to eviction that are wanted."""
+        """Yield the runs nearest to eviction that are wanted; of copies the oldest."""
         cache = self._cache
         num_missing = self._target_bytes - cache.empty_bytes
         chosen: list[tuple[PartRun, int]] = []
@@ -106,11 +106,17 @@ class LazyParts:
             if entry.is_wanted:
                 chosen.append((entry, start))
         for run, start in chosen:
-            yield run, start, run.end
+            assert run.span is not None, "a part that cannot be found was cached"
+            found: list[tuple[PartRun, int, int]] = []
+            find(run.span.parts[run.group], max(start, run.start), run.end, found)
+            yield from found
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
-        """Do not store it again while the device has it."""
-        run.cut(start, end).is_wanted = False
+        """Do not store it again while the device has it, in any copy."""
+        assert run.span is not None
+        for copy in tuple(run.span.parts[run.group]):
+            if copy.is_wanted and copy.start < end and copy.end > start:
+                copy.cut(max(start, copy.start), min(end, copy.end)).is_wanted = False
 
     @property
     def has_work(self) -> bool:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvarts.event_log import Tell
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pool import IdPool
 from kvarts.kv.run_account import RunAccount
+from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_loads import holding_of_transfer
 from kvarts.kv.span_tree import SpanTree
 from kvarts.kv.spans import PartRun, RunHolding, Span
@@ -28,15 +30,26 @@ __all__ = ["PartTier"]
 class PartTier(RunAccount):
     """Owner of `num_blocks` blocks, and of what they hold of `memory`. `tree`: of the cache above.
 
-    `with_slots`: blocks have ids, for an executor that copies into them. A transfer or an offer pins runs: each is
-    something that holds them.
+    `with_slots`: blocks have ids, for an executor that copies into them. `tell` receives what can be found here, and
+    what no longer can. A transfer or an offer pins runs: each is something that holds them.
     """
 
     def __init__(
-        self, name: str, num_blocks: int, memory: GroupMemory, tree: SpanTree, *, with_slots: bool = False
+        self,
+        name: str,
+        num_blocks: int,
+        memory: GroupMemory,
+        tree: SpanTree,
+        *,
+        with_slots: bool = False,
+        tell: Tell | None = None,
     ) -> None:
-        blocks = IdPool(num_blocks) if with_slots else None
-        super().__init__(memory, total_bytes=num_blocks * memory.block_bytes, blocks=blocks)
+        super().__init__(
+            memory,
+            total_bytes=num_blocks * memory.block_bytes,
+            blocks=IdPool(num_blocks) if with_slots else None,
+            events=None if tell is None else RunEvents(tell, medium=name, offset=len(memory.groups)),
+        )
         self.name = name
         self.num_blocks = num_blocks
         self._tree = tree
@@ -103,6 +116,9 @@ class PartTier(RunAccount):
                     continue  # the tier was reset meanwhile
                 span.parts[run.place].remove(run)
                 if is_stored:
+                    if self.events is not None:
+                        self.events.came(span.content, index, span, run.start, run.end)
+                        self.events.told()
                     run.place = self._here + index
                     span.parts[run.place].append(run)
                     if index in self._whole:
@@ -126,8 +142,15 @@ class PartTier(RunAccount):
                 if span is not None and run.end > ends[index]:
                     if run.start < ends[index]:
                         run.split(ends[index])
+                    self._tell_gone(run)
                     span.parts[run.place].remove(run)
                     self._doom(run, span)
+
+    def _tell_gone(self, run: PartRun) -> None:
+        """Emit that a run is found no more, though nothing was short."""
+        if self.events is not None and run.place < self._coming:
+            self.events.goes(run, run.start, run.end, is_dropped=True)
+            self.events.told()
 
     def _doom(self, run: PartRun, span: Span) -> None:
         """Let a pinned run, which is in no list of its span any more, be empty when its last pin ends."""
@@ -141,6 +164,7 @@ class PartTier(RunAccount):
         for span in self._spans():
             for runs in span.parts[self._here :]:
                 for run in tuple(runs):
+                    self._tell_gone(run)
                     if run.holders:
                         runs.remove(run)
                         self._doom(run, span)

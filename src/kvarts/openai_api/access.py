@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,6 +78,10 @@ class Guard:
         self._check_page(request)
         return ANYONE
 
+    def shares_with(self, origin: str | None) -> bool:
+        """Return whether pages of `origin`, another than the server's, may read answers."""
+        return origin in self._origins
+
     def _check_page(self, request: HttpRequest) -> None:
         """Raise ApiError for what a web page of another origin sends: nothing but its origin gives it away."""
         host = (request.header("host") or "").lower()
@@ -92,8 +97,13 @@ class Guard:
         name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if "." not in name or name.endswith(".localhost") or name in self._hosts:
             return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        return _is_address(name)
+
+
+@lru_cache(16)
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

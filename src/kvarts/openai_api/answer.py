@@ -15,14 +15,19 @@ from typing import Protocol
 
 import msgspec
 
-from kvarts.llm.listener import RequestFailedError
+from kvarts.llm.listener import Gone, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, TopLogprobs
 
-__all__ = ["Answer", "Choice", "ChoiceMeter", "Piece", "TokenLogprob"]
+__all__ = ["Answer", "Choice", "ChoiceMeter", "Piece", "TokenLogprob", "size_of"]
+
+PIECE_BYTES = 200
+PAIR_BYTES = 100
+"""About the memory of a piece, or of a token with its log-probability, and of each other token in its place."""
+LOOK_BYTES = 1 << 20
 
 TokenLogprob = tuple[int, float | None, TopLogprobs]
 """A token, its log-probability, and the likeliest tokens in its place with theirs."""
@@ -60,12 +65,40 @@ class Answer:
         or else the coroutine is woken.
         """
         self._waiter: asyncio.Future[None] | None = None
+        self.is_read = False
+        """Whether pieces are written as they are taken; else what was taken is kept until the end."""
+        self.num_bytes = 0
+        """About what it holds: pieces that were not taken, and what is kept."""
+        self._next_look = LOOK_BYTES
+        self.on_more: Callable[[], object] | None = None
+        """Is called each time that it holds LOOK_BYTES more, in the thread of the engine."""
+        self._is_cut = False
 
     def put(self, piece: Piece | BaseException) -> None:
-        """Add a piece, from any thread. Raise Gone if there is no event loop any more."""
+        """Add a piece, from any thread. Raise Gone if there is no event loop any more, or if it was cut."""
+        if self._is_cut:
+            raise Gone
         self.pieces.append(piece)
+        self.num_bytes += PIECE_BYTES
+        if self.num_bytes > self._next_look:
+            self._next_look = self.num_bytes + LOOK_BYTES
+            if self.on_more is not None:
+                self.on_more()
         if not self.is_marked:
             self.outbox.mark(self)
+
+    def cut(self, error: BaseException) -> None:
+        """Let go of what it holds, and have its coroutine raise `error`. In the thread of the engine."""
+        self._is_cut = True
+        self.pieces.clear()
+        self.pieces.append(error)
+        if not self.is_marked:
+            self.outbox.mark(self)
+
+    def keep(self, num_bytes: int) -> None:
+        """Note what is kept of the pieces that were taken, all together."""
+        self.num_bytes = num_bytes
+        self._next_look = min(self._next_look, num_bytes + LOOK_BYTES)
 
     def wake(self) -> None:
         """Wake the coroutine, if it waits."""
@@ -90,7 +123,14 @@ class Answer:
             if isinstance(piece, BaseException):
                 raise piece
             taken.append(piece)
+        if self.is_read:
+            self.keep(0)
         return taken
+
+
+def size_of(logprobs: Sequence[TokenLogprob]) -> int:
+    """Return about how many bytes of memory log-probabilities are."""
+    return sum(PIECE_BYTES + PAIR_BYTES * len(top) for _, _, top in logprobs)
 
 
 class Choice:
@@ -146,6 +186,11 @@ class Choice:
         self.logprobs = partial(engine.logprobs, request.index)
 
     @property
+    def answer(self) -> Answer:
+        """What its pieces go through."""
+        return self._answer
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens it has so far."""
         return self._num_tokens if self.completion is None else len(self.completion.tokens)
@@ -158,16 +203,22 @@ class Choice:
     def update(self, generation: Generation) -> None:
         """Send what is new after a step."""
         tokens = generation.tokens
-        num_tokens = len(tokens)
-        if num_tokens == self._num_tokens:
+        num_tokens, num_before = len(tokens), self._num_tokens
+        if num_tokens == num_before:
             return
         text = generation.final_text
-        if not self._num_tokens and generation.params.prompt_logprobs is not None and self._engine is not None:
-            self.prompt_logprobs = self._engine.prompt_logprobs(generation.request.index)
-        self._count(num_tokens)
+        if num_before:
+            now_s = monotonic()
+            self._meter.next_tokens(num_tokens - num_before, now_s - self._last_s)
+            self._last_s = now_s
+        else:
+            if generation.params.prompt_logprobs is not None and self._engine is not None:
+                self.prompt_logprobs = self._engine.prompt_logprobs(generation.request.index)
+            self._count(num_tokens)
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs:
             logprobs = self._new_logprobs(tokens, self.logprobs())
+            self._answer.num_bytes += size_of(logprobs)
         self._answer.put((self, text[self._num_chars :], num_tokens, None, logprobs))
         self._num_tokens, self._num_chars = num_tokens, len(text)
 

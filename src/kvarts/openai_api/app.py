@@ -35,6 +35,12 @@ BODIES_AT_ONCE = 4
 FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
 LOG = logging.getLogger("kvarts.openai_api")
 MAX_ID_CHARS = 256
+PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-request-id, x-session-id"),
+    (b"access-control-max-age", b"600"),
+)
+"""What a browser is told that asks whether a page may send a request."""
 
 
 class Watcher:
@@ -120,6 +126,12 @@ class OpenAIApp:
         response = HttpResponse(send, None if direct is None else direct["call"])
         request_id = (request.header("x-request-id") or uuid4().hex)[:MAX_ID_CHARS]
         response.extra_headers.append((b"x-request-id", request_id.encode("latin-1", "replace")))
+        origin = request.header("origin")
+        if origin is not None and self._guard.shares_with(origin):
+            response.extra_headers += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin")]
+            if request.method == "OPTIONS" and request.header("access-control-request-method") is not None:
+                await response.whole(b"", headers=[*PREFLIGHT])  # it never has a key
+                return
         try:
             await self._handle(request, response, request_id, started_s)
         except (ClientGone, Cut):

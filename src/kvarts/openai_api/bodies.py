@@ -51,6 +51,8 @@ NOT_DONE = (
     "suffix",
     "functions",
     "function_call",
+    "include_stop_str_in_output",
+    "return_tokens_as_token_ids",
 )
 
 BodyT = TypeVar("BodyT")
@@ -104,6 +106,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     def check(self) -> None:
         """Raise ApiError for what is asked for and not done: a client would believe that it was."""
@@ -111,7 +115,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         for name in NOT_DONE:
             value = best_of if name == "best_of" else getattr(self, name, None)
             if value not in (None, False, "", [], {}):
-                raise ApiError(400, "is not done here: leave it out", param=name)
+                raise ApiError(400, f"{name} is not supported: omit it", param=name)
+        if self.return_token_ids and self.stream:
+            raise ApiError(400, "return_token_ids is not supported in a stream: omit stream", param="return_token_ids")
         if self.prompt_logprobs is not None:
             if not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
                 raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}", param="prompt_logprobs")
@@ -269,6 +275,11 @@ class ChatBody(GenerationBody, kw_only=True):
         return options
 
     @property
+    def has_schema(self) -> bool:
+        """Whether it brings a JSON schema, of what its answer or the arguments of a tool are to be."""
+        return bool(self.tools) or self.response_format is not None or self.structured_outputs is not None
+
+    @property
     def asked_logprobs(self) -> int | None:
         """How many likeliest tokens to tell; None for no log-probabilities. Raise ApiError for a number without."""
         if self.top_logprobs and not self.logprobs:
@@ -342,7 +353,7 @@ def check_response(body: ResponsesBody) -> None:
         raise ApiError(400, "log-probabilities are of chat completions", param="top_logprobs")
     for name in ("background", "conversation"):
         if getattr(body, name):
-            raise ApiError(400, "is not done here: leave it out", param=name)
+            raise ApiError(400, f"{name} is not supported: omit it", param=name)
 
 
 def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> list[dict[str, Any]]:

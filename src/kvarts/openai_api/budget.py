@@ -13,7 +13,8 @@ MOST_VALUES = 1_000_000
 MOST_MADE_VALUES = 20_000
 """JSON values that a mock makes for the schemas of a request, all choices together: about 20 ms."""
 MOST_MADE_BYTES = 4 * 1024 * 1024
-
+VALUE_BYTES = 64
+"""Making a value takes as long as reading so many bytes."""
 
 OBJECT_VALUES = 6
 """An object takes as much memory as so many other values."""
@@ -40,6 +41,11 @@ class Budget:
         self.num_sequences = sequences
         self.num_made = MOST_MADE_VALUES
         self.num_made_bytes = MOST_MADE_BYTES
+
+    @property
+    def cost_bytes(self) -> int:
+        """What making values for JSON schemas costs, in bytes of a body that take as long to read."""
+        return VALUE_BYTES * (MOST_MADE_VALUES - self.num_made) + MOST_MADE_BYTES - self.num_made_bytes
 
     def draw_json(self, payload: bytes) -> None:
         """Draw the values of JSON text."""

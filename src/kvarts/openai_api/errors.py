@@ -9,7 +9,7 @@ import msgspec
 from kvarts.errors import KvartsError
 from kvarts.llm.listener import EngineDeadError, RequestFailedError
 
-__all__ = ["ApiError", "api_error"]
+__all__ = ["ApiError", "api_error", "too_long"]
 
 TYPES = {
     400: "BadRequestError",
@@ -56,6 +56,21 @@ class ApiError(Exception):
         if self.retry_after_s is None:
             return []
         return [(b"retry-after", f"{self.retry_after_s:g}".encode())]
+
+
+def too_long(limit: int, num_prompt_tokens: int | None, max_tokens: int, *, param: str) -> ApiError:
+    """Return the error of a request that is longer than the context, in vLLM's words, which clients look for.
+
+    `num_prompt_tokens`: None for more than the context, uncounted.
+    """
+    told = f"more than {limit}" if num_prompt_tokens is None else f"{num_prompt_tokens + max_tokens}"
+    parts = "" if num_prompt_tokens is None else f" ({num_prompt_tokens} in the prompt, {max_tokens} in the completion)"
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, you requested {told} tokens{parts}. Please "
+        "reduce the length of the prompt or the completion.",
+        param=param,
+    )
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kvarts.llm.text import Completion
 from kvarts.llm.token_bytes import TextOffsets
 from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.prompts import TextModel
@@ -18,6 +19,7 @@ from kvarts.sampling import Logprobs
 __all__ = ["ChatForm", "CompletionForm", "Echo", "Form", "Whole", "usage_of"]
 
 encode = msgspec.json.encode
+MOST_TEXTS = 256
 
 
 class Whole:
@@ -27,7 +29,14 @@ class Whole:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: Logprobs | None = None
+        self.completion: Completion | None = None
         self.finish_reason = ""
+
+    def add(self, text: str) -> None:
+        """Add text. A long one is kept as one piece: a text of a few characters takes ten times their memory."""
+        self.texts.append(text)
+        if len(self.texts) > MOST_TEXTS:
+            self.texts = ["".join(self.texts)]
 
     @property
     def text(self) -> str:
@@ -40,7 +49,7 @@ class Whole:
         num_values = sum(1 + len(top) for _, _, top in self.logprobs)
         if self.prompt_logprobs is not None:
             num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)
-        return 4 * len(self.texts) + 64 * num_values
+        return sum(map(len, self.texts)) + 64 * num_values
 
 
 class Form(Protocol):
@@ -91,7 +100,8 @@ class CompletionForm:
     """/v1/completions. `echoes`: the prompt before each choice, where prompts are echoed.
 
     `prompts`: the tokens of each choice's prompt, where their log-probabilities are a field of the answer.
-    `has_logprobs`: those of an echo are told with those of the text. `skips_special_tokens`: these have no text.
+    `has_logprobs`: those of an echo are told with those of the text. `ids_of`: the tokens of each choice's prompt,
+    where the answer has the ids of these and of its own. `skips_special_tokens`: these have no text.
     """
 
     def __init__(
@@ -102,6 +112,7 @@ class CompletionForm:
         *,
         prompts: Sequence[Sequence[int]] = (),
         has_logprobs: bool = False,
+        ids_of: Sequence[Sequence[int]] = (),
         skips_special_tokens: bool = True,
     ) -> None:
         self.answer_id = f"cmpl-{uuid4().hex}"
@@ -109,6 +120,7 @@ class CompletionForm:
         self._echoes = echoes
         self._prompts = prompts
         self._has_logprobs = has_logprobs
+        self._ids_of = ids_of
         self._skips_special_tokens = skips_special_tokens
         self._facts = {"id": self.answer_id, "object": "text_completion", "created": int(time()), "model": model}
         self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
@@ -120,7 +132,7 @@ class CompletionForm:
         if not self._echoes:
             return b""
         told = self._echoed(number, prompt_logprobs)
-        return self._piece(number, self._echoes[number].text, None, None if told is None else encode(told), None)
+        return self._piece(number, self._echoes[number].text, None, encode(told), None)
 
     def piece(
         self,
@@ -131,16 +143,18 @@ class CompletionForm:
         usage: Mapping[str, Any] | None,
     ) -> bytes:
         """Return the chunk of a piece."""
-        told = encode(self._logprobs(number, logprobs)) if logprobs else None
+        if finish_reason is None and usage is None and not logprobs:  # most are such
+            return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._head, number, encode(text))
+        told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
         return self._piece(number, text, finish_reason, told, usage)
 
     def _piece(
-        self, number: int, text: str, finish_reason: str | None, logprobs: bytes | None, usage: Mapping[str, Any] | None
+        self, number: int, text: str, finish_reason: str | None, logprobs: bytes, usage: Mapping[str, Any] | None
     ) -> bytes:
         reason = b"null" if finish_reason is None else encode(finish_reason)
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._head, number, encode(text), logprobs or b"null", reason, tail
+            self._head, number, encode(text), logprobs, reason, tail
         )  # fmt: skip
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
@@ -162,6 +176,9 @@ class CompletionForm:
                 "finish_reason": choice.finish_reason,
                 "stop_reason": None,
             }
+            if self._ids_of and choice.completion is not None:
+                one["token_ids"] = choice.completion.tokens
+                one["prompt_token_ids"] = list(self._ids_of[number])
             if self._prompts and choice.prompt_logprobs is not None:
                 one["prompt_logprobs"] = _prompt_entries(self._text, self._prompts[number], choice.prompt_logprobs)
             told.append(one)
@@ -205,11 +222,21 @@ class CompletionForm:
 class ChatForm:
     """/v1/chat/completions. `shape`: what each choice is made into; without, it is text.
 
-    `prompt`: its tokens, where their log-probabilities are a field of the answer.
+    `prompt`: its tokens, where their log-probabilities are a field of the answer. `ids_of`: the same, where the answer
+    has the ids of these and of its own.
     """
 
-    def __init__(self, model: str, text: TextModel, *, shape: Shape | None = None, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: str,
+        text: TextModel,
+        *,
+        shape: Shape | None = None,
+        prompt: Sequence[int] = (),
+        ids_of: Sequence[int] = (),
+    ) -> None:
         self._prompt = prompt
+        self._ids_of = ids_of
         self.answer_id = f"chatcmpl-{uuid4().hex}"
         self._text = text
         self._shape = shape
@@ -239,6 +266,10 @@ class ChatForm:
     ) -> bytes:
         """Return the chunk of a piece. What is made into something else comes at its end, all at once."""
         if self._shape is None:
+            if finish_reason is None and usage is None and not logprobs:  # most are such
+                return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
+                    self._head, number, encode(text)
+                )  # fmt: skip
             delta = b'{"content":' + encode(text) + b"}"
         else:
             change, reason_now = self._shaped(self._shape, number, text, is_last=finish_reason is not None)
@@ -284,15 +315,18 @@ class ChatForm:
                 made, changed = self._shape.message(choice.text)
                 message |= made
                 reason = changed or reason
-            told.append(
-                {
-                    "index": number,
-                    "message": message,
-                    "logprobs": {"content": self._logprobs(choice.logprobs)} if choice.logprobs else None,
-                    "finish_reason": reason,
-                    "stop_reason": None,
-                }
-            )
+            one = {
+                "index": number,
+                "message": message,
+                "logprobs": {"content": self._logprobs(choice.logprobs)} if choice.logprobs else None,
+                "finish_reason": reason,
+                "stop_reason": None,
+            }
+            if self._ids_of and choice.completion is not None:
+                one["token_ids"] = choice.completion.tokens
+            told.append(one)
+        if self._ids_of:
+            extra = {**extra, "prompt_token_ids": list(self._ids_of)}
         body = {**self._facts, "object": "chat.completion", "choices": told, "usage": usage, **extra}
         if self._prompt and choices[0].prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_entries(self._text, self._prompt, choices[0].prompt_logprobs)

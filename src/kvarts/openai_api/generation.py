@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from kvarts.limits import brief
-from kvarts.openai_api.answer import Answer, Choice, Piece
+from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
@@ -26,7 +25,7 @@ from kvarts.openai_api.bodies import (
     messages_of,
 )
 from kvarts.openai_api.budget import INLINE_BYTES, Budget
-from kvarts.openai_api.errors import ApiError, api_error
+from kvarts.openai_api.errors import ApiError, api_error, too_long
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
@@ -136,11 +135,7 @@ def asks_of(
             raise ApiError(400, "a prompt must have at least one token", param="prompt")
         room = limit - len(tokens)
         if room < 1 or (max_tokens is not None and max_tokens > room):
-            asked = "" if max_tokens is None else f" and {max_tokens} to generate"
-            raise ApiError(
-                400, f"the model has a context of {limit} tokens, and {len(tokens)} in the prompt{asked} are more",
-                param="max_tokens" if room >= 1 else "prompt",
-            )  # fmt: skip
+            raise too_long(limit, len(tokens), max_tokens or 0, param="max_tokens" if room >= 1 else "prompt")
         for copy in range(num_choices):
             seed = body.seed if copy == 0 else (body.seed or 0) + copy
             most, ends_itself = max_tokens, False
@@ -274,8 +269,13 @@ def wanted_chat(served: Served, body: ChatBody, budget: Budget) -> Wanted:
     if body.structured(schema) is not None:
         raise ApiError(400, "calls of tools have a form already", param="response_format")
     if not served.keeps_to_grammars:
-        schema = known[0].get("parameters")
-        call = ToolCall(known[0]["name"], schema if isinstance(schema, dict) else {})
+        # Another one after each result, so that an agent comes to its end; which is the first, the seed says.
+        num_results = sum(
+            isinstance(message, dict) and message.get("role") == "tool" for message in body.messages or ()
+        )
+        tool = known[((body.seed or 0) + num_results) % len(known)]
+        schema = tool.get("parameters")
+        call = ToolCall(tool["name"], schema if isinstance(schema, dict) else {})
         call.draw(budget, body.num_choices)  # what cannot be made is refused now
         return Wanted(None, call)
     if isinstance(choice, dict):
@@ -374,6 +374,7 @@ class Generating:
                 echoes,
                 prompts=[ask.tokens for ask in asks] if body.prompt_logprobs is not None else (),
                 has_logprobs=body.top_logprobs is not None,
+                ids_of=[ask.tokens for ask in asks] if body.return_token_ids else (),
                 skips_special_tokens=body.skip_special_tokens is not False,
             )
             body.prompt = None
@@ -383,18 +384,25 @@ class Generating:
 
     async def chat(self, exchange: Exchange) -> None:
         """Answer POST /v1/chat/completions."""
+        is_short = len(exchange.payload) <= INLINE_BYTES
+        read_before = exchange.take_body(ChatBody) if is_short else None
 
         def read() -> _Read:
-            body = exchange.take_body(ChatBody)
+            body = exchange.take_body(ChatBody) if read_before is None else read_before
             served = self._models.of(body.model)
             wanted = wanted_chat(served, body, exchange.budget)
             asks = wanted.of(chat_asks(served, body, exchange))
             prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
-            form = ChatForm(body.model or served.names[0], served.text, shape=wanted.shape, prompt=prompt)
+            ids_of = asks[0].tokens if body.return_token_ids else ()
+            form = ChatForm(
+                body.model or served.names[0], served.text, shape=wanted.shape, prompt=prompt, ids_of=ids_of
+            )
             body.messages = body.tools = None
             return _Read(served, body, asks, form)
 
-        await self._answer(exchange, await exchange.apart(read))
+        # A schema of a few bytes may take much longer than these say.
+        num_bytes = INLINE_BYTES if read_before is not None and read_before.has_schema else 0
+        await self._answer(exchange, await exchange.apart(read, num_bytes=num_bytes))
 
     async def _answer(self, exchange: Exchange, read: _Read) -> None:
         served, body, form = read.served, read.body, read.form
@@ -409,33 +417,38 @@ class Generating:
             if body.stream:
                 options = body.stream_options or StreamOptions()
                 stream = _Stream(exchange, form, choices, options, prompt_lengths, body.num_choices)
+                answer.is_read = True
                 await stream.write(answer, num_prompt_tokens)
             else:
                 wholes = [Whole() for _ in choices]
-                await _collect(answer.take, wholes)
+                await _collect(answer, wholes)
                 exchange.failure.before_answer()
                 extra = {"kv_transfer_params": body.kv_transfer_params}
                 usage = usage_of(num_prompt_tokens, _num_tokens(choices), _cached_tokens(choices, body.num_choices))
-                payload = await exchange.work(
-                    lambda: form.whole(wholes, usage, extra), num_bytes=sum(whole.num_bytes for whole in wholes)
-                )
+                num_bytes = exchange.budget.cost_bytes + sum(whole.num_bytes for whole in wholes)
+                payload = await exchange.work(lambda: form.whole(wholes, usage, extra), num_bytes=num_bytes)
                 await exchange.failure.write_whole(exchange.response, payload)
         finally:
             await under_way.end()
 
 
-async def _collect(take: Any, wholes: list[Whole]) -> None:
+async def _collect(answer: Answer, wholes: list[Whole]) -> None:
     """Wait for all pieces."""
     num_open = len(wholes)
+    num_bytes = 0
     while num_open:
-        for choice, text, _, finish_reason, logprobs in await take():
+        for choice, text, _, finish_reason, logprobs in await answer.take():
             whole = wholes[choice.number]
-            whole.prompt_logprobs = choice.prompt_logprobs
-            whole.texts.append(text)
-            whole.logprobs += logprobs
+            whole.prompt_logprobs, whole.completion = choice.prompt_logprobs, choice.completion
+            whole.add(text)
+            num_bytes += len(text)
+            if logprobs:
+                whole.logprobs += logprobs
+                num_bytes += size_of(logprobs)
             if finish_reason is not None:
                 whole.finish_reason = _told_reason(finish_reason)
                 num_open -= 1
+        answer.keep(num_bytes)
 
 
 def _num_tokens(choices: Sequence[Choice]) -> int:
@@ -472,6 +485,8 @@ class _Stream:
         self._copies = copies
         self._begun: set[int] = set()
         self._num_open = len(choices)
+        self._end_cost = exchange.budget.cost_bytes
+        """What making the end of all choices takes, in bytes."""
 
     async def write(self, answer: Answer, num_prompt_tokens: int) -> None:
         """Write everything. What goes wrong after the first byte is told as an event."""
@@ -480,12 +495,11 @@ class _Stream:
         await failure.stall()
         await response.begin_stream()
         if response.direct is not None and not failure.has_any:
-            answer.write_now = partial(self._write_now, answer.pieces, response.direct)
+            answer.write_now = partial(self._write_now, answer, response.direct)
         try:
             while True:
-                parts: list[bytes] = []
-                for piece in pieces:
-                    self._put(piece, parts)
+                cost = self._end_cost if any(piece[3] is not None for piece in pieces) else 0
+                parts = await self._exchange.work(partial(self._parts, pieces), num_bytes=cost)
                 if failure.has_any:
                     await failure.write(response, parts)
                 else:
@@ -506,7 +520,7 @@ class _Stream:
             await failure.write(response, [end, b"data: [DONE]\n\n"])
         await response.end_stream()
 
-    def _write_now(self, pieces: deque[Piece | BaseException], direct: Direct) -> bool:
+    def _write_now(self, answer: Answer, direct: Direct) -> bool:
         """Write pieces as they come: most of what a token costs is to wake the task that waits for it.
 
         Return whether that was all. Errors and ends are for the task.
@@ -514,6 +528,8 @@ class _Stream:
         if not direct.is_ready:
             return False
         parts: list[bytes] = []
+        pieces = answer.pieces
+        answer.num_bytes = 0
         try:
             while pieces:
                 piece = pieces[0]
@@ -528,6 +544,13 @@ class _Stream:
             if payload := b"".join(parts):
                 direct.write(payload)
         return True
+
+    def _parts(self, pieces: Sequence[Piece]) -> list[bytes]:
+        """Return the chunks of pieces."""
+        parts: list[bytes] = []
+        for piece in pieces:
+            self._put(piece, parts)
+        return parts
 
     def _put(self, piece: Piece, parts: list[bytes]) -> None:
         """Add the chunks of a piece."""

@@ -7,9 +7,9 @@ from itertools import accumulate
 from time import time
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from kvarts.openai_api.meter import BucketCounts
 from kvarts.openai_api.models import Models
@@ -27,11 +27,15 @@ class Metrics:
         self._of_models = [ModelMetrics(served) for served in models]
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return metrics as a scraper reads them, and the type of that text."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+    def exposition(self) -> tuple[bytes, str]:
+        """Return metrics as a scraper reads them, and the type of that text.
+
+        Whatever a scraper prefers, it is the text form: in OpenMetrics, Prometheus 2 has its names without colons, and
+        no query of a dashboard for vLLM finds them.
+        """
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics, each with the samples of every model."""

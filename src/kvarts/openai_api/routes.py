@@ -11,6 +11,7 @@ import msgspec
 from kvarts import __version__
 from kvarts.openai_api.access import Access, Handler, Route
 from kvarts.openai_api.bodies import APART, MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
+from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.generation import Exchange, chat_asks, completion_asks
 from kvarts.openai_api.models import Models
@@ -117,7 +118,9 @@ class Routes:
         """Tell the metrics."""
         if self._metrics is None:
             self._metrics = await asyncio.to_thread(_metrics_of, self._models)
-        payload, content_type = self._metrics.exposition(exchange.request.header("accept") or "")
+        of = self._metrics
+        # In turn, and off the event loop: others do not wait for a client that asks for metrics all the time.
+        payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
         await exchange.response.whole(
             payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
         )

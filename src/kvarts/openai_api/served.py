@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic, time
@@ -21,7 +21,7 @@ from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
-from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.errors import ApiError, too_long
 from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import Message, TextModel
@@ -41,6 +41,8 @@ DEAD = "the model has died"
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MOST_HELD_TOKENS = 16_000_000
 """Prompt tokens of all requests that run or wait: 128 MB. More, where four times as many fit the pages."""
+MOST_ANSWER_BYTES = 64 * 1024 * 1024
+"""About the memory of all answers: what their clients have not read, or what is kept until they are whole."""
 GUARANTEED = 1 << 32
 """Added to the priority of a request that runs on what its owner is guaranteed: it goes before what is borrowed."""
 
@@ -165,7 +167,7 @@ class Served:
         self.host = host
         self.sets_owners_apart = sets_owners_apart
         config = host.config
-        shares = shares or {}
+        shares = self._shares = dict(shares or {})
         self._places = Shares(config.max_num_seqs + limits.max_queued, shares)
         self._held_tokens = Shares(max(MOST_HELD_TOKENS, 4 * config.pool_tokens), shares)
         self._gate: Gate | None = None
@@ -247,8 +249,9 @@ class Served:
         if not is_too_long:
             tokens = self.text.encode(text, add_special_tokens=add_special_tokens, most=most)
         if is_too_long or len(tokens) > most:
-            has = "the model has a context of" if most_tokens is None else "here a prompt has at most"
-            raise ApiError(400, f"{has} {most} tokens, and the prompt has more", param="prompt")
+            if most_tokens is None:
+                raise too_long(most, None, 0, param="prompt")
+            raise ApiError(400, f"here a prompt has at most {most} tokens, and this one has more", param="prompt")
         budget.draw_values(len(tokens), "prompt")
         return array("Q", tokens)
 
@@ -344,6 +347,7 @@ class Served:
         places.force(owner.name, len(asks))
         held.force(owner.name, num_tokens)
         answer = Answer(self.outbox)
+        answer.on_more = self._bound_answers
         choices = []
         for number, ask in enumerate(asks):
             choice = Choice(answer, number, self.meter, has_logprobs=ask.params.logprobs, ends_itself=ask.ends_itself)
@@ -353,6 +357,18 @@ class Served:
             choices.append(choice)
             self._live.add(choice)
         return answer, choices
+
+    def _bound_answers(self) -> None:
+        """End the largest answer of the owner with the most, if all hold too much. In the thread of the engine."""
+        owners = {choice.answer: choice.owner for choice in list(self._live)}
+        if sum(answer.num_bytes for answer in owners) <= MOST_ANSWER_BYTES:
+            return
+        held = Counter[str]()
+        for answer, owner in owners.items():
+            held[owner] += answer.num_bytes
+        owner = max(held, key=lambda name: (held[name] / self._shares.get(name, 1.0), name))
+        largest = max((answer for answer in owners if owners[answer] == owner), key=lambda answer: answer.num_bytes)
+        largest.cut(ApiError(503, "answers that are not read, or not streamed, take too much memory: stream, and read"))
 
     def finish(self, choices: Sequence[Choice]) -> None:
         """Note that an answer is over: written, or given up. What is under way ends, and frees its pages."""

@@ -29,6 +29,11 @@ __all__ = ["Address", "OpenAIServer", "serve_until_signal"]
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 64
+MAX_BETWEEN_BYTES = 64 * 1024
+"""Of what stands between the parts of a body, or after the last one: sizes, extensions, trailers."""
+FREE_PARTS = 4096
+LEAST_PART_BYTES = 64
+"""Parts of a body beyond FREE_PARTS have so many bytes on average."""
 HEAD_TIMEOUT_S = 75.0
 """So long a connection may have sent nothing, or half of a head."""
 
@@ -112,9 +117,10 @@ class _Direct:
 class _Protocol(HttpToolsProtocol):
     """HTTP that can be cut off by the application, for failures on purpose, with errors in the envelope.
 
-    The head of a request has an end and comes in time. Requests to change the protocol are left alone, as HTTP says of
-    a server that does not: the body is read. Where several requests came at once, all of them hear that their client
-    has gone. Of requests that come before those before them are answered, so many wait; one more ends the connection.
+    The head of a request has an end and comes in time, and so do the trailers of a body in parts. Requests to change
+    the protocol are left alone, as HTTP says of a server that does not: the body is read. Where several requests came
+    at once, all of them hear that their client has gone. Of requests that come before those before them are answered,
+    so many wait; one more ends the connection.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -126,6 +132,9 @@ class _Protocol(HttpToolsProtocol):
         """Whether too many came: the rest is not read, and the connection ends after the last answer."""
         self._num_head_bytes = 0
         """Of the head that is being read, with what came beside it."""
+        self._num_between_bytes = 0
+        """Of the body that is being read: bytes that came since its last part."""
+        self._num_parts = self._num_part_bytes = 0
         self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -141,11 +150,15 @@ class _Protocol(HttpToolsProtocol):
         """Read what has come, of which a head may be a part."""
         if self._is_full:
             return
-        is_head = self._is_in_head
+        is_head, num_parts = self._is_in_head, self._num_parts
         if is_head:
             self._num_head_bytes += len(data)
             data = _without_upgrade(data)
         super().data_received(data)
+        if not (is_head or self._is_in_head):
+            self._num_between_bytes = self._num_between_bytes + len(data) if self._num_parts == num_parts else 0
+            if self._num_between_bytes > MAX_BETWEEN_BYTES:
+                self._break(ApiError(431, f"{MAX_BETWEEN_BYTES} bytes of a body are no part of it, at most"))
         if is_head and self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(ApiError(431, f"the head of a request has {MAX_HEAD_BYTES} bytes at most"))
 
@@ -164,6 +177,7 @@ class _Protocol(HttpToolsProtocol):
         """Let the application know how, before it is called."""
         self._is_in_head = False
         self._in_time.cancel()
+        self._num_between_bytes = self._num_parts = self._num_part_bytes = 0
         if self._is_full:
             return
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -188,7 +202,13 @@ class _Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Read a part of a body."""
-        if not self._is_full:
+        if self._is_full:
+            return
+        self._num_parts += 1
+        self._num_part_bytes += len(body)
+        if self._num_parts > FREE_PARTS and self._num_part_bytes < LEAST_PART_BYTES * (self._num_parts - FREE_PARTS):
+            self._break(ApiError(400, f"the parts of a long body have {LEAST_PART_BYTES} bytes on average"))
+        else:
             super().on_body(body)
 
     def on_response_complete(self) -> None:
@@ -202,11 +222,18 @@ class _Protocol(HttpToolsProtocol):
     _is_in_head = True
     """Whether what comes next is of a head."""
 
+    def _break(self, error: ApiError) -> None:
+        """End a connection in the midst of a body. Nothing more of it is read."""
+        self._is_full = True
+        self._refuse(error)
+
     def _too_late(self) -> None:
         self._refuse(ApiError(408, f"a request begins within {HEAD_TIMEOUT_S:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
         """Close the connection, and say why, unless an answer is half written."""
+        if self.transport.is_closing():
+            return
         if any(not cycle.response_complete and (cycle.response_started or cycle is not self.cycle)
                for cycle in self._under_way):  # fmt: skip
             self.transport.abort()

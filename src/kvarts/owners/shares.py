@@ -42,12 +42,12 @@ class Shares:
         """Units that all owners hold together."""
         self._num_kept_free = 0
         """Units that are kept for owners that do not use them."""
-        self.total = 0
+        self.total = total - 1  # any other: there is none yet
         self.resize(total)
 
     def resize(self, total: int) -> None:
         """Let there be `total` units from now on, whatever is held. Raise ConfigError for less than 0."""
-        if total == self.total and self._guaranteed:
+        if total == self.total:
             return
         if total < 0:
             raise ConfigError(f"must be at least 0, got {total}", field="total")
@@ -98,14 +98,16 @@ class Shares:
         return min(names, key=lambda name: (-self.over(name), name), default=None)
 
     def _change(self, owner: str, amount: int) -> None:
-        kept_before = self._kept_free(owner)
-        used = self._used.get(owner, 0) + amount
+        before = self._used.get(owner, 0)
+        used = before + amount
         if used:
             self._used[owner] = used
         else:
             self._used.pop(owner, None)
         self.num_used += amount
-        self._num_kept_free += self._kept_free(owner) - kept_before
+        kept = self._kept.get(owner)
+        if kept is not None:
+            self._num_kept_free += max(0, kept - used) - max(0, kept - before)
 
     def _kept_free(self, owner: str) -> int:
         return max(0, self._kept.get(owner, 0) - self._used.get(owner, 0))

@@ -19,7 +19,7 @@ from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent
 
 if TYPE_CHECKING:
-    from kvarts.sim.config import RouterMaker
+    from kvarts.sim.router import RouterMaker
 
 __all__ = ["COST_ERROR", "LatencyPlan", "Step", "cost_error_of"]
 

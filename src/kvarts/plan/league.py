@@ -15,8 +15,10 @@ from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan import adaptive, orders, queues
+from kvarts.plan import queues
 from kvarts.plan.cache import CachePlan
+from kvarts.plan.learned import AutoOrder
+from kvarts.plan.published import TailOptimisedOrder, WorkloadAwareOrder
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sessions import finishing
 from kvarts.rooms import code_named
@@ -30,14 +32,12 @@ MakeOrder = Callable[[], EvictionOrder]
 
 POLICIES: dict[str, MakeOrder] = {
     "lru": LruOrder,
-    "fifo": orders.FifoOrder,
-    "lfu": orders.LfuOrder,
+    "auto": AutoOrder,
     "s3-fifo": queues.S3FifoOrder,
     "arc": queues.ArcOrder,
     "w-tinylfu": queues.TinyLfuOrder,
-    "cost-aware": orders.CostAwareOrder,
-    "tail-first": orders.TailFirstOrder,
-    "adaptive": adaptive.AdaptiveOrder,
+    "tail-optimised": TailOptimisedOrder,
+    "workload-aware": WorkloadAwareOrder,
 }
 """Orders that need nothing but what an order is told, by the names that the command line knows."""
 

@@ -8,7 +8,8 @@ from typing import Any
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS
 from kvarts.plan.replays import Replays, Step
-from kvarts.units import as_duration, as_percent
+from kvarts.report.words import plus_minus
+from kvarts.units import as_percent
 
 __all__ = ["cheapest_option", "other_option"]
 
@@ -74,7 +75,7 @@ def _option(replays: Replays, name: str, step: Step, what: str, slo_share: float
     kept = point["slo_ratio"]
     spread = replays.spread(step)
     ttft, tpot = (
-        as_duration(point[metric]["p99"]) + ("" if spread is None else f" +- {as_duration(spread[metric]['p99'])}")
+        plus_minus(point[metric]["p99"], None if spread is None else spread[metric]["p99"])
         for metric in ("ttft_ms", "tpot_ms")
     )
     notes = [

@@ -14,16 +14,7 @@ from kvarts.content import PageKey
 from kvarts.kv.eviction import BaseOrder
 from kvarts.kv.node import Node
 
-__all__ = [
-    "CostAwareOrder",
-    "FifoOrder",
-    "LfuOrder",
-    "RankedOrder",
-    "RankedRuns",
-    "RunKey",
-    "TailFirstOrder",
-    "run_key",
-]
+__all__ = ["RankedOrder", "RankedRuns", "RunKey", "run_key"]
 
 Rank = tuple[float, ...]
 Entry = tuple[Rank, int, int, int, Node]
@@ -152,52 +143,3 @@ class RankedOrder(BaseOrder):
         node = self.runs.first_free()
         assert node is not None, "nothing to evict is listed"
         return node
-
-
-class FifoOrder(RankedOrder):
-    """What came first goes first, however often it was hit."""
-
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return when the run came."""
-        return (born,)
-
-
-class LfuOrder(RankedOrder):
-    """What was hit least often goes first, and of that what was released first."""
-
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return the hits."""
-        return (hits,)
-
-
-class TailFirstOrder(RankedOrder):
-    """What is deepest in its prompt goes first: beginnings are what prompts share."""
-
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return how near to the beginning the run is."""
-        return (-node.start,)
-
-
-class CostAwareOrder(RankedOrder):
-    """GreedyDual: what is cheap to compute goes first, and what was not used for long becomes cheap.
-
-    A page costs its linear layers and attention to all before it. The rank is that cost, in pages at the beginning of
-    a prompt, above the rank of what was evicted last.
-    """
-
-    EVEN_TOKENS = 30_000
-    """Where in a prompt attention costs as much as all else: about that of an 8B model with full attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._inflation = 0.0
-
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return what computing a page of the run saves, above what is evicted now."""
-        middle = (node.start + node.end) / 2 * node.content.page_size
-        return (self._inflation + 1.0 + middle / self.EVEN_TOKENS,)
-
-    def removed(self, node: Node) -> None:
-        """Unlist `node`, and let all that comes stand above it."""
-        self._inflation = max(self._inflation, self.runs.rank_of(node)[0])
-        super().removed(node)

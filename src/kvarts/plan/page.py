@@ -8,7 +8,7 @@ from typing import Any
 from kvarts.plan.series import charts_of
 from kvarts.plan.sweep_page import sweep_table
 from kvarts.report.page import fill_page, table_html
-from kvarts.report.words import duration, opening, page_bytes_of
+from kvarts.report.words import opening, page_bytes_of, plus_minus
 from kvarts.units import as_memory, as_percent
 
 __all__ = ["render_page", "summary_html"]
@@ -99,13 +99,17 @@ def _sentence(text: str | None) -> str:
 def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | None) -> list[str]:
     """Return a row under OPTION_HEADS. `page_bytes`: None where no model gives the size of a page."""
     kept = option["keeps_slo"]
+    unsure = option.get("uncertainty", {})
     return [
         option["name"],
         f"{option['replicas']:,}",
         f"{option['pages']:,}",
         "-" if page_bytes is None else as_memory(option["pages"] * page_bytes),
         as_percent(option["hit_ratio"]),
-        *("-" if ms is None else duration(ms) for ms in (option["ttft_ms_p99"], option["tpot_ms_p99"])),
+        *(
+            "-" if (ms := option[f"{metric}_p99"]) is None else plus_minus(ms, unsure.get(metric, {}).get("p99"))
+            for metric in ("ttft_ms", "tpot_ms")
+        ),
         "-" if kept is None else f"{as_percent(option['slo_ratio'], bound=slo_share)}, {'yes' if kept else 'no'}",
         option["limited_by"].replace("kv_pages", "KV pages").replace("_", " "),
     ]

@@ -14,14 +14,16 @@ from kvarts.plan.cache import CachePlan
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.lead import lead
 from kvarts.plan.tiers import Tier, TiersPlan, best_buy, prefill_s_per_token
+from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
 from kvarts.sim.replay import trace_of
 from kvarts.sim.trials import ReplayTrials
 from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
-    from kvarts.sim.config import ReplayConfig, RouterMaker
+    from kvarts.sim.config import ReplayConfig
     from kvarts.sim.replay import Traffic
+    from kvarts.sim.router import RouterMaker
 
 __all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_plan"]
 
@@ -262,7 +264,22 @@ def _tiers(
             point["command"] = _tiers_command(point["pages"], config.replicas, commands)
     values["best_buy"] = best_buy(values)
     values["least_host"] = None if found is None else msgspec.to_builtins(found)
+    values["kv_transfer_config"] = None if found is None else _in_vllm(found.num_bytes)
     return values
+
+
+def _in_vllm(host_bytes: int) -> dict[str, Any]:
+    """Return the value of vLLM's `--kv-transfer-config` for as much host memory, kept by kvarts."""
+    spec = {
+        "spec_name": "KvartsOffloadingSpec",
+        "spec_module_path": "kvarts.connect.vllm",
+        "host_memory": as_size(host_bytes),
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": spec,
+    }
 
 
 def _tiers_command(pages: Mapping[str, int], replicas: int, commands: Commands) -> str:

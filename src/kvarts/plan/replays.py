@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,14 +12,16 @@ from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
-from kvarts.sim.router import RouterName, find_router
 from kvarts.sim.trials import ReplayTrials
 from kvarts.units import as_memory
 
 if TYPE_CHECKING:
-    from kvarts.sim.config import RouterMaker
+    from kvarts.sim.router import RouterMaker
 
 __all__ = ["Replays", "Step", "share_kept"]
+
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+"""Routers that are compared where nothing says which."""
 
 
 def share_kept(summary: dict[str, Any]) -> float | None:
@@ -64,16 +66,16 @@ class Replays:
         router: str | RouterMaker,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
-        self.routers: dict[str, RouterName | RouterMaker] = {name: name for name in get_args(RouterName)}
-        """Those of several replicas, by their names: all that have one, and those that were given."""
+        self.routers: dict[str, str | RouterMaker] = {name: name for name in ROUTERS}
+        """Those that are compared for several replicas, by their names, with the one that was given."""
         self._given_router: str = "round-robin" if callable(config.router) else config.router
-        self.router = self._named_router(router)
         self.counts_groups = config.kv_groups != "off"
         """Whether replays count the KV groups of a model, and not whole pages as curves do."""
         self.least_pages = _least_pages(plan, config)
         """The smallest memory of a replica that every request fits into."""
         self._plan = plan
         self._config = config.certain
+        self.router = self._named_router(router)
         self._uncertain = config
         self._command = command
         self._on_replay = on_replay
@@ -84,7 +86,8 @@ class Replays:
         """Return the name of a router, and take it in if it is one of the user's own."""
         name = router if isinstance(router, str) else getattr(router, "__name__", type(router).__name__)
         if name not in self.routers:
-            self.routers[name] = find_router(router)
+            self._config.routing_settings.check(router)
+            self.routers[name] = router
         return name
 
     def points(self) -> list[dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from kvarts.plan.series import usual_points
 from kvarts.report.words import NAME_ONE, number, opening, page_bytes_of, wrapped
-from kvarts.units import as_duration, as_percent
+from kvarts.units import as_duration, as_memory, as_percent
 
-__all__ = ["render", "render_sample", "render_shares", "render_users"]
+__all__ = ["render", "render_routers", "render_sample", "render_shares", "render_users"]
 
 GIB = 1 << 30
 LATENCY_HEADING = f"{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>10}{'SLO':>8}"
@@ -42,7 +43,7 @@ def render(plan: dict[str, Any]) -> str:
         )
     if plan["at"]:
         lines += _details(plan, _looked_at(plan))
-    lines += [*_league(plan), *_tiers(plan), *_latencies(plan)]
+    lines += [*_league(plan), *_tiers(plan), *_latencies(plan), *_in_vllm(plan)]
     return "\n".join(lines) + "\n"
 
 
@@ -69,6 +70,30 @@ def _of_groups(point: dict[str, Any]) -> str:
     return f"{as_percent(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
 
 
+def render_routers(plan: dict[str, Any]) -> str:
+    """Return the table of routers, with a line end."""
+    routers = plan["routers"]
+    has_slo = any(bound is not None for bound in routers["slo"].values())
+    width = max(len("router"), *(len(point["router"]) for point in routers["points"]))
+    lines = [
+        f"{plan['trace']} on {routers['replicas']} replicas; {plan['setting']}",
+        "",
+        f"{'router':<{width}}{'age':>8}{'hits':>8}{'TTFT':>10}{'p99':>10}{'TPOT p99':>10}{'most/mean':>10}"
+        + f"{'SLO kept':>10}" * has_slo,
+    ]
+    lines += [
+        f"{point['router']:<{width}}{point['age'] or '-':>8}{as_percent(point['hit_ratio']):>8}"
+        f"{as_duration(point['ttft_ms']['mean']):>10}{as_duration(point['ttft_ms']['p99']):>10}"
+        f"{as_duration(point['tpot_ms']['p99']):>10}{number(point['most_to_mean_tokens']):>10}"
+        + f"{as_percent(point['slo_ratio']):>10}"
+        * has_slo
+        for point in routers["points"]
+    ]
+    best = min(routers["points"], key=lambda point: point["ttft_ms"]["mean"] or 0.0)
+    lines += ["", "shortest mean TTFT:", f"  {best['command']}"]
+    return "\n".join(lines) + "\n"
+
+
 def render_users(plan: dict[str, Any]) -> str:
     """Return the table of how many users fit, with a line end."""
     users = plan["users"]
@@ -91,9 +116,34 @@ def render_users(plan: dict[str, Any]) -> str:
             lines += ["", f"{fails:,} users are too many: the SLO is not kept for {share}"]
         else:
             until = "and no limit was found" if fails is None else f"with {fails:,} it is not"
-            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}"]
+            cost = _cost_of(users, users["points"], fits)
+            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}", f"  {cost}"]
             lines += [f"  {point['command']}" for point in users["points"] if point["users"] == fits]
+        if users["host"] is not None:
+            lines += ["", *_with_host(users, users["host"])]
     return "\n".join(lines) + "\n"
+
+
+def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
+    """Return a line on how many users fit with host memory, and what replays them."""
+    gained, most = (100 * (host[name] - host["hit_ratio_without"]) for name in ("hit_ratio", "most_hit_ratio"))
+    fits, until = host["fits"], "" if host["fails_at"] is None else f", {host['fails_at']:,} do not"
+    size = f"{as_memory(host['memory_bytes'])} of host memory"
+    if users["num_devices"] > 1:
+        size += " a replica"
+    points = f"{gained:.1f} of the {most:.1f} points of hits that it can give {users['fails_at']:,} users"
+    if fits is None:
+        return wrapped(f"no users fit with {size} either, {points}")
+    cost = _cost_of(users, host["points"], fits)
+    commands = [f"  {point['command']}" for point in host["points"] if point["users"] == fits]
+    return [*wrapped(f"{fits:,} users fit with {size}{until}: {points}"), f"  {cost}", *commands]
+
+
+def _cost_of(users: dict[str, Any], points: list[dict[str, Any]], fits: int) -> str:
+    """Return what so many users cost, in devices and hours."""
+    point = next(point for point in points if point["users"] == fits)
+    hours = 1000 * point["device_hours"] / max(1, point["num_completed"])
+    return f"{users['num_devices'] / fits:.2f} devices a user, {hours:.2f} device hours per 1,000 requests"
 
 
 def render_shares(plan: dict[str, Any]) -> str:
@@ -231,6 +281,15 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
     if tiers["best_buy"] is not None:
         lines.append(f"  {tiers['best_buy']} memory saves most for its price")
     return lines
+
+
+def _in_vllm(plan: dict[str, Any]) -> list[str]:
+    """Return the option of vLLM for the host memory that a plan found."""
+    config = (plan.get("tiers") or {}).get("kv_transfer_config")
+    if config is None:
+        return []
+    size = config["kv_connector_extra_config"]["host_memory"]
+    return ["", f"in vLLM, {size} of host memory kept by kvarts", f"  --kv-transfer-config '{json.dumps(config)}'"]
 
 
 def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[str]:

@@ -15,13 +15,14 @@ from kvarts.errors import ConfigError
 from kvarts.plan.replays import share_kept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
+from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.editing import repeated
 from kvarts.traffic.trace import Trace
 
 __all__ = ["UsersPlan"]
 
-Command = Callable[[int, int], str]
-"""Answers what replays so many users, over so many copies of the trace."""
+Command = Callable[[int, int, int], str]
+"""Answers what replays so many users, over so many copies of the trace, with so many bytes of host memory."""
 
 
 class UsersPlan:
@@ -48,34 +49,75 @@ class UsersPlan:
         self._on_replay = on_replay
         self._num_sessions = len({request.session_id or request for request in trace})
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
-        self._found: dict[int, dict[str, Any]] = {}
+        self._found: dict[tuple[int, int], dict[str, Any]] = {}
+        """Replays, by bytes of host memory that were added, and users."""
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able."""
-        fits = fails = None
+        """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able.
+
+        With a limit, `host` has the same with the host memory that keeps the hits of the users that are too many: its
+        `memory_bytes`, its `hit_ratio` there, and those without it (`hit_ratio_without`) and without bound
+        (`most_hit_ratio`); null where it gains nothing, or cannot be added.
+        """
+        fits = fails = host = None
         if self._has_slo:
-            fits, fails = self._search()
+            fits, fails = self._search(0, self._low)
+            if fails is not None:
+                host = self._host(fits, fails)
         else:
             for users in sorted({self._low, (self._low + self._high) // 2, self._high}):
-                self._replayed(users)
+                self._replayed(0, users)
         return {
             "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
             "slo_share": self._slo_share if self._has_slo else None,
             "num_sessions": self._num_sessions,
+            "num_devices": self._num_devices,
             "fits": fits,
             "fails_at": fails,
-            "points": [self._found[users] for users in sorted(self._found)],
+            "points": self._points(0),
+            "host": host,
         }
 
-    def _search(self) -> tuple[int | None, int | None]:
+    @property
+    def _num_devices(self) -> int:
+        """The devices of all replicas."""
+        cost = self._config.cost
+        each = getattr(cost, "tensor_parallel", 1) * getattr(cost, "pipeline_parallel", 1)
+        return int(each) * self._config.replicas
+
+    def _host(self, fits: int | None, fails: int) -> dict[str, Any] | None:
+        """Return how many users fit with the host memory that keeps the hits of `fails` users."""
+        trace, _ = self._sessions_of(fails)
+        config = msgspec.structs.replace(self._config, concurrency=fails, speedup=1.0)
+        trials = ReplayTrials(trace, config, is_asked=True, on_replay=self._on_replay)
+        if getattr(config.offload, "host_pages", None) or getattr(config.offload, "host_memory", None):
+            return None
+        found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
+        if found is None:
+            return None
+        host_bytes = found.num_bytes
+        more, fails_at = self._search(host_bytes, fits or self._low)
+        return {
+            "memory_bytes": host_bytes,
+            "hit_ratio_without": trials.replayed(0)["prefix_hit_ratio"],
+            "hit_ratio": found.hit_ratio,
+            "most_hit_ratio": found.most_hit_ratio,
+            "fits": more,
+            "fails_at": fails_at,
+            "points": self._points(host_bytes),
+        }
+
+    def _points(self, host_bytes: int) -> list[dict[str, Any]]:
+        return [self._found[key] for key in sorted(self._found) if key[0] == host_bytes]
+
+    def _search(self, host_bytes: int, users: int) -> tuple[int | None, int | None]:
         """Return the last that keeps it and the first that does not, next to each other; None where there is none.
 
-        Doubling first, since many users are slow to replay; then bisection.
+        Doubling first, from `users` on, since many users are slow to replay; then bisection.
         """
         low, high = None, None
-        users = self._low
         while high is None:
-            if self._keeps(users):
+            if self._keeps(host_bytes, users):
                 low = users
                 if users == self._high:
                     return low, None
@@ -86,32 +128,42 @@ class UsersPlan:
             return None, high
         while high - low > 1:
             middle = (low + high) // 2
-            if self._keeps(middle):
+            if self._keeps(host_bytes, middle):
                 low = middle
             else:
                 high = middle
         return low, high
 
-    def _keeps(self, users: int) -> bool:
-        kept: float = self._replayed(users)["slo_ratio"]
+    def _keeps(self, host_bytes: int, users: int) -> bool:
+        kept: float = self._replayed(host_bytes, users)["slo_ratio"]
         return kept >= self._slo_share
 
-    def _replayed(self, users: int) -> dict[str, Any]:
-        if users not in self._found:
+    def _sessions_of(self, users: int) -> tuple[Trace, int]:
+        """Return the sessions of so many users, and how often the trace is in them."""
+        copies = -(-users // self._num_sessions)
+        return self._trace if copies == 1 else repeated(self._trace, copies), copies
+
+    def _replayed(self, host_bytes: int, users: int) -> dict[str, Any]:
+        key = host_bytes, users
+        if key not in self._found:
             if self._on_replay is not None:
                 self._on_replay()
-            copies = -(-users // self._num_sessions)
-            trace = self._trace if copies == 1 else repeated(self._trace, copies)
+            trace, copies = self._sessions_of(users)
             config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0)
+            if host_bytes:
+                config = ReplayTrials(trace, config).with_memory(host_memory=host_bytes)
             summary = replay(trace, config.certain).summary
-            self._found[users] = {
+            hours = summary["duration_ms"] / 3.6e6
+            self._found[key] = {
                 "users": users,
                 "hit_ratio": summary["prefix_hit_ratio"],
                 **{name: summary[name] for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms")},
                 "request_throughput_per_s": summary["request_throughput_per_s"],
+                "device_hours": hours * self._num_devices,
+                "num_completed": summary["num_completed"],
                 "slo_ratio": share_kept(summary),
                 "num_rejected": summary["num_rejected"],
                 "limited_by": summary["limited_by"]["cause"],
-                "command": self._command(users, copies),
+                "command": self._command(users, copies, host_bytes),
             }
-        return self._found[users]
+        return self._found[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import IO, Any
 
 import msgspec
@@ -140,7 +141,7 @@ class JournalWriter:
                 yield line
 
     def _runs(self, event: StoreStarted, kind: type[StoringLine | StoreFailedLine]) -> Iterator[Line]:
-        for content, start, end in event.runs:
+        for (content, start, end), group in zip(event.runs, event.groups or repeat(None), strict=False):
             yield kind(
                 n=self._num_lines,
                 step=self._step,
@@ -150,6 +151,7 @@ class JournalWriter:
                 tier=event.medium,
                 start_page=start,
                 end_page=end,
+                group=group,
             )
 
     def _line(self, event: Event) -> Line | None:
@@ -235,7 +237,7 @@ def _stored(_: JournalWriter, event: PagesStored, place: dict[str, Any]) -> Line
     place.update(request=event.content.owner, start_page=event.start_page, end_page=event.end_page)
     if event.medium == "device":
         return StoredLine(**place, group=event.group)
-    return StoredBelowLine(**place, tier=event.medium)
+    return StoredBelowLine(**place, tier=event.medium, group=event.group)
 
 
 def _given_back(_: JournalWriter, event: PartsGivenBack, place: dict[str, Any]) -> Line:
@@ -261,6 +263,7 @@ def _removed(_: JournalWriter, event: PagesRemoved | CopiesRemoved, place: dict[
             tier=event.medium,
             start_page=event.start_page,
             end_page=event.end_page,
+            group=event.group,
         )
     return RemovedLine(
         **place,

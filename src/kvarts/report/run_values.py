@@ -80,6 +80,7 @@ class RunReport(msgspec.Struct, frozen=True):
     tpot_ms: Spread | None = None
     e2e_ms: Spread | None = None
     queue_ms: Spread | None = None
+    uncertainty: dict[str, Spread] = {}
     request_throughput_per_s: Real | None = None
     input_throughput_tokens_per_s: Real | None = None
     output_throughput_tokens_per_s: Real | None = None

@@ -12,8 +12,19 @@ from kvarts.units import as_memory, parse_bytes
 from kvarts.units import as_number as number
 from kvarts.units import as_percent as percent
 
-__all__ = ["LATENCIES", "LIMITS", "NAME_ONE", "count", "duration", "facts", "in_memory", "memory_unit", "number"]
-__all__ += ["opening", "page_bytes_of", "percent", "wrapped"]
+__all__ = [
+    "LATENCIES",
+    "LIMITS",
+    "NAME_ONE",
+    "UNCERTAIN",
+    "count",
+    "duration",
+    "facts",
+    "in_memory",
+    "memory_unit",
+    "number",
+]
+__all__ += ["opening", "page_bytes_of", "percent", "plus_minus", "wrapped"]
 
 LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "E2E": "e2e_ms", "queue time": "queue_ms"}
 LIMITS = {
@@ -53,8 +64,13 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     for name, field in LATENCIES.items():
         spread: Spread | None = getattr(report, field)
         if spread is not None and spread.p50 is not None:
-            values = {"p50": spread.p50, "p90": spread.p90, "p99": spread.p99}
-            out.append((name, ", ".join(f"{p} {duration(ms)}" for p, ms in values.items() if ms is not None)))
+            unsure = report.uncertainty.get(field, Spread())
+            values = {"p50": (spread.p50, unsure.p50), "p90": (spread.p90, unsure.p90), "p99": (spread.p99, unsure.p99)}
+            out.append(
+                (name, ", ".join(f"{p} {plus_minus(*each)}" for p, each in values.items() if each[0] is not None))
+            )
+    if report.uncertainty:
+        out.append(UNCERTAIN)
     evicted = "" if report.num_evicted_pages is None else f", {count(report.num_evicted_pages)} evicted"
     out += [
         (
@@ -84,13 +100,22 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
     return out
 
 
+def plus_minus(ms: float | None, unsure_ms: float | None) -> str:
+    """Return a latency, with one standard deviation where that is known."""
+    return duration(ms) + ("" if unsure_ms is None else f" +- {duration(unsure_ms)}")
+
+
 def memory_unit(report: RunReport) -> str:
     """Return what a run counts its KV memory in: pages, or blocks where KV groups are counted."""
     return "blocks" if report.config.get("kv_groups", "off") != "off" else "pages"
 
 
 RULES = {"default": "rules of vLLM", "mocker": "rules of Dynamo's mocker"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
+WIDTH = 80
 COSTS = {"polynomial": "polynomial, of Dynamo's mocker"}
+UNCERTAIN = "uncertain", "+- is one standard deviation, from how far step times may be off"
+"""The name and the text of the line that explains +-."""
 NAME_ONE = "name yours: --model llama-3.1-8b --device h100-80gb"
 
 
@@ -106,13 +131,19 @@ def opening(config: Mapping[str, Any]) -> list[str]:
     kind = of_cost.get("model") or ("callable" if cost is None else str(cost))
     model, device = config.get("model") or of_cost.get("llm"), config.get("device") or of_cost.get("device")
     rules = RULES.get(config.get("profile", ""), f"rules of {config.get('profile', 'vLLM')}")
-    lines = []
+    engine = config.get("engine", "none")
+    rules += "" if engine == "none" else f", defaults of {ENGINES.get(engine, engine)}"
+    times = f"step times: {COSTS.get(kind, kind)}"
     if model is not None and device is not None:
-        lines.append(f"{model} on {_devices(device, of_cost)}; {rules}; step times: {COSTS.get(kind, kind)}")
+        lines = [f"{_stored(model, of_cost)} on {_devices(device, of_cost)}", f"{rules}; {times}"]
     elif kind == "polynomial" and config.get("profile") != "mocker":
-        lines += [f"No --model: generic step times ({COSTS[kind]}); {rules}", f"  {NAME_ONE}"]
+        lines = [f"No --model: generic step times ({COSTS[kind]})", rules]
     else:
-        lines.append(f"No --model; {rules}; step times: {COSTS.get(kind, kind)}")
+        lines = ["No --model", f"{rules}; {times}"]
+    if len(whole := "; ".join(lines)) <= WIDTH:
+        lines = [whole]
+    if lines[0].startswith("No --model:"):
+        lines.append(f"  {NAME_ONE}")
     if "pages" in config:
         lines.append(_memory(config))
     return lines
@@ -122,9 +153,16 @@ def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
     """Return `text` in lines of 80 characters at most, `first` and `rest` before them; a number keeps its unit."""
     whole = text.replace(" %", "\xa0%")
     lines = wrap(
-        whole, width=80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+        whole, width=WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
     )
     return [line.replace("\xa0", " ") for line in lines]
+
+
+def _stored(model: str, cost: Mapping[str, Any]) -> str:
+    """Return a model with the number formats that were chosen for it: `qwen3-8b (weights fp8, KV fp8)`."""
+    formats = {"weights": cost.get("weight_dtype"), "KV": cost.get("kv_dtype")}
+    chosen = ", ".join(f"{what} {dtype}" for what, dtype in formats.items() if dtype)
+    return f"{model} ({chosen})" if chosen else model
 
 
 def _devices(device: str, cost: Mapping[str, Any]) -> str:

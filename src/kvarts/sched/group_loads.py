@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.match import Match
@@ -31,8 +32,10 @@ class GroupLoads(Loads):
     and finds what did arrive.
     """
 
-    def __init__(self, tiers: GroupTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int) -> None:
-        super().__init__(tiers, cache, waiting, page_size, None)
+    def __init__(
+        self, tiers: GroupTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int, tell: Tell | None
+    ) -> None:
+        super().__init__(tiers, cache, waiting, page_size, tell)
         self._group_tiers = tiers
         self._parts = cache
         self._needs = cache.needs
@@ -45,6 +48,11 @@ class GroupLoads(Loads):
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether all that `request` may hold at a time is free."""
         return self._wanted(request, num_known) <= self._parts.num_free
+
+    def _num_held(self, request: Request, num_known: int) -> int:
+        """Return the blocks that `request` holds from then on, and those that are promised to it."""
+        found = self._group_tiers.offered(request.index)
+        return self._parts.num_held_while_loading(found, self._wanted(request, num_known))
 
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
         """Hold what the device has, take parts for what is loaded, and have the rest promised."""

@@ -210,10 +210,10 @@ class Loads:
         if not weighed.num_pages or not self._fits(request, num_known):
             tiers.forget(request.index)
             return False
-        num_held = -(-num_known // self._page_size)
         if self._tell is not None:
             # Reported before the evictions that make room for it.
             by_tier = self._named(weighed.by_tier)
+            num_held = self._num_held(request, num_known)
             self._tell(LoadStarted(tiers.num_transfers, request.index, request.content, start, num_held, by_tier))
         load = self._loading[request.index] = LoadUnderWay(
             request, tiers.num_transfers, start, start + weighed.num_pages
@@ -226,6 +226,10 @@ class Loads:
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether there is room to load what was offered to `request`: it fits, wherever its pages come from."""
         return True
+
+    def _num_held(self, request: Request, num_known: int) -> int:
+        """Return the pages that `request` has from the beginning of its load on."""
+        return -(-num_known // self._page_size)
 
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
         """Take what `request` needs for its known tokens, beside `match`, which the device has."""

@@ -16,7 +16,7 @@ __all__ = ["Planned", "Preemptor", "holding_of"]
 class Planned:
     """A chunk that is to be computed in the step that is planned: up to token `end`, with `num_blocks` more blocks.
 
-    `num_blocks`: -1 as long as nobody asked.
+    `num_blocks`: -1 until they are counted.
     """
 
     __slots__ = ("end", "num_blocks", "request")
@@ -155,7 +155,7 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_decoding = victim.state is RequestState.DECODING
+        is_decoding = victim.state is RequestState.DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
             victim.last_token_ns = now_ns  # it sampled a token in the step that ended now

@@ -29,6 +29,7 @@ class Prefill:
         "_running",
         "_tell",
         "completing",
+        "computed",
     )
 
     def __init__(
@@ -44,6 +45,8 @@ class Prefill:
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
+        self.computed: list[int] | None = None
+        """Requests whose prompt was computed, by index, until somebody takes them; None if nobody does."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -71,8 +74,8 @@ class Prefill:
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return what is left of `budget`.
 
-        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the step for those after it. One that does
-        not get all its tokens uses up all.
+        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the
+        step for those after it. One that does not get all its tokens uses up all.
         """
         planned: dict[int, Planned] = {}
         cache, chunked = self._cache, self._running.chunked
@@ -122,6 +125,8 @@ class Prefill:
             request.num_output_tokens += 1
             if request.first_token_ns < 0:
                 request.first_token_ns = end_ns
+                if self.computed is not None:
+                    self.computed.append(request.index)
             else:
                 request.stalls_ns += (end_ns - request.last_token_ns,)
             if request.num_output_tokens == request.max_tokens or request in stopped:

@@ -187,6 +187,11 @@ class TurnLoop:
             if self.now_ns >= until_ns or self.start(self.now_ns, until_ns) == NEVER_NS:
                 return
 
+    def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
+        """Do steps as `run_until` does; return `until_ns`, from which on something may end."""
+        self.run_until(until_ns, finished)
+        return until_ns
+
     def quiet_until(self, now_ns: int) -> int | None:
         """Return until when no request can end if many turns could start now; None if only one could.
 

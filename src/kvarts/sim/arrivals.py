@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvarts.report.requests import RequestLog
-from kvarts.request import Request
-from kvarts.sim.router import Routed, Router
+from kvarts.report.requests import NO_REPLICA, RequestLog
+from kvarts.request import Request, RequestState
+from kvarts.sim.router import Informed, Routed, Router
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
 
@@ -34,7 +34,7 @@ class SessionsKept(Protocol):
         """Note that a turn has ended, or was refused, before its source hears of it."""
 
 
-class Arrivals:
+class Arrivals(Informed):
     """The traffic of one model. Its `engines`, all of one configuration, stand behind `router`.
 
     Owner of the numbers that requests get in arrival order. `priority` is added to that of each request. `sessions`:
@@ -56,9 +56,8 @@ class Arrivals:
         delay_ns: int = 0,
         timeout_ns: int | None = None,
     ) -> None:
+        super().__init__(router, engines)
         self.source = source
-        self.router = router
-        self.engines = engines
         self.log = log
         self._trace = trace
         self._priority = priority
@@ -69,6 +68,8 @@ class Arrivals:
         self._num_arrived = 0
         self._delay_ns = delay_ns
         self._timeout_ns = timeout_ns
+        self._held: dict[Request, TraceRequest] = {}
+        """Requests that wait in the router, and their rows."""
 
     def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
         """Return the request that arrives next, at `now_ns`, and its row of the trace."""
@@ -86,13 +87,40 @@ class Arrivals:
         )
         return request, row
 
-    def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int:
-        """Return the number of the engine that `request`, which arrives at `now_ns`, goes to."""
+    def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int | None:
+        """Return the number of the engine that `request`, which arrives at `now_ns`, goes to.
+
+        None: it waits in the router, see `take_placed`.
+        """
+        router = self.router
         if self._sessions is not None:
             replica = self._sessions.replica_of(row, now_ns)
             if replica is not None:
+                if router.is_told:
+                    router.placed(request, row.session_id, replica, now_ns)
                 return replica
-        return self.router.choose(request, self.engines) if len(self.engines) > 1 else 0
+        if len(self.engines) == 1 and not router.holds_requests:
+            return 0
+        index = router.place(request, row.session_id, now_ns)
+        if index is None:
+            self._held[request] = row
+        return index
+
+    def take_placed(self, now_ns: int) -> list[tuple[Request, TraceRequest, int]]:
+        """Return the requests that waited in the router and go to an engine now, with their rows."""
+        return [(request, self._held.pop(request), index) for request, index in self.router.take_placed(now_ns)]
+
+    def holds(self, request: Request) -> bool:
+        """Return whether `request` waits in the router."""
+        return request in self._held
+
+    def withdraw(self, request: Request, now_ns: int) -> None:
+        """Drop `request`, which waits in the router: its client gives it up at `now_ns`."""
+        row = self._held.pop(request)
+        self.router.withdraw(request)
+        request.become(RequestState.CANCELLED)
+        request.cancelled_ns = now_ns
+        self._note_cancelled(request, row, NO_REPLICA)
 
     def submit(self, request: Request, row: TraceRequest, index: int, now_ns: int) -> str | None:
         """Queue `request` in an engine, at `now_ns`; or return the reason why it can never run."""
@@ -105,6 +133,8 @@ class Arrivals:
     def end(self, request: Request, row: TraceRequest, index: int) -> None:
         """Take note that `request` ended in an engine."""
         self.log.end(request, row, index)
+        if self.router.is_told:
+            self.router.ended(request.index)
         if self._sessions is not None:
             self._sessions.end(request, row, request.last_token_ns, is_refused=False)
         self.source.done(row, request.last_token_ns)
@@ -118,6 +148,11 @@ class Arrivals:
 
     def cancel(self, request: Request, row: TraceRequest, index: int) -> None:
         """Take note that `request` was dropped by an engine, because its client gave it up."""
+        if self.router.is_told:
+            self.router.ended(request.index)
+        self._note_cancelled(request, row, index)
+
+    def _note_cancelled(self, request: Request, row: TraceRequest, index: int) -> None:
         end_ns = request.last_token_ns if request.cancelled_ns < 0 else request.cancelled_ns
         self.log.cancel(request, row, index, end_ns)
         if self._sessions is not None:
@@ -130,6 +165,8 @@ class Arrivals:
     def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
         """Take note that `request` was refused, because of `reason`, at `now_ns`."""
         self.log.reject(request, row, index, reason)
+        if self.router.is_told:
+            self.router.ended(request.index)
         if self._sessions is not None:
             self._sessions.end(request, row, now_ns, is_refused=True)
         self.source.done(row, now_ns)

@@ -11,16 +11,16 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError, did_you_mean
+from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
-from kvarts.rooms import code_named, from_room
+from kvarts.rooms import code_named, from_room, is_code_name
 from kvarts.settings import Given, Section, SettingError, given_by_keywords, given_in, setting
 from kvarts.sim.engines import EngineName, engine_of, with_engine
 from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolve_hardware
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
-    from kvarts.event_log import EventReader
+    from kvarts.event_log import EventReader, Tell
     from kvarts.executor.cost import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
-    from kvarts.sim.router import Routed, Router
+    from kvarts.sim.router import Routed, RouterMaker, RoutingSettings
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
-__all__ = ["SECTIONS", "ReplayConfig", "RouterName", "Slo", "TiersBelow", "make_config", "resolve_replay"]
+__all__ = ["SECTIONS", "ReplayConfig", "Slo", "TiersBelow", "make_config", "resolve_replay"]
 
 MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
     AdmissionMaker = Callable[[], AdmissionPolicy]
-    RouterMaker = Callable[[], Router]
     PartGroups = tuple[PartGroup, ...]
 else:  # the rooms of these are imported where they are used: help prints these names and their texts
 
@@ -58,13 +57,15 @@ else:  # the rooms of these are imported where they are used: help prints these 
         """Makes the AdmissionPolicy of a replica: a class, or a function without arguments."""
 
     class RouterMaker:
-        """Makes the Router of a replay: a class, or a function without arguments."""
+        """Makes the policy of a router: a class, or a function without arguments."""
+
+    class RoutingSettings:
+        """Settings of how a router knows its workers, such as Routing."""
 
     class PartGroups:
         """A tuple of PartGroups."""
 
 
-RouterName = Literal["round-robin", "least-loaded", "prefix"]
 KvGroupsName = Literal["off", "all", "tails"]
 
 
@@ -110,7 +111,13 @@ class TiersBelow(Protocol):
         """Whether what is stored depends on what is evicted next."""
 
     def open_group_tiers(
-        self, config: EngineConfig, cache: GroupPages, *, with_page_ids: bool, prefill: PrefillTimes | None
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None,
     ) -> GroupTiers:
         """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
 
@@ -187,11 +194,11 @@ class ReplayConfig(
         ),
     ] = 1
     router: Annotated[
-        RouterName | RouterMaker,
+        str | RouterMaker,
         setting(
-            "Which replica a request goes to: in turn; fewest requests; or the fewest prompt pages left to compute "
-            "plus pages in use or waited for; on the command line also module:Class. "
-            "round-robin, least-loaded or prefix.",
+            "Which replica a request goes to: round-robin, least-loaded, power-of-two, session, prefix, dynamo-kv, "
+            "llm-d, sglang-cache-aware, production-stack-prefix, production-stack-kv, aibrix-prefix, with options as "
+            "in llm-d:prefix=3,queue=2,kv=2; or module:Class for one of your own.",
             metavar="NAME",
             kind=str,
         ),
@@ -247,6 +254,7 @@ class ReplayConfig(
     ] = "off"
     offload: TiersBelow | None = None
     sessions: SessionSettings | None = None
+    routing: RoutingSettings | None = None
     placement: Placement | None = None
     groups: PartGroups = ()
     eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
@@ -271,12 +279,8 @@ class ReplayConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self.replicas, "replicas", most=MOST_REPLICAS)
-        if not callable(self.router) and self.router not in get_args(RouterName):
-            raise SettingError(
-                f"must be 'round-robin', 'least-loaded' or 'prefix', got {self.router!r}",
-                "router",
-                hint=did_you_mean(str(self.router), get_args(RouterName)) or "Of your own: a class, or module:Class.",
-            )
+        if self.router != "round-robin" or self.routing is not None:
+            self.routing_settings.check(self.router)
         if self.concurrency is not None:
             check_whole(self.concurrency, "concurrency")
         check_number(self.speedup, "speedup", above=True, most=MOST_SPEEDUP)
@@ -320,6 +324,14 @@ class ReplayConfig(
             "ranks": getattr(self.cost, "num_ranks", 1) > 1 and "data_parallel",
         }
         return {name: field for name, field in of_field.items() if field}
+
+    @property
+    def routing_settings(self) -> RoutingSettings:
+        """What a router sees, and how late. Raise ConfigError if the room of routers is not installed."""
+        if self.routing is not None:
+            return self.routing
+        settings: RoutingSettings = from_room("routers.config", "Routing", field="router")()
+        return settings
 
     @property
     def frontend_ns(self) -> int:
@@ -481,10 +493,14 @@ class ReplayConfig(
             del values["sessions"]
         else:
             values["sessions"] = msgspec.to_builtins(self.sessions)
+        if self.routing is None:
+            del values["routing"]
+        else:
+            values["routing"] = msgspec.to_builtins(values["routing"])
         # How a replay is carried out is no part of what it says.
         del values["step_by_step"], values["audit"]
         if callable(self.router):
-            values["router"] = type(self.router()).__name__
+            values["router"] = getattr(self.router, "__name__", None) or type(self.router()).__name__
         for field, default in (("eviction", _default_eviction()), ("admission", _default_admission())):
             make = values.pop(field)
             if make is not default:
@@ -538,7 +554,11 @@ SECTIONS = (
 """What can be said of a replay of one model; parts add to it what they know, such as tiers."""
 
 
-OPTIONAL = (("offload.config", "OffloadConfig", "offload"), ("session.replayed.config", "SessionReplay", "sessions"))
+OPTIONAL = (
+    ("offload.config", "OffloadConfig", "offload"),
+    ("session.replayed.config", "SessionReplay", "sessions"),
+    ("routers.config", "Routing", "routing"),
+)
 """Modules of rooms that may be missing, with structs of settings and their tables."""
 
 
@@ -586,7 +606,7 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["groups"] = facts["groups"]
         if not facts["groups"]:
             values["kv_groups"] = "off"  # every layer of this model keeps every token
-    if "router" in given and ":" in given["router"]:
+    if "router" in given and is_code_name(given["router"]):
         values["router"] = _own_router(given)
     if "data_parallel" in facts:
         replicas = 1
@@ -608,7 +628,7 @@ def _own_router(given: Given) -> RouterMaker:
     try:
         return code_named(name)
     except ConfigError as error:
-        raise given.error("router", error.what, hint="See kvarts.sim.router.Router for what a router has.") from error
+        raise given.error("router", error.what, hint="See kvarts.routers.view.Policy for what a router has.") from error
 
 
 def make_config(

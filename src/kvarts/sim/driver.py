@@ -66,6 +66,13 @@ class Runner(Protocol):
         Add the requests that finished to `finished`.
         """
 
+    def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
+        """Do steps as `run_until` does, or leave them for later as long as nothing ends in them by `until_ns`.
+
+        Return until when no request ends and no prompt is computed, and if `is_watched` no page becomes findable or is
+        evicted; NEVER_NS without work.
+        """
+
     def quiet_until(self, now_ns: int) -> int | None:
         """Return until when no request can end if many steps could start now; None if only one could."""
 
@@ -92,8 +99,14 @@ class Driver:
         self._arrivals = arrivals
         self._runners = runners
         self._num_ranks = ranks
+        self._all = range(len(runners) * ranks)
+        self._tells_apart = ranks == 1 and len(arrivals) == 1 and arrivals[0].router.is_told
+        """Whether a router is told of the engines that moved, and not of all."""
         self._on_progress = on_progress
-        self._is_reactive = any(of_model.source.is_reactive for of_model in arrivals)
+        # Where a request goes, and when, may hang on the end of any other.
+        self._is_reactive = any(each.source.is_reactive or each.router.holds_requests for each in arrivals)
+        self._holding = [each for each in arrivals if each.router.holds_requests]
+        self._polled = [each for each in arrivals if each.router.reads_metrics and each.router.staleness_ns]
         self._arriving = arrivals[0]
         """The model with the next arrival, as of `_look_ahead`."""
         self._in_engines: dict[Request, tuple[Arrivals, TraceRequest, int]] = {}
@@ -106,6 +119,11 @@ class Driver:
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
         """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
+        self._due: list[tuple[int, int]] = []
+        """A heap of runners that were left behind, each with the time until which nothing ends there."""
+        self._due_ns = [NEVER_NS] * len(runners)
+        self._ran: list[int] = []
+        """Runners that moved since the router was last told what happened, in no order."""
         self._roused = set(range(len(runners)))
         """Runners to which something came or ended since they were looked at; the others have nothing to start."""
 
@@ -118,24 +136,72 @@ class Driver:
         self._settle()
         for runner in self._runners:
             runner.flush()
-        assert not self._in_engines and not any(runner.has_work for runner in self._runners), (
-            "L8: the replay ended with requests left over"
-        )
+        assert not (
+            self._in_engines
+            or any(runner.has_work for runner in self._runners)
+            or any(of_model.router.num_held for of_model in self._holding)
+        ), "L8: the replay ended with requests left over"
 
     def _run_by_arrival(self) -> None:
         while (now_ns := self._next_ns()) != NEVER_NS:
+            for of_model in self._polled:
+                self._poll(of_model, now_ns)
             if self._is_given_up_at(now_ns):
                 self._give_up(now_ns)
                 continue
-            if self._arriving.router.looks_at_engines:
-                for index in range(len(self._runners)):
-                    self._run_alone(index, now_ns)
+            of_model = self._arriving
+            router = of_model.router
+            if router.is_told or router.reads_metrics:
+                self._poll(of_model, now_ns)
+                if router.is_told:
+                    self._run_due(now_ns, is_watched=router.reads_events)
+                of_model.tell(now_ns, self._ran if self._tells_apart else self._all)
+                self._ran.clear()
             self._arrive(now_ns)
         for index in range(len(self._runners)):
             self._run_alone(index, NEVER_NS)
 
+    def _poll(self, of_model: Arrivals, now_ns: int) -> None:
+        poll_ns = of_model.poll_ns(now_ns)
+        if poll_ns != NEVER_NS:
+            self._run_all(poll_ns)
+            of_model.poll(poll_ns)
+
+    def _run_all(self, until_ns: int) -> None:
+        for index in range(len(self._runners)):
+            self._run_alone(index, until_ns)
+
+    def _run_due(self, until_ns: int, *, is_watched: bool) -> None:
+        """Let everything end that ends by `until_ns`; a runner in which nothing does may stay behind.
+
+        `is_watched`: nor does one that changes what can be found in its cache.
+        """
+        due, due_ns, finished = self._due, self._due_ns, self._finished
+        while due and due[0][0] <= until_ns:
+            at_ns, index = heappop(due)
+            if due_ns[index] != at_ns:
+                continue  # it was looked at since
+            next_ns = due_ns[index] = self._runners[index].run_towards(until_ns, finished, is_watched)
+            if self._tells_apart:
+                self._ran.append(index)
+            if next_ns <= until_ns:
+                next_ns = due_ns[index] = until_ns + 1
+            if next_ns != NEVER_NS:
+                heappush(due, (next_ns, index))
+            if finished:
+                self._end(index, finished)
+                finished.clear()
+
+    def _look_again(self, index: int, now_ns: int) -> None:
+        """Take back until when nothing ends in a runner: something comes to it, or leaves it, at `now_ns`."""
+        if self._due_ns[index] != now_ns:
+            self._due_ns[index] = now_ns
+            heappush(self._due, (now_ns, index))
+
     def _run_alone(self, index: int, until_ns: int) -> None:
         finished = self._finished
+        if self._tells_apart:
+            self._ran.append(index)
         self._runners[index].run_until(until_ns, finished)
         if finished:
             self._end(index, finished)
@@ -148,17 +214,31 @@ class Driver:
             now_ns = min(*ends_ns, self._next_ns())
             if now_ns == NEVER_NS:
                 break
+            for of_model in self._polled:
+                # No step began after that time, or began to do more steps than one.
+                if (poll_ns := of_model.poll_ns(now_ns)) < now_ns:
+                    of_model.poll(poll_ns)
             index = -1
             for _ in range(ends_ns.count(now_ns)):
                 index = ends_ns.index(now_ns, index + 1)
                 ends_ns[index] = self._quiet_ns[index] = NEVER_NS
                 self._roused.add(index)
                 self._end(index, self._runners[index].finish())
+            for of_model in self._polled:
+                if of_model.poll_ns(now_ns) == now_ns:
+                    of_model.poll(now_ns)
+            if self._holding:
+                self._take_placed(now_ns)
             while (next_ns := self._next_ns()) <= now_ns:
                 if self._is_given_up_at(now_ns):
                     self._give_up(now_ns)
-                else:
-                    self._arrive(now_ns)
+                    continue
+                of_model = self._arriving
+                if of_model.router.is_told or of_model.router.reads_metrics:
+                    if not of_model.router.staleness_ns and of_model.router.reads_metrics:
+                        of_model.poll(now_ns)
+                    of_model.tell(now_ns, self._all)
+                self._arrive(now_ns)
             self._start(now_ns, next_ns)
 
     def _next_ns(self) -> int:
@@ -166,8 +246,8 @@ class Driver:
         arrival_ns = self._look_ahead()
         deadlines = self._deadlines
         while deadlines:
-            deadline_ns, _, _, request = deadlines[0]
-            if request in self._in_engines:
+            deadline_ns, number, _, request = deadlines[0]
+            if request in self._in_engines or self._arrivals[number].holds(request):
                 return min(arrival_ns, deadline_ns)
             heappop(deadlines)
         return arrival_ns
@@ -198,7 +278,10 @@ class Driver:
 
     def _give_up(self, now_ns: int) -> None:
         """Drop the request whose client is the next to give up, at `now_ns`."""
-        request = heappop(self._deadlines)[-1]
+        _, number, _, request = heappop(self._deadlines)
+        if self._arrivals[number].holds(request):
+            self._arrivals[number].withdraw(request, now_ns)
+            self._tell(1)
         if request not in self._in_engines:
             return
         of_model, _, engine = self._in_engines[request]
@@ -207,6 +290,7 @@ class Driver:
             self._run_alone(index, now_ns)
             if request not in self._in_engines:
                 return
+            self._look_again(index, now_ns)
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
@@ -223,9 +307,25 @@ class Driver:
         of_model = self._arriving
         request, row = of_model.pop(now_ns)
         engine = of_model.choose(request, row, now_ns)
+        if engine is not None:
+            self._enter(of_model, request, row, engine, now_ns)
+        else:
+            self._expect(of_model, request, row, now_ns)
+
+    def _take_placed(self, now_ns: int) -> None:
+        """Send the requests to engines that waited in a router and need not any more."""
+        for of_model in self._holding:
+            of_model.tell(now_ns, self._all)
+            if of_model.router.reads_metrics and not of_model.router.staleness_ns:
+                of_model.poll(now_ns)
+            for request, row, engine in of_model.take_placed(now_ns):
+                self._enter(of_model, request, row, engine, now_ns)
+
+    def _enter(self, of_model: Arrivals, request: Request, row: TraceRequest, engine: int, now_ns: int) -> None:
         index = engine // self._num_ranks
         if not self._is_reactive:
             self._run_alone(index, now_ns)
+            self._look_again(index, now_ns)
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
@@ -234,15 +334,18 @@ class Driver:
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
-            deadline_ns = of_model.gives_up_ns(request, row)
-            if deadline_ns is not None:
-                number = self._arrivals.index(of_model)
-                heappush(self._deadlines, (max(deadline_ns, now_ns), number, request.index, request))
+            self._expect(of_model, request, row, now_ns)
             # It may be admitted in the next step of this engine, and end before all others.
             self._quiet_ns[index] = self._ends_ns[index]
         else:
             of_model.reject(request, row, engine, reason, now_ns)
             self._tell(1)
+
+    def _expect(self, of_model: Arrivals, request: Request, row: TraceRequest, now_ns: int) -> None:
+        deadline_ns = of_model.gives_up_ns(request, row)
+        if deadline_ns is not None:
+            number = self._arrivals.index(of_model)
+            heappush(self._deadlines, (max(deadline_ns, now_ns), number, request.index, request))
 
     def _tell(self, num_ended: int) -> None:
         if self._on_progress is not None:
@@ -259,7 +362,10 @@ class Driver:
         any other engine.
         """
         runners, ends_ns, quiet_ns = self._runners, self._ends_ns, self._quiet_ns
-        if len(runners) == 1:
+        for of_model in self._polled:
+            staleness_ns = of_model.router.staleness_ns
+            arrival_ns = min(arrival_ns, (now_ns // staleness_ns + 1) * staleness_ns)
+        if len(runners) == 1 and not self._holding:
             if ends_ns[0] == NEVER_NS and runners[0].has_work:
                 ends_ns[0] = runners[0].start(now_ns, arrival_ns)
             return

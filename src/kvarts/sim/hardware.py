@@ -109,7 +109,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 1
     expert_parallel: Annotated[
         AtLeastOne,
-        setting("1, or N devices of all ranks, over which whole experts are divided; takes alike long.", metavar="N"),
+        setting("1, or N devices of all ranks, over which whole experts are divided; takes equally long.", metavar="N"),
     ] = 1
     pipeline_parallel: Annotated[AtLeastOne, setting("Stages that its layers are divided into.", metavar="N")] = 1
     kv_memory: Annotated[

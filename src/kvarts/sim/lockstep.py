@@ -171,6 +171,11 @@ class Ranks:
                 return
             self.start(self.now_ns, until_ns)
 
+    def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
+        """Do steps as `run_until` does; return `until_ns`, from which on something may end."""
+        self.run_until(until_ns, finished)
+        return until_ns
+
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the last step would end if many alike could start now: no request ends before. Else None."""
         busy = [pair for pair in self._ranks if pair[0].has_work]

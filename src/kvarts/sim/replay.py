@@ -113,23 +113,30 @@ def replay_one(
     requests = RequestLog(largest_hit_counts=config.profile == "mocker", tiers=tiers)
     memory = None if config.kv_groups == "off" else config.memory.to_builtins()
     steps = [StepLog(config.num_blocks, tiers, memory) for _ in range(config.replicas)]
-    readers = [[log, *(() if observers_of is None else observers_of(index))] for index, log in enumerate(steps)]
     ranks = num_ranks_of(config.cost_model)
     replicas: list[Replica] = []
+    router = make_router(config, replicas, ranks=ranks, tells_pages=config.kv_groups == "off")
+    readers: list[list[EventReader]] = []
+    for index, log in enumerate(steps):
+        of_router = router.reader_of(index) if config.replicas > 1 else None
+        observers = () if observers_of is None else observers_of(index)
+        readers.append([log, *observers, *(() if of_router is None else (of_router,))])
     runners: list[Runner] = []
     if ranks == 1:
-        replicas = [open_replica(config, each) for each in readers]
+        replicas += [open_replica(config, each) for each in readers]
         runners.extend(replicas)
     else:
         for first in range(0, config.replicas, ranks):
             group, runner = open_ranks(config, readers[first : first + ranks])
             replicas += group
             runners.append(runner)
+    for index, replica in enumerate(replicas):
+        router.follow(index, replica.engine.log)
     sessions = None if config.sessions is None else config.sessions.open(config, trace, source, replicas)
     arrivals = Arrivals(
         trace,
         source,
-        make_router(config.router, ranks),
+        router,
         replicas,
         requests,
         sessions=sessions,

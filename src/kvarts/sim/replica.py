@@ -28,6 +28,8 @@ from kvarts.sim.router import Routed
 __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
 
+FAR_NS = 1_000_000_000
+"""So far ahead it is worth knowing that nothing ends: requests come more often than that."""
 MOST_STEPS = 1 << 16
 """Of a leap: bounds the memory of its event."""
 
@@ -199,6 +201,50 @@ class Replica:
                 return
             self.start(now_ns, until_ns)
 
+    def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
+        """Do steps as `run_until` does, or leave them for later as long as nothing ends in them by `until_ns`.
+
+        Return until when no request ends and no prompt is computed, and if `is_watched` no page becomes findable or is
+        evicted; NEVER_NS without work.
+        """
+        while True:
+            now_ns = self.engine.now_ns
+            if self._is_under_way:
+                if now_ns > until_ns:
+                    return now_ns
+                finished += self.finish()
+            if now_ns >= until_ns:
+                return now_ns if self.has_work else NEVER_NS
+            if not self.has_work:
+                return NEVER_NS
+            if self._leaps and not self.num_joining:
+                quiet_ns = self._quiet_until(now_ns, 2 * until_ns - now_ns + FAR_NS, is_watched)
+                if quiet_ns is not None and quiet_ns > until_ns:
+                    return quiet_ns
+            self.start(now_ns, until_ns)
+
+    def _quiet_until(self, now_ns: int, far_ns: int, is_watched: bool) -> int | None:
+        """Return what `quiet_until` does, or a time about `far_ns` if that is sooner.
+
+        `is_watched`: the time before a page may be evicted, and before the last of the steps, which may fill a page.
+        """
+        num_steps = min(
+            self.scheduler.horizon(now_ns),
+            self.scheduler.cache.most_certain_steps,
+            (far_ns - now_ns) // self._last_decode_ns + 1,
+            MOST_STEPS,
+        )
+        next_ns = self._next_ns(now_ns)
+        if num_steps < 1 or next_ns <= now_ns:
+            return None
+        if is_watched:
+            scheduler = self.scheduler
+            num_pages = (num_steps // scheduler.wheel.page_size + 1) * scheduler.wheel.num_decoding
+            if scheduler.cache.settles or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
+                return None
+            num_steps -= 1
+        return min(now_ns + sum(self.decode_ns(num_steps)), next_ns)
+
     def quiet_until(self, now_ns: int) -> int | None:
         """Return when the last step would end if many alike could start now: no request ends before. Else None."""
         can_leap = self._leaps and not self.num_joining
@@ -206,7 +252,7 @@ class Replica:
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + sum(self._decode_ns(min(num_steps, MOST_STEPS))), next_ns)
+        return min(now_ns + sum(self.decode_ns(min(num_steps, MOST_STEPS))), next_ns)
 
     def _next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
@@ -215,7 +261,7 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
-    def _decode_ns(self, num_steps: int) -> list[int]:
+    def decode_ns(self, num_steps: int) -> list[int]:
         """Return how long the next `num_steps` steps take, if they are alike."""
         wheel = self.scheduler.wheel
         return self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
@@ -233,7 +279,7 @@ class Replica:
             num_steps = num_wanted
         if num_steps > MOST_STEPS:
             num_steps = MOST_STEPS
-        durations_ns = self._decode_ns(num_steps)
+        durations_ns = self.decode_ns(num_steps)
         end_ns = now_ns + sum(durations_ns)
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()

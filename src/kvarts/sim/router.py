@@ -1,23 +1,40 @@
-"""Which replica a request goes to. Ties go to the replica that comes first, never to chance."""
+"""The seam of routers: which worker a request goes to, by one who is told of workers and never looks at them.
+
+The room `routers` answers it with policies by name. What needs no room is here: turns, and turns of groups in lock
+step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, get_args
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError, did_you_mean
+from kvarts.event_log import EventLog, EventReader
 from kvarts.request import Request
-from kvarts.rooms import code_named
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
-from kvarts.settings import SettingError
-from kvarts.sim.config import RouterName
 
 if TYPE_CHECKING:
-    from kvarts.sim.config import RouterMaker
+    from kvarts.sim.asked import AskedCaches
+    from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Checked", "LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "RouterName", "WithinGroups"]
-__all__ += ["find_router", "make_router"]
+__all__ = [
+    "Informed",
+    "RoundRobin",
+    "Routed",
+    "Router",
+    "RouterMaker",
+    "RoutingSettings",
+    "WithinGroups",
+    "make_router",
+]
+
+RouterMaker = Callable[[], Any]
+"""Makes the policy of a router: a class, or a function without arguments."""
 
 
 class Routed(Protocol):
@@ -29,7 +46,7 @@ class Routed(Protocol):
 
     @property
     def scheduler(self) -> Scheduler:
-        """What a router looks at."""
+        """Where its metrics come from."""
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
@@ -39,144 +56,255 @@ class Routed(Protocol):
 
 
 class Router(Protocol):
-    """Chooses replicas. Promises: looks at the replicas and changes nothing in them."""
+    """Places requests on workers. Promises: it knows of them what it is told, and what it did itself.
 
-    looks_at_engines: bool
-    """Whether the choice depends on what the replicas are doing."""
-
-    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
-        """Return the index of the replica that `request` goes to."""
-
-
-class RoundRobin:
-    """Sends the i-th arrival to replica i modulo their number."""
-
-    looks_at_engines = False
-
-    def __init__(self) -> None:
-        self._num_routed = 0
-
-    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
-        """Return the replica after the one chosen last."""
-        index = self._num_routed % len(replicas)
-        self._num_routed += 1
-        return index
-
-
-class LeastLoaded:
-    """Chooses the replica with the fewest requests running or waiting."""
-
-    looks_at_engines = True
-
-    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
-        """Return the replica with the fewest requests."""
-        return min(range(len(replicas)), key=lambda index: num_requests(replicas[index]))
-
-
-class PrefixAware:
-    """Chooses the replica where the request costs least: the prompt pages it would have to compute, plus the load.
-
-    Load is the pages in use and the pages that all tokens of waiting requests would fill, in the same unit. So an idle
-    replica without the prefix wins over a loaded one with it as soon as the load exceeds the pages that the hit saves.
+    Workers are numbered in the order in which they joined. Whoever drives it tells everything up to the time of a
+    request before it asks for a place.
     """
 
-    looks_at_engines = True
+    is_told: bool
+    """Whether it wants to be told of placements that it did not make, and of ends."""
+    reads_prefills: bool
+    """Whether it wants to be told when prompts are computed."""
+    reads_metrics: bool
+    """Whether it wants metrics."""
+    reads_events: bool
+    """Whether it reads what the workers do, as it happens."""
+    staleness_ns: int
+    """How old metrics get before they are read again; 0: they are read whenever a request arrives."""
+    holds_requests: bool
+    """Whether requests may wait in it."""
 
-    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
-        """Return the replica with the lowest cost."""
+    def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
+        """Return the worker that `request` goes to; None if it waits here until `take_placed` returns it."""
 
-        def cost(index: int) -> int:
-            replica = replicas[index]
-            config, scheduler = replica.config, replica.scheduler
-            limit = (request.num_known - 1) // config.page_size
-            hit_pages = scheduler.cache.match(request.content, limit).num_pages
-            num_waiting_pages = config.pages_for(scheduler.waiting.num_waiting_tokens)
-            to_compute = config.pages_for(request.num_prompt_tokens) - hit_pages
-            return to_compute + scheduler.cache.num_used + num_waiting_pages
+    def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
+        """Return the requests that waited here and go to a worker now, in that order."""
 
-        return min(range(len(replicas)), key=cost)
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here."""
+
+    def withdraw(self, request: Request) -> None:
+        """Forget `request`, which waits here: its client gave it up."""
+
+    def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
+        """Note that something else sent `request` to `worker`."""
+
+    def prefilled(self, request: int) -> None:
+        """Note that the prompt of the request with this index is computed."""
+
+    def ended(self, request: int) -> None:
+        """Note that a request finished, or was refused by its worker."""
+
+    def report(
+        self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
+    ) -> None:
+        """Take in metrics: requests that run and wait, pages in use, pages of waiting tokens, share of pages in use."""
+
+    def reader_of(self, worker: int) -> EventReader | None:
+        """Return what reads the events of a worker; None if the router wants none."""
+
+    def follow(self, worker: int, log: EventLog) -> None:
+        """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
+
+    def join(self) -> int:
+        """Add a worker; return its number."""
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again, which has left."""
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more. What is in flight there may still end."""
+
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
 
 
-class WithinGroups:
+class RoutingSettings(Protocol):
+    """Settings of how a router knows its workers."""
+
+    def check(self, router: str | RouterMaker) -> None:
+        """Raise ConfigError for a `router` that is no policy, and for settings that have no effect on it."""
+
+    def open(
+        self,
+        router: str | RouterMaker,
+        *,
+        num_workers: int,
+        page_size: int,
+        max_num_batched_tokens: int,
+        tiers: Sequence[str],
+        directory: AskedCaches | None,
+    ) -> Router:
+        """Return a new router. `directory`: answers for the pages of workers, in `tiers`, instead of their events."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RoundRobin:
+    """Sends requests to the workers in turn. It wants to know nothing."""
+
+    is_told = False
+    reads_prefills = False
+    reads_metrics = False
+    reads_events = False
+    staleness_ns = 0
+    holds_requests = False
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.workers = list(range(num_workers))
+        self._next = 0
+
+    def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
+        """Return the worker after the one chosen last."""
+        place = self._next % len(self.workers)
+        self._next = place + 1
+        return self.workers[place]
+
+    def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
+        """Return nothing."""
+        return []
+
+    @property
+    def num_held(self) -> int:
+        """No request."""
+        return 0
+
+    def withdraw(self, request: Request) -> None:
+        """Do nothing: no request waits here."""
+
+    def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
+        """Note nothing."""
+
+    def prefilled(self, request: int) -> None:
+        """Note nothing."""
+
+    def ended(self, request: int) -> None:
+        """Note nothing."""
+
+    def report(
+        self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
+    ) -> None:
+        """Note nothing."""
+
+    def reader_of(self, worker: int) -> EventReader | None:
+        """Return nothing."""
+        return None
+
+    def follow(self, worker: int, log: EventLog) -> None:
+        """Note nothing."""
+
+    def join(self) -> int:
+        """Add a worker; return its number."""
+        self.workers.append(self.num_workers)
+        self.num_workers += 1
+        return self.num_workers - 1
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again."""
+        insort(self.workers, worker)
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more."""
+        self.workers.remove(worker)
+
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Do nothing."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Informed:
+    """Tells `router` of its workers: `engines`, by their numbers."""
+
+    def __init__(self, router: Router, engines: Sequence[Routed]) -> None:
+        self.router = router
+        self.engines = engines
+        self._polled_ns = -1
+
+    def poll_ns(self, now_ns: int) -> int:
+        """Return the time by `now_ns` as of which metrics are to be read; NEVER_NS if those that were read will do."""
+        router = self.router
+        if not router.reads_metrics:
+            return NEVER_NS
+        staleness_ns = router.staleness_ns
+        if not staleness_ns:
+            return now_ns
+        tick_ns = now_ns - now_ns % staleness_ns
+        return tick_ns if tick_ns > self._polled_ns else NEVER_NS
+
+    def poll(self, now_ns: int) -> None:
+        """Read the metrics of all engines, which have reached `now_ns`."""
+        self._polled_ns = now_ns
+        report, pages_for = self.router.report, self.engines[0].config.pages_for
+        for index, engine in enumerate(self.engines):
+            scheduler = engine.scheduler
+            waiting, cache = scheduler.waiting, scheduler.cache
+            num_used = cache.num_used
+            report(
+                index,
+                scheduler.running.num_running,
+                scheduler.num_waiting,
+                num_used,
+                pages_for(waiting.num_waiting_tokens),
+                num_used / cache.pool.total,
+            )
+
+    def tell(self, now_ns: int, runners: Iterable[int]) -> None:
+        """Tell the router what happened by `now_ns` in engines, those of `runners`, by their numbers."""
+        router = self.router
+        if router.reads_prefills:
+            for index in sorted(set(runners)):
+                for request in self.engines[index].scheduler.take_computed():
+                    router.prefilled(request)
+        router.catch_up(now_ns, runners)
+
+
+class WithinGroups(RoundRobin):
     """Sends requests to groups of `ranks` engines in turn, and in a group to the rank that vLLM chooses.
 
     That is the one with the fewest requests, where one that waits counts as four that run.
     """
 
-    looks_at_engines = True
+    reads_metrics = True
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, num_workers: int, ranks: int) -> None:
+        super().__init__(num_workers)
         self._num_ranks = ranks
         self._num_routed = 0
+        self._loads = [0] * num_workers
 
-    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
+    def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
         """Return the rank of the next group that has the least to do."""
-        first = self._num_routed * self._num_ranks % len(replicas)
+        first = self._num_routed * self._num_ranks % self.num_workers
         self._num_routed += 1
+        return min(range(first, first + self._num_ranks), key=self._loads.__getitem__)
 
-        def load(index: int) -> int:
-            scheduler = replicas[index].scheduler
-            return 4 * scheduler.waiting.num_waiting + scheduler.running.num_running
-
-        return min(range(first, first + self._num_ranks), key=load)
-
-
-def num_requests(replica: Routed) -> int:
-    """Return how many requests run or wait."""
-    return replica.scheduler.running.num_running + replica.scheduler.waiting.num_waiting
+    def report(
+        self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
+    ) -> None:
+        """Take note of what a rank has to do."""
+        self._loads[worker] = 4 * waiting + running
 
 
-class Checked:
-    """A router of a user's own: what it chooses is a replica."""
+def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int = 1, tells_pages: bool = True) -> Router:
+    """Return a new router of a replay of `config`, in which `engines` will be its workers.
 
-    def __init__(self, router: Router) -> None:
-        for name in ("choose", "looks_at_engines"):
-            if not hasattr(router, name):
-                hint = "See kvarts.sim.router.Router for what a router has."
-                raise SettingError(f"{type(router).__name__} has no {name}", "router", hint=hint)
-        self._router = router
-        self.looks_at_engines = router.looks_at_engines
-
-    def choose(self, request: Request, replicas: Sequence[Routed]) -> int:
-        """Return the index that the router chooses. Raise SettingError for what is none."""
-        index = self._router.choose(request, replicas)
-        if not (isinstance(index, int) and 0 <= index < len(replicas)):
-            what = f"{type(self._router).__name__} chose {index!r}, and there are {len(replicas)} replicas"
-            raise SettingError(what, "router", hint="Return an index from 0.")
-        return index
-
-
-def find_router(router: str | RouterMaker) -> RouterName | RouterMaker:
-    """Return what `make_router` takes for a name, or for `module:Class`. Raise SettingError for anything else."""
-    if callable(router):
-        return router
-    known: dict[str, RouterName] = {name: name for name in get_args(RouterName)}
-    if router in known:
-        return known[router]
-    try:
-        return code_named(router)
-    except ConfigError as error:
-        hint = did_you_mean(router, list(known)) or f"Known: {', '.join(known)}, or module:Class."
-        raise SettingError(error.what, "router", hint=hint) from error
-
-
-def make_router(router: RouterName | RouterMaker, ranks: int = 1) -> Router:
-    """Return a new router: one by its name, or what a user's own makes.
-
-    `ranks`: how many engines, one after the other, are in lock step.
+    `ranks`: how many engines, one after the other, are in lock step. `tells_pages`: whether events tell of pages.
     """
-    if callable(router):
-        try:
-            made = router()
-        except TypeError as error:
-            hint = "Give a class, or a function without arguments that makes one."
-            raise SettingError(f"{router!r} makes no router: {error}", "router", hint=hint) from error
-        return Checked(made)
-    if ranks > 1 and router == "round-robin":
-        return WithinGroups(ranks)
-    routers: dict[str, type[RoundRobin | LeastLoaded | PrefixAware]] = {
-        "round-robin": RoundRobin,
-        "least-loaded": LeastLoaded,
-        "prefix": PrefixAware,
-    }
-    return routers[router]()
+    if config.router == "round-robin" and config.routing is None:
+        return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)
+    directory = None
+    if not tells_pages:
+        from kvarts.sim.asked import AskedCaches  # few replays need it
+
+        directory = AskedCaches(engines)
+    below = () if config.offload is None or not tells_pages else config.offload.tiers(config.page_size)
+    return config.routing_settings.open(
+        config.router,
+        num_workers=config.replicas,
+        page_size=config.page_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tiers=("device", *below),
+        directory=directory,
+    )

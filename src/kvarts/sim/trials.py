@@ -84,16 +84,14 @@ class ReplayTrials:
     def can_have_host_memory(self) -> bool:
         """Whether host memory is something that can be added."""
         try:
-            self._with_memory(host_memory=GIB * 1024)
+            self.with_memory(host_memory=GIB * 1024)
         except ConfigError:
             return False
         return True
 
     def is_too_long(self, summary: dict[str, Any]) -> bool:
         """Whether the replay is one that is not repeated without being asked for."""
-        # A tier below KV groups is accounted for page by page, which takes some fifty times as long.
-        times = 1 if self._config.kv_groups == "off" else 50
-        is_long = summary["num_requests"] * times > MOST_REQUESTS or summary["num_steps"] * times > MOST_STEPS
+        is_long = summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS
         return is_long and not self._is_asked
 
     def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
@@ -125,7 +123,7 @@ class ReplayTrials:
         if sizes not in self._found:
             if self._on_replay is not None:
                 self._on_replay()
-            config = self._with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
+            config = self.with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
             self._found[sizes] = replay_one(self._trace, config).summary
         return self._found[sizes]
 
@@ -145,7 +143,7 @@ class ReplayTrials:
     def _hit_ratio(self, host_bytes: int) -> float:
         return self.replayed(host_bytes)["prefix_hit_ratio"] or 0.0
 
-    def _with_memory(self, **sizes: int | None) -> ReplayConfig:
+    def with_memory(self, **sizes: int | None) -> ReplayConfig:
         """Return the configuration with tiers of these sizes. Raise ConfigError where there can be none."""
         offload: Any = self._config.offload or self._offload()
         pages = dict.fromkeys((name.replace("memory", "pages") for name in sizes), None)

@@ -34,8 +34,8 @@ RUNS_IN_A_MESSAGE = 1000
 BLOCKS_IN_A_MESSAGE = 4096
 """Of full state: these bound the size of a message."""
 ANSWERED = (b"", b"", END, b"")
-MAX_PAST_BYTES = 64 << 20
-MAX_UNREAD_BYTES = 32 << 20
+MAX_PAST_BYTES = 32 << 20
+MAX_UNREAD_BYTES = 16 << 20
 """Of batches that wait for subscribers, all together. Beyond it all of them are cut off: those that read come back."""
 STALLED_MS = 10_000
 """A subscriber that has read nothing for so long is cut off."""

@@ -1,0 +1,184 @@
+"""Parts in a tier below the device, as the audit has them: what stores hold, and what loads fill.
+
+What the tier has is taken from what the engine says: that it has that, the tier's own laws show.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import msgspec
+
+from kvarts.audit.digests import PageDigests
+from kvarts.audit.finding import Findings
+from kvarts.audit.ledger import Ledger, Part
+from kvarts.audit.request_parts import KnownRequest, RequestParts
+from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
+
+__all__ = ["PartsBelow"]
+
+
+class _Load(msgspec.Struct, eq=False):
+    """A load for `known`, which has `num_pages` pages then. `incoming`: the parts that it fills, each with its page."""
+
+    known: KnownRequest
+    num_pages: int
+    incoming: list[tuple[int, Part]]
+    num_promised: int = 0
+    is_dropped: bool = False
+    """The request was cancelled, or not all of it arrived."""
+
+
+class PartsBelow:
+    """Owner of the holds of transfers in `ledger`. `found` receives what does not add up.
+
+    `goes_first`: the device evicts next what was stored.
+    """
+
+    def __init__(
+        self,
+        held: RequestParts,
+        ledger: Ledger,
+        digests: PageDigests,
+        found: Findings,
+        page_size: int,
+        *,
+        goes_first: bool,
+    ) -> None:
+        self._held = held
+        self._ledger = ledger
+        self._digests = digests
+        self._found = found
+        self._page_size = page_size
+        self._goes_first = goes_first
+        self._stored: set[tuple[str, int | None, bytes]] = set()
+        self._stores: dict[int, list[list[Part]]] = {}
+        """By transfer: the runs that it holds."""
+        self._loads: dict[int, _Load] = {}
+        """By request: loads under way, and those that ended and of which the request does not run yet."""
+        self._ended: list[int] = []
+        """Requests that do not go on from loads that ended: they give back what they hold when a step begins."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of parts that stores hold and nothing else."""
+        parts = {part for runs in self._stores.values() for run in runs for part in run}
+        return sum(self._ledger.groups[part.group].part_blocks for part in parts)
+
+    def hear(self, event: PagesStored | PagesRemoved) -> None:
+        """Take note of what the tier has, or no longer has."""
+        for page in range(event.start_page, event.end_page):
+            part = event.medium, event.group, self._digests.of(event.content, page)
+            is_stored = isinstance(event, PagesStored)
+            if (part in self._stored) is is_stored:
+                what = f"was {'stored in' if is_stored else 'gone from'} {event.medium} twice"
+                self._found.add(what, event.content.owner, page)
+            elif is_stored:
+                self._stored.add(part)
+            else:
+                self._stored.remove(part)
+
+    def begin_store(self, event: StoreStarted) -> None:
+        """Hold the parts that are copied; of copies the oldest."""
+        runs: list[list[Part]] = []
+        for (content, start, end), group in zip(event.runs, event.groups, strict=True):
+            run = []
+            for page in range(start, end):
+                part = self._ledger.find(group, self._digests.of(content, page))
+                if part is None:
+                    what = f"is to be stored in {event.medium} and is not resident{self._ledger.words(group)}"
+                    self._found.add(what, content.owner, page)
+                    continue
+                self._ledger.hold(part)
+                run.append(part)
+            runs.append(run)
+        self._stores[event.transfer] = runs
+
+    def begin_load(self, known: KnownRequest, event: LoadStarted) -> None:
+        """Hold what the device has of what all groups need, and take parts for the rest."""
+        ledger, size = self._ledger, self._page_size
+        num_pages = event.num_hit_pages + sum(count for _, count in event.by_tier)
+        media = [medium for medium, _ in event.by_tier]
+        if num_pages > (known.known - 1) // size:
+            self._found.add(f"{num_pages} pages are loaded of {known.known} tokens", event.request)
+        load = self._loads[event.request] = _Load(known, num_pages, [])
+        missing: list[tuple[int, int]] = []
+        for index, group in enumerate(ledger.groups):
+            for page in chain(*group.needed(num_pages * size, size)):
+                digest = self._digests.of(known.content, page)
+                part = ledger.find(index, digest)
+                if part is not None:
+                    ledger.hold(part)
+                    known.parts[index][page] = part
+                    continue
+                if not any((medium, index, digest) in self._stored for medium in media):
+                    self._found.add(f"is loaded, and no tier has it{ledger.words(index)}", event.request, page)
+                missing.append((index, page))
+        for index, page in missing:
+            part = ledger.take(index)
+            if part is None:
+                self._found.add(f"was taken{ledger.words(index)} where none is free", event.request, page)
+                continue
+            known.parts[index][page] = part
+            load.incoming.append((page, part))
+        for parts in known.parts:
+            ordered = dict(sorted(parts.items()))
+            parts.clear()
+            parts.update(ordered)
+        num_held = sum(ledger.groups[index].part_blocks * len(parts) for index, parts in enumerate(known.parts))
+        load.num_promised = event.num_held_pages - num_held
+        ledger.num_promised += load.num_promised
+        known.computed = num_pages * size
+        known.num_taken = known.num_named = num_pages  # what arrives is published when the load ends
+
+    def end(self, event: TransferEnded) -> None:
+        """End a transfer: let go of what a store held, or let be found what a load has filled."""
+        if event.request < 0:
+            goes_first = self._goes_first and event.num_good_pages > 0
+            for run in reversed(self._stores.pop(event.transfer)):
+                for part in run if goes_first else reversed(run):
+                    self._ledger.release(part, goes_first=goes_first)
+            return
+        load = self._loads[event.request]
+        num_left = event.num_good_blocks
+        for page, part in load.incoming:
+            num_left -= self._ledger.groups[part.group].part_blocks
+            if num_left < 0:
+                load.is_dropped = True
+                break
+            part.stays = True
+            self._held.publish(load.known, part.group, page, part)
+        if load.is_dropped:
+            self._ended.append(event.request)
+
+    def drop_ended(self) -> None:
+        """Give back what requests hold that do not go on from their loads: a step begins."""
+        for request in self._ended:
+            self._drop(request)
+        self._ended = []
+
+    def cancel(self, request: int) -> bool:
+        """Take note that a request is cancelled; return whether a load for it is under way, which keeps its parts."""
+        load = self._loads.get(request)
+        if load is None:
+            return False
+        if all(part.name is not None for _, part in load.incoming):
+            self._end_promise(self._loads.pop(request))
+            return False
+        load.is_dropped = True
+        return True
+
+    def admit(self, request: int) -> int:
+        """Take note that a request begins to run after its load; return how many pages it has."""
+        load = self._loads.pop(request)
+        self._end_promise(load)
+        return load.num_pages
+
+    def _drop(self, request: int) -> None:
+        load = self._loads.pop(request)
+        self._end_promise(load)
+        self._held.close(load.known)
+        load.known.computed = 0
+
+    def _end_promise(self, load: _Load) -> None:
+        self._ledger.num_promised -= load.num_promised

@@ -1,0 +1,149 @@
+"""vLLM's offloading manager, answered by kvarts' tiers. Runs in the process of vLLM's scheduler."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+
+from kvarts.connect.vllm.region import HostRegion
+from kvarts.connect.vllm.store import KeyStore, Reads
+from kvarts.offload.keyed import KeyState
+
+__all__ = ["HostPlaces", "KvartsManager"]
+
+RESULTS = {
+    KeyState.MISSING: LookupResult.MISS,
+    KeyState.COMING: LookupResult.HIT_PENDING,
+    KeyState.STORED: LookupResult.HIT,
+}
+
+
+class HostPlaces(LoadStoreSpec):  # type: ignore[misc]
+    """Places in host memory, in the order in which vLLM names the keys of a transfer."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+
+
+class Path:
+    """The keys of one request that it asked for or stored, in the order of their positions."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.reads = Reads()
+        self._known: set[bytes] = set()
+        self._places: list[tuple[int, bytes]] = []
+
+    def add(self, keys: Iterable[bytes], context: Any) -> None:
+        """Add keys; vLLM says where each ends in the sequence."""
+        is_more = False
+        for key in keys:
+            if key not in self._known:
+                self._known.add(key)
+                insort(self._places, (context.get_offload_key_position(key) or 0, key))
+                is_more = True
+        if is_more:
+            self.keys = [key for _, key in self._places]
+
+
+class KvartsManager(OffloadingManager):  # type: ignore[misc]
+    """Answers for the pages in `store`. `region`: its places in host memory, which the workers have opened."""
+
+    def __init__(self, store: KeyStore, region: HostRegion, *, with_events: bool = False) -> None:
+        self.store = store
+        self._region = region
+        self._events: list[Any] | None = [] if with_events else None
+
+    @override
+    def on_new_request(self, req_context: Any) -> Any:
+        req_context.set_state(Path())
+        return RequestOffloadingContext()
+
+    @override
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        path = self._path(req_context, (key,))
+        return RESULTS[self.store.lookup(key, path.keys, path.reads)]
+
+    @override
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> HostPlaces:
+        path = self._path(req_context, keys)
+        self.store.touch(path.keys)
+        return HostPlaces(self.store.prepare_load(list(keys), path.reads))
+
+    @override
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        self._region.unlink()
+        self.store.complete_load(keys)
+
+    @override
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        self.store.touch(list(keys))
+
+    @override
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        path = self._path(req_context, keys)
+        placed = self.store.prepare_store(list(keys), path.keys)
+        if placed is None:
+            return None
+        places, evicted = placed
+        self._note(evicted, removed=True)
+        return PrepareStoreOutput(list(places), HostPlaces(list(places.values())), evicted)
+
+    @override
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        self._region.unlink()
+        path = self._path(req_context, ())
+        self._note(self.store.complete_store(keys, path.keys, is_stored=success), removed=False)
+
+    @override
+    def on_request_finished(self, req_context: Any) -> None:
+        path = self._path(req_context, ())
+        self.store.touch(path.keys)
+        self.store.end_reads(path.reads)
+
+    @override
+    def on_schedule_end(self, context: Any) -> None:
+        self.store.poll()
+
+    @override
+    def has_pending_work(self) -> bool:
+        return self.store.has_work
+
+    @override
+    def take_events(self) -> Iterable[Any]:
+        events, self._events = self._events, None if self._events is None else []
+        return events or ()
+
+    @override
+    def reset_cache(self) -> None:
+        self._note(list(self.store.host), removed=True)
+        self.store.reset()
+
+    @override
+    def shutdown(self) -> None:
+        self.store.close()
+        self._region.unlink()
+
+    def _path(self, context: Any, keys: Iterable[bytes]) -> Path:
+        path: Path | None = context.get_state(Path)
+        if path is None:
+            path = Path()
+            context.set_state(path)
+        path.add(keys, context)
+        return path
+
+    def _note(self, keys: list[bytes], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed))

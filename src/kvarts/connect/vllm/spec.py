@@ -1,0 +1,139 @@
+"""vLLM's offloading spec: what the two processes of an engine build from one configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from kvarts.connect.vllm.manager import KvartsManager
+from kvarts.connect.vllm.page_io import PageIo
+from kvarts.connect.vllm.region import HostRegion
+from kvarts.connect.vllm.store import KeyStore
+from kvarts.connect.vllm.worker import KvartsWorker
+from kvarts.directories import own_directory
+from kvarts.errors import ConfigError
+from kvarts.offload.keyed import KeyedTier
+from kvarts.offload.pagefiles import PageFiles, file_bytes
+from kvarts.units import parse_bytes
+
+__all__ = ["KvartsOffloadingSpec"]
+
+OPTIONS = {"host_memory", "directory", "disk", "prefill_tokens_per_s", "most_writes", "most_read_s"}
+OF_VLLM = {
+    *("spec_name", "spec_module_path", "offload_prompt_only", "self_describing_kv_events", "block_size"),
+    *("blocks_per_chunk", "canonical_layout"),
+}
+KEY_BYTES = 36
+"""The hash of a block, and its KV group."""
+
+
+class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
+    """Host memory of `host_memory` bytes, and files in `directory` of `disk` bytes below it, if that is given.
+
+    `prefill_tokens_per_s`: how many tokens the device computes in a second; files that are slower are not read.
+    `most_writes`: chunks that may wait to be written. `most_read_s`: how long a request waits for a file. Raises
+    ConfigError for options that cannot be.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        options = dict(config.extra_config)
+        for name in options.keys() - OPTIONS - OF_VLLM:
+            raise ConfigError("is not known", field=_field(name), hint=f"Known: {', '.join(sorted(OPTIONS))}.")
+        if "host_memory" not in options:
+            raise ConfigError("is missing", field=_field("host_memory"), hint='Give it as "4GiB" or in bytes.')
+        self._rank_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        self._place_bytes = self._rank_bytes * config.parallel.world_size
+        num_bytes = _bytes_of(options, "host_memory")
+        self._num_places = num_bytes // self._place_bytes
+        if not self._num_places:
+            raise ConfigError(
+                f"{num_bytes:,} bytes do not hold one chunk of {self._place_bytes:,}", field=_field("host_memory")
+            )
+        if ("directory" in options) != ("disk" in options):
+            missing = "disk" if "directory" in options else "directory"
+            raise ConfigError("is missing", field=_field(missing), hint="Files need a directory, and a bound in bytes.")
+        self._options = options
+        self._manager: KvartsManager | None = None
+        self._worker: KvartsWorker | None = None
+        self._directory = ExitStack()
+
+    @override
+    def get_manager(self) -> KvartsManager:
+        if self._manager is None:
+            region = HostRegion(self.config.engine_id, self._num_places, self._place_bytes)
+            store = self._open_store(region)
+            self._manager = KvartsManager(store, region, with_events=bool(self.kv_events_config.enable_kv_cache_events))
+        return self._manager
+
+    @override
+    def get_worker(self, kv_caches: Any) -> KvartsWorker:
+        if self._worker is None:
+            self._worker = KvartsWorker(
+                kv_caches,
+                HostRegion(self.config.engine_id, self._num_places, self._place_bytes),
+                rank=self.config.parallel.rank,
+                rank_bytes=self._rank_bytes,
+                blocks_per_chunk=self.blocks_per_chunk,
+            )
+        return self._worker
+
+    def fingerprint(self) -> str:
+        """Return what the bytes of a page depend on besides its tokens, as a name of a folder."""
+        config, parallel = self.config, self.config.parallel
+        facts = [
+            *(config.model.name, config.model.dtype, config.cache.tokens_per_hash, config.cache.blocks_per_chunk),
+            *(config.worker_kv_bytes_per_block, config.kv_cache_layout, parallel.tp_size, parallel.pp_size),
+            *(parallel.pcp_size, parallel.dcp_size),
+            [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def _open_store(self, region: HostRegion) -> KeyStore:
+        options = self._options
+        host = KeyedTier(self._num_places)
+        if "directory" not in options:
+            return KeyStore(host)
+        folder = Path(options["directory"])
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder / self.fingerprint()
+        self._directory.enter_context(own_directory(folder))
+        most_bytes = _bytes_of(options, "disk")
+        found = PageFiles(folder, max_bytes=most_bytes)
+        files = KeyedTier(most_bytes // file_bytes(KEY_BYTES, self._place_bytes))
+        places, _ = files.place(found.keys())
+        for key in found.keys()[len(places) :]:
+            found.delete(key)
+        files.settle(places)
+        compute_s = None
+        if "prefill_tokens_per_s" in options:
+            tokens = max(group.tokens_per_block for group in self.config.groups) * self.blocks_per_chunk
+            compute_s = tokens / float(options["prefill_tokens_per_s"])
+        return KeyStore(
+            host,
+            files=files,
+            page_io=PageIo(found, region),
+            most_writes=int(options.get("most_writes", 256)),
+            compute_s=compute_s,
+            most_read_s=float(options.get("most_read_s", 10.0)),
+        )
+
+
+def _field(name: str) -> str:
+    return f"kv_connector_extra_config.{name}"
+
+
+def _bytes_of(options: dict[str, Any], name: str) -> int:
+    value = options[name]
+    if isinstance(value, int):
+        return value
+    try:
+        return parse_bytes(str(value))
+    except ValueError as error:
+        raise ConfigError(str(error), field=_field(name)) from None

@@ -1,0 +1,227 @@
+"""The tiers of one engine, as its scheduler asks them: host memory, and files below it. Knows nothing of vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Container, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvarts.offload.keyed import KeyedTier, KeyState
+
+if TYPE_CHECKING:
+    from kvarts.connect.vllm.page_io import PageIo
+
+__all__ = ["KeyStore", "Reads", "StoreCounts"]
+
+RATE_WEIGHT = 0.1
+"""The weight of the last read in the mean time of one."""
+
+
+class StoreCounts(msgspec.Struct):
+    """What the tiers did since the beginning, in pages."""
+
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    refused: int = 0
+    """Pages that found no room in host memory."""
+    promoted: int = 0
+    """Pages that were read from files into host memory."""
+    broken: int = 0
+    """Files that could not be read, or had other bytes than were written."""
+    written: int = 0
+    unwritten: int = 0
+    """Pages that were not written to files: the disk was behind, or failed."""
+    computed_instead: int = 0
+    """Pages in files that were not read because computing them was sooner."""
+
+
+class Reads:
+    """The pages that were read from files for one request: `asked`, and `held` in host memory until it loads them."""
+
+    def __init__(self) -> None:
+        self.asked: set[bytes] = set()
+        self.held: list[bytes] = []
+        self.is_over = False
+
+
+class KeyStore:
+    """Pages by key. `host`: places in host memory. `files`: as many pages in files, moved by `page_io`.
+
+    `most_writes`: pages that may wait to be written; more are not written. `compute_s`: how long computing a page
+    takes; a page that takes longer to read is not read. `most_read_s`: how long a request waits for a page to be read.
+    A page in a file gets to host memory before it can be loaded.
+    """
+
+    def __init__(
+        self,
+        host: KeyedTier,
+        *,
+        files: KeyedTier | None = None,
+        page_io: PageIo | None = None,
+        most_writes: int = 256,
+        compute_s: float | None = None,
+        most_read_s: float = 10.0,
+    ) -> None:
+        assert (files is None) == (page_io is None)
+        self.host = host
+        self.files = files
+        self.counts = StoreCounts()
+        self._page_io = page_io
+        self._most_writes = most_writes
+        self._compute_s = compute_s
+        self._read_s = 0.0
+        self._most_read_s = most_read_s
+        self._num_writing = 0
+        self._reading: dict[bytes, tuple[float, Reads]] = {}
+        """Keys that are being read: since when, and for which request."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a page is being read for a request that waits."""
+        return bool(self._reading)
+
+    def lookup(self, key: bytes, path: Sequence[bytes], reads: Reads) -> KeyState:
+        """Return whether `key` can be loaded; COMING if it will be, or may be. A page in a file begins to be read.
+
+        `path`: the keys of the sequence that are known, which do not make way for it. `reads`: those that were read
+        for this request. None is read twice for one request, so that each gets on.
+        """
+        self.poll()
+        state = self.host.state(key)
+        if state is KeyState.COMING and key in self._reading:
+            is_late = time.monotonic() - self._reading[key][0] > self._most_read_s
+            return KeyState.MISSING if is_late else state
+        if state is not KeyState.MISSING or self.files is None or self._page_io is None:
+            return state
+        if key in reads.asked or self.files.state(key) is not KeyState.STORED:
+            return state
+        if self._compute_s is not None and self._read_s > self._compute_s:
+            self.counts.computed_instead += 1
+            return state
+        places, evicted = self.host.place([key], frozenset(path))
+        self.counts.evicted += len(evicted)
+        if key not in places:
+            self.counts.refused += 1
+            return state
+        self.files.pin([key])
+        reads.asked.add(key)
+        self._reading[key] = time.monotonic(), reads
+        self._page_io.read(key, places[key])
+        return KeyState.COMING
+
+    def prepare_store(
+        self, keys: Sequence[bytes], path: Sequence[bytes]
+    ) -> tuple[dict[bytes, int], list[bytes]] | None:
+        """Take places for those of `keys` that are not here; return these, and the keys evicted. None: no room.
+
+        `path`: the keys of the sequence that are known, in the order of its prefix.
+        """
+        self.poll()
+        self.touch(path)
+        missing = [key for key in keys if self.host.state(key) is KeyState.MISSING]
+        places, evicted = self.host.place(missing, frozenset(path))
+        self.counts.evicted += len(evicted)
+        self.counts.refused += len(missing) - len(places)
+        return None if missing and not places else (places, evicted)
+
+    def complete_store(self, keys: Collection[bytes], path: Sequence[bytes], *, is_stored: bool = True) -> list[bytes]:
+        """End a store, and begin to write its pages to files; return the keys that are stored now."""
+        wanted = set(keys)
+        done = [key for key in path if key in wanted]
+        done = [key for key in done if self.host.state(key) is KeyState.COMING and key not in self._reading]
+        self.host.settle(done, is_stored=is_stored)
+        if is_stored:
+            self.counts.stored += len(done)
+            for key in done:
+                self._write(key, frozenset(path))
+            self.touch(path)
+        return done if is_stored else []
+
+    def prepare_load(self, keys: Sequence[bytes], reads: Reads) -> list[int]:
+        """Pin `keys`, which `lookup` found in this step; return their places."""
+        places = self.host.pin(keys)
+        self.host.unpin(reads.held)
+        reads.held = []
+        return places
+
+    def end_reads(self, reads: Reads) -> None:
+        """Take note that the request of `reads` loads nothing any more."""
+        reads.is_over = True
+        self.host.unpin(reads.held)
+        reads.held = []
+
+    def complete_load(self, keys: Iterable[bytes]) -> None:
+        """End a load."""
+        loaded = list(keys)
+        self.host.unpin(loaded)
+        self.counts.loaded += len(loaded)
+
+    def touch(self, path: Sequence[bytes]) -> None:
+        """Make a prefix the most recent, in host memory and in files."""
+        self.host.touch(path)
+        if self.files is not None:
+            self.files.touch(path)
+
+    def poll(self) -> None:
+        """Take note of reads and writes that have ended."""
+        if self._page_io is None:
+            return
+        assert self.files is not None
+        for ended in self._page_io.take_ended():
+            key = ended.key
+            if ended.is_write:
+                self._num_writing -= 1
+                self.host.unpin([key])
+                self.counts.written += ended.is_good
+                self.counts.unwritten += not ended.is_good
+                self.files.settle([key], is_stored=ended.is_good)
+                continue
+            _, reads = self._reading.pop(key)
+            self.files.unpin([key])
+            self.host.settle([key], is_stored=ended.is_good)
+            if ended.is_good:
+                if not reads.is_over:
+                    self.host.pin([key])
+                    reads.held.append(key)
+                self.counts.promoted += 1
+                self._read_s += (ended.seconds - self._read_s) * (RATE_WEIGHT if self._read_s else 1.0)
+            else:
+                self.counts.broken += 1
+                self.files.drop(key)
+                self._page_io.delete(key)
+
+    def reset(self) -> None:
+        """Forget all pages, and delete the files."""
+        if self._page_io is not None:
+            assert self.files is not None
+            self._page_io.drain()
+            self.poll()
+            for key in self.files:
+                self._page_io.delete(key)
+            self.files.reset()
+        self.host.reset()
+
+    def close(self) -> None:
+        """End what is under way."""
+        if self._page_io is not None:
+            self._page_io.close()
+            self.poll()
+
+    def _write(self, key: bytes, path: Container[bytes]) -> None:
+        if self.files is None or self._page_io is None or self.files.state(key) is not KeyState.MISSING:
+            return
+        if self._num_writing >= self._most_writes:
+            self.counts.unwritten += 1
+            return
+        places, evicted = self.files.place([key], path)
+        for each in evicted:
+            self._page_io.delete(each)
+        if key not in places:
+            self.counts.unwritten += 1
+            return
+        (place,) = self.host.pin([key])
+        self._num_writing += 1
+        self._page_io.write(key, place)

@@ -1,0 +1,478 @@
+"""An eviction order that learns how soon runs of a kind come back, and one that falls back to LRU where that is worse.
+
+A page that is kept takes room until it is hit or given up. What that is worth is hits per page and time: of all times
+to keep a run for, the best one counts, which is the Gittins index of the run (as in hit density of Beckmann et al.,
+"LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, with the best time in place of the time that the
+cache happens to keep it). How likely a run comes back at an age is learned from runs of its kind, those included that
+were evicted and came back. Time is counted in releases. Nothing is known of requests to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from kvarts.content import Content
+from kvarts.kv.eviction import BaseOrder
+from kvarts.kv.node import Node
+from kvarts.kv.page_cache import PageCache
+from kvarts.kv.pool import CountPool
+from kvarts.kv.tree import PrefixTree
+from kvarts.plan.orders import RankedRuns, RunKey
+
+__all__ = ["AutoOrder", "LearnedOrder"]
+
+Kind = tuple[int, int, int]
+"""How often a run came back, what it follows, and how long it stayed away the last time."""
+
+ALL: Kind = (-1, -1, -1)
+"""Of runs that stand in one queue, whatever their kind."""
+
+
+class Weights(NamedTuple):
+    """LRU, but what has come back counts as released later, and what is used to stay away as released earlier.
+
+    In releases: `bonus` for each return, up to `most_returns`; `malus` for each release away, up to `most_away`.
+    """
+
+    bonus: int = 0
+    most_returns: int = 0
+    malus: float = 0.0
+    most_away: int = 0
+
+
+LRU = Weights()
+
+NUM_AGES = 30
+STEPS = 2
+"""Ages are told apart by factors of 2 ** (1 / STEPS)."""
+BEGINS = [0.0, *(2.0 ** (step / STEPS) for step in range(1, NUM_AGES + 1))]
+WIDTHS = [BEGINS[age + 1] - BEGINS[age] for age in range(NUM_AGES)]
+
+
+def _age_table() -> list[int]:
+    ages, age = [], 0
+    for releases in range(1 << 10):
+        while age + 1 < NUM_AGES and BEGINS[age + 1] <= releases:
+            age += 1
+        ages.append(age)
+    return ages
+
+
+AGES = _age_table()
+
+
+def age_of(releases: int) -> int:
+    """Return the number of the age of a run that was released so many releases ago."""
+    shift = 0
+    while releases >= len(AGES):
+        releases >>= 1
+        shift += STEPS
+    return min(AGES[releases] + shift, NUM_AGES - 1)
+
+
+class Place:
+    """What the order keeps about a run: its kind, when it was released last, how far it went then, and its returns."""
+
+    __slots__ = ("away", "end", "kind", "last", "returns")
+
+    def __init__(self, kind: Kind, last: int, end: int, returns: int, away: int) -> None:
+        self.kind = kind
+        self.last = last
+        self.end = end
+        self.returns = returns
+        self.away = away
+
+
+class Reuse:
+    """How soon runs come back, by kind and age, in pages. Owner of the counts, which forget slowly."""
+
+    HALF_LIFE = 20_000
+    PRIOR_PAGES = 400.0
+    """A kind counts as if so many pages had come back as those of all kinds do."""
+
+    def __init__(self) -> None:
+        self._came: dict[Kind, list[float]] = {}
+        """Pages that came back at each age."""
+        self._left: dict[Kind, list[float]] = {}
+        """Pages that were given up for good at each age."""
+
+    def came_back(self, kind: Kind, age: int, num_pages: int) -> None:
+        """Count a run that came back at `age`."""
+        self._of(self._came, kind)[age] += num_pages
+
+    def gave_up(self, kind: Kind, age: int, num_pages: int) -> None:
+        """Count a run that has not come back until `age`, and is forgotten."""
+        self._of(self._left, kind)[age] += num_pages
+
+    def _of(self, counts: dict[Kind, list[float]], kind: Kind) -> list[float]:
+        row = counts.get(kind)
+        if row is None:
+            row = counts[kind] = [0.0] * NUM_AGES
+        return row
+
+    def forget(self, factor: float) -> None:
+        """Let all counts be worth `factor` of what they were."""
+        for counts in (self._came, self._left):
+            for row in counts.values():
+                row[:] = [value * factor for value in row]
+
+    def worths(self, waiting: dict[Kind, list[float]]) -> tuple[dict[Kind, list[float]], list[float]]:
+        """Return hits per page and release of a run to keep, by kind and age, and those of a kind not seen yet.
+
+        `waiting`: pages of each kind that have not come back so far, by age.
+        """
+        kinds = {*self._came, *self._left, *waiting}
+        nothing = [0.0] * NUM_AGES
+        came_of = {kind: self._came.get(kind, nothing) for kind in kinds}
+        seen_of = {}
+        for kind in sorted(kinds):
+            seen, total = [0.0] * NUM_AGES, 0.0
+            came, left, wait = came_of[kind], self._left.get(kind, nothing), waiting.get(kind, nothing)
+            for age in range(NUM_AGES - 1, -1, -1):
+                half = (left[age] + wait[age]) / 2  # they have been through half of this age
+                seen[age] = total + came[age] + half
+                total += came[age] + 2 * half
+            seen_of[kind] = seen
+        ordered = sorted(kinds)
+        all_came = [sum(came_of[kind][age] for kind in ordered) for age in range(NUM_AGES)]
+        all_seen = [sum(seen_of[kind][age] for kind in ordered) for age in range(NUM_AGES)]
+        usual = [(came + 1e-3) / (seen + 1.0) for came, seen in zip(all_came, all_seen, strict=True)]
+        worths = {}
+        for kind in ordered:
+            came, seen = came_of[kind], seen_of[kind]
+            hazards = [
+                (came[age] + self.PRIOR_PAGES * usual[age]) / (seen[age] + self.PRIOR_PAGES) for age in range(NUM_AGES)
+            ]
+            worths[kind] = _gittins(hazards)
+        return worths, _gittins(usual)
+
+
+def _gittins(hazards: list[float]) -> list[float]:
+    """Return for each age the most hits per release that keeping a run of that age can bring.
+
+    `hazards`: the probability to come back within an age, of what has not come back before.
+    """
+    worths = []
+    for begin in range(NUM_AGES):
+        best, alive, spent = 0.0, 1.0, 0.0
+        for age in range(begin, NUM_AGES):
+            hazard = hazards[age]
+            spent += alive * (1.0 - hazard / 2) * WIDTHS[age]
+            alive *= 1.0 - hazard
+            best = max(best, (1.0 - alive) / spent)
+        worths.append(best)
+    return worths
+
+
+class LearnedOrder(BaseOrder):
+    """Evicts the run that brings the fewest hits for the room and the time that keeping it takes.
+
+    Runs of a kind stand in a queue, the one released longest ago first; the first of all queues are compared. With
+    `weights`, all runs stand in one queue by these, and nothing is learned.
+    """
+
+    MOST_REMEMBERED = 20_000
+    LEARN_EVERY = 100
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self.now = 0
+        self.num_pages = 0
+        self.weights = weights
+        self._queues: dict[Kind, RankedRuns] = {}
+        self._gone: dict[RunKey, tuple[Place, int]] = {}
+        """Runs that were evicted, or eaten from here on, and how many pages they had, the one that went first first."""
+        self._reuse = Reuse()
+        self._worths: dict[Kind, list[float]] = {}
+        self._usual = [1.0 / (1 + age) for age in range(NUM_AGES)]
+        self._listed: dict[Node, int] = {}
+
+    # What the tree tells -------------------------------------------------------------------------------------
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`; learn from what is new and was here before."""
+        self.now += 1
+        if self.now % self.LEARN_EVERY == 0:
+            self.learn()
+        before: Place | None = None
+        top = nodes[-1].parent
+        if top is not None:
+            before = top.place
+        for node in reversed(nodes):
+            place: Place | None = node.place
+            if place is None:
+                place = self._returned(node) or Place(self.kind_of(0, before, node, 0), self.now, node.end, 0, 0)
+            else:
+                place = Place(place.kind, self.now, node.end, place.returns, place.away)
+            place.kind = self.kind_of(place.returns, before, node, place.away)
+            node.place = before = place
+        for node in nodes:
+            self._list(node)
+
+    def _returned(self, node: Node) -> Place | None:
+        """Return the place of a new run that was here before, with one return more; None if it was not."""
+        gone = self._gone.pop((node.content.salt, node.start, node.key), None)
+        if gone is None:
+            return None
+        place, num_pages = gone
+        away = self.now - place.last
+        self.came_back(place, away, min(num_pages, node.end - node.start))
+        return Place(place.kind, self.now, node.end, place.returns + 1, _mean(place.away, away))
+
+    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+        """Unlist `nodes`, which have come back."""
+        for node in nodes:
+            place: Place = node.place
+            self._unlist(node)
+            if node.end < place.end:
+                self._forget_rest(node, place)
+            away = self.now + 1 - place.last
+            self.came_back(place, away, node.end - node.start)
+            node.place = Place(place.kind, place.last, node.end, place.returns + 1, _mean(place.away, away))
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`, and remember it."""
+        self._unlist(node)
+        place: Place = node.place
+        self._remember((node.content.salt, node.start, node.key), place, max(1, place.end - node.start))
+
+    def split(self, head: Node, tail: Node) -> None:
+        """List `head`, which goes after `tail`."""
+        place: Place = tail.place
+        head.place = Place(place.kind, place.last, head.end, place.returns, place.away)
+        self._queues[self._queue_of(place)].split(head, tail)
+        self._listed[head] = head.end - head.start
+        self._listed[tail] = tail.end - tail.start
+
+    def put_back(self, nodes: Sequence[Node]) -> None:
+        """List `nodes` as they were listed before."""
+        for node in nodes:
+            if node.place is None:
+                self.released((node,))
+            else:
+                self._list(node)
+
+    # What the tree asks --------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Node]:
+        """Return all listed runs: again and again the first of a queue that is worth least."""
+        queues = {kind: iter(queue) for kind, queue in self._queues.items()}
+        heads: list[tuple[float, int, Kind, Node]] = []
+        for kind, queue in queues.items():
+            if (node := next(queue, None)) is not None:
+                heads.append((*self._worth(node), kind, node))
+        heapify(heads)
+        while heads:
+            _, _, kind, node = heappop(heads)
+            yield node
+            if (following := next(queues[kind], None)) is not None:
+                heappush(heads, (*self._worth(following), kind, following))
+
+    def next_run(self) -> Node:
+        """Return the first run that no transfer holds."""
+        best: tuple[float, int, Kind] | None = None
+        found: Node | None = None
+        for kind, queue in self._queues.items():
+            node = queue.first()
+            if node is None:
+                continue
+            worth = (*self._worth(node), kind)
+            if best is None or worth < best:
+                best, found = worth, node
+        assert found is not None, "nothing to evict is listed"
+        return super().next_run() if found.holds else found
+
+    # What is learned, and of what -----------------------------------------------------------------------------
+
+    def came_back(self, place: Place, away: int, num_pages: int) -> None:
+        """Count `num_pages` that came back after `away` releases."""
+        if self.weights is None:
+            self._reuse.came_back(place.kind, age_of(away), num_pages)
+
+    def worth(self, place: Place) -> float:
+        """Return what keeping a run is worth now."""
+        worths = self._worths.get(place.kind, self._usual)
+        return worths[age_of(self.now - place.last)]
+
+    def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
+        """Return the kind of a run that is released now. `before`: of the run that it follows."""
+        parent = node.parent
+        follows = 0
+        if before is not None:
+            follows = 4 if parent is not None and len(parent.children or ()) > 1 else 1 + min(before.returns, 2)
+        return min(returns, 3), follows, 0 if not away else 1 + min(3, age_of(away) // 6)
+
+    # Inside ---------------------------------------------------------------------------------------------------
+
+    def _worth(self, node: Node) -> tuple[float, int]:
+        """Return what keeping a run is worth, and when it was released."""
+        place: Place = node.place
+        weights = self.weights
+        if weights is not None:
+            return self._rank(place, weights), place.last
+        return self.worth(place), place.last
+
+    @staticmethod
+    def _rank(place: Place, weights: Weights) -> float:
+        """Return when a run counts as released."""
+        bonus, most_returns, malus, most_away = weights
+        return place.last + bonus * min(place.returns, most_returns) - malus * min(place.away, most_away)
+
+    def _queue_of(self, place: Place) -> Kind:
+        return place.kind if self.weights is None else ALL
+
+    def _list(self, node: Node) -> None:
+        place: Place = node.place
+        kind, weights = self._queue_of(place), self.weights
+        queue = self._queues.get(kind)
+        if queue is None:
+            queue = self._queues[kind] = RankedRuns()
+        queue.add(node, (place.last if weights is None else self._rank(place, weights),), place.last)
+        self._listed[node] = node.end - node.start
+        self.num_pages += node.end - node.start
+
+    def _unlist(self, node: Node) -> None:
+        place: Place = node.place
+        self._queues[self._queue_of(place)].remove(node)
+        self.num_pages -= self._listed.pop(node)
+
+    def relist(self, weights: Weights | None) -> None:
+        """List all runs by `weights`, or by their kinds."""
+        nodes = list(self._listed)
+        self.weights = weights
+        self._queues.clear()
+        self._listed.clear()
+        self.num_pages = 0
+        for node in nodes:
+            self._list(node)
+
+    def _forget_rest(self, node: Node, place: Place) -> None:
+        """Remember what of a run was eaten from its tail."""
+        content = node.content
+        if node.end < content.num_known_pages:
+            self._remember((content.salt, node.end, content.key(node.end)), place, place.end - node.end)
+
+    def _remember(self, key: RunKey, place: Place, num_pages: int) -> None:
+        gone = self._gone
+        gone.pop(key, None)
+        gone[key] = place, num_pages
+        if len(gone) > self.MOST_REMEMBERED:
+            oldest = next(iter(gone))
+            place, num_pages = gone.pop(oldest)
+            if self.weights is None:
+                self._reuse.gave_up(place.kind, age_of(self.now - place.last), num_pages)
+
+    def learn(self) -> None:
+        """Work out what runs of each kind are worth."""
+        if self.weights is not None:
+            return
+        waiting: dict[Kind, list[float]] = {}
+        now = self.now
+        for node in self._listed:
+            self._wait(waiting, node.place, now, node.end - node.start)
+        for place, num_pages in self._gone.values():
+            self._wait(waiting, place, now, num_pages)
+        self._worths, self._usual = self._reuse.worths(waiting)
+        self._reuse.forget(0.5 ** (self.LEARN_EVERY / self._reuse.HALF_LIFE))
+
+    @staticmethod
+    def _wait(waiting: dict[Kind, list[float]], place: Place, now: int, num_pages: int) -> None:
+        row = waiting.get(place.kind)
+        if row is None:
+            row = waiting[place.kind] = [0.0] * NUM_AGES
+        row[age_of(now - place.last)] += num_pages
+
+
+def _mean(before: int, away: int) -> int:
+    """Return a mean of how long a run stayed away, in which the last time counts half."""
+    return (before + away) // 2 if before else away
+
+
+class _Shadow:
+    """A cache of `num_pages` pages that counts what requests would have found in it; `score` forgets slowly."""
+
+    def __init__(self, num_pages: int, weights: Weights | None) -> None:
+        self.order = LearnedOrder(weights)
+        self.score = 0.0
+        self._num_pages = num_pages
+        self._cache = PageCache(CountPool(num_pages), PrefixTree(self.order))
+
+    def use(self, content: Content, num_pages: int, decay: float) -> None:
+        """Let a request of `num_pages` pages find what it would have found."""
+        cache = self._cache
+        size = min(num_pages, self._num_pages)
+        match = cache.match(content, size)
+        self.score = self.score * decay + match.num_pages
+        holding = cache.open(match)
+        cache.grow(holding, size)
+        cache.close(holding, size, size)
+
+
+class AutoOrder(LearnedOrder):
+    """The order of its best shadow: LRU, LRU with weights, or the learned one. It begins as LRU.
+
+    Shadows are small caches that count what they would have found, not long ago. The order changes if another has found
+    more by `BETTER_BY` of what was looked for.
+    """
+
+    CHOICES: tuple[Weights | None, ...] = (
+        LRU,
+        None,
+        Weights(1000, 2),
+        Weights(300, 2),
+        Weights(malus=0.5, most_away=30),
+    )
+    HALF_LIFE = 8000
+    CHOOSE_EVERY = 25
+    BETTER_BY = 0.002
+    GROWS_BY = 1.1
+
+    def __init__(self) -> None:
+        super().__init__(LRU)
+        self._shadows: list[_Shadow] = []
+        self._most_pages = self._shadow_pages = 0
+        self._is_full = False
+        self._asked = 0.0
+        self._decay = 0.5 ** (1 / self.HALF_LIFE)
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """List `nodes`, and let the shadows find what they would have found."""
+        super().released(nodes)
+        self._most_pages = max(self._most_pages, self.num_pages)
+        if not self._is_full:
+            return  # nothing has been evicted: all are alike
+        if self._most_pages > self._shadow_pages * self.GROWS_BY:
+            self._open_shadows()
+        deepest = nodes[0]
+        self._asked = self._asked * self._decay + deepest.end
+        for shadow in self._shadows:
+            shadow.use(deepest.content, deepest.end, self._decay)
+        if self.now % self.CHOOSE_EVERY == 0:
+            self._choose()
+
+    def removed(self, node: Node) -> None:
+        """Unlist `node`. The first that goes says how large the pool is."""
+        self._is_full = True
+        super().removed(node)
+
+    def learn(self) -> None:
+        """Take what the shadow that learns has learned."""
+        for shadow in self._shadows:
+            if shadow.order.weights is None:
+                self._worths, self._usual = shadow.order._worths, shadow.order._usual
+
+    def _open_shadows(self) -> None:
+        """Begin anew with shadows as large as the pool, which no order is told of; their scores stay."""
+        scores = [shadow.score for shadow in self._shadows] or [0.0] * len(self.CHOICES)
+        self._shadow_pages = self._most_pages
+        self._shadows = [_Shadow(self._shadow_pages, weights) for weights in self.CHOICES]
+        for shadow, score in zip(self._shadows, scores, strict=True):
+            shadow.score = score
+
+    def _choose(self) -> None:
+        best = max(self._shadows, key=lambda shadow: shadow.score)
+        mine = next(shadow for shadow in self._shadows if shadow.order.weights == self.weights)
+        if best.score > mine.score + self.BETTER_BY * self._asked:
+            self.relist(best.order.weights)
+            self.learn()

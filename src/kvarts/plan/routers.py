@@ -1,0 +1,92 @@
+"""Routers compared on one trace: hits, latencies and balance behind each, with what they see of several ages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvarts.plan.replays import share_kept
+from kvarts.routers.config import Routing
+from kvarts.routers.spec import policy_of
+from kvarts.routers.view import Needs
+from kvarts.settings import SettingError
+from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
+from kvarts.traffic.trace import Trace
+
+__all__ = ["RoutersPlan"]
+
+MOST_ROWS = 100
+
+
+class RoutersPlan:
+    """Replays of `trace` under `config` behind each of `routers`.
+
+    `ages`: how old what a router sees gets, such as 50ms: its metrics, and the cache events that reach it. A router
+    that reads neither is replayed once. `command`: answers the command line that replays with changes, by the keys of
+    settings. Raise ConfigError for what is no router, and for more rows than are worth reading.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        routers: Sequence[str],
+        ages: Sequence[str] = (),
+        *,
+        command: Callable[[dict[str, Any]], str],
+        on_replay: Callable[[], object] | None = None,
+    ) -> None:
+        if config.replicas < 2:
+            raise SettingError("needs replicas to choose from", "routers", hint="Give {replicas} 2 or more.")
+        if len(routers) * max(1, len(ages)) > MOST_ROWS:
+            raise SettingError(f"are more than {MOST_ROWS} replays", "routers", hint="Compare fewer at a time.")
+        self._trace = trace
+        self._config = config.certain
+        self._command = command
+        self._on_replay = on_replay
+        routing = Routing() if config.routing is None else config.routing
+        assert isinstance(routing, Routing)
+        self._cases: list[tuple[str, str | None, Routing, dict[str, Any]]] = []
+        for router in routers:
+            needs = getattr(policy_of(router), "needs", Needs())
+            fields = ["staleness"] * needs.metrics + ["event_lag"] * (needs.pages != "no")
+            for age in ages or (None,) if fields else (None,):
+                changes = {} if age is None else dict.fromkeys(fields, age)
+                keys: dict[str, Any] = {f"routing.{field}": age for field in changes}
+                seen = msgspec.structs.replace(routing, **changes)
+                seen.check(router)
+                self._cases.append((router, age, seen, {"router": router, **keys}))
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return a row per router and age, JSON-able."""
+        return {
+            "replicas": self._config.replicas,
+            "slo": {name: getattr(self._config.slo, name) for name in self._config.slo.__struct_fields__},
+            "points": [self._row(*case) for case in self._cases],
+        }
+
+    def _row(self, router: str, age: str | None, routing: Routing, changes: dict[str, Any]) -> dict[str, Any]:
+        report = replay(self._trace, msgspec.structs.replace(self._config, router=router, routing=routing))
+        if self._on_replay is not None:
+            self._on_replay()
+        summary, columns = report.summary, report.request_columns
+        tokens = np.bincount(
+            np.maximum(columns["replica"], 0),
+            weights=columns["input_tokens"] + columns["output_tokens"],
+            minlength=self._config.replicas,
+        )
+        return {
+            "router": router,
+            "age": age,
+            "hit_ratio": summary["prefix_hit_ratio"],
+            "ttft_ms": summary["ttft_ms"],
+            "tpot_ms": summary["tpot_ms"],
+            "num_preemptions": summary["num_preemptions"],
+            "most_to_mean_tokens": float(tokens.max() / tokens.mean()) if tokens.any() else None,
+            "slo_ratio": share_kept(summary),
+            "command": self._command(changes),
+        }

@@ -1,0 +1,56 @@
+"""Blocks that the requests placed on workers use, each distinct block of a worker counted once."""
+
+from __future__ import annotations
+
+from kvarts.content import Content
+from kvarts.routers.spans import Span, SpanTree
+
+__all__ = ["ActiveBlocks"]
+
+
+class ActiveBlocks(SpanTree):
+    """Full blocks of prompts in flight, per worker. The count of a span is how many requests of a worker use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_blocks: dict[int, int] = {}
+        """Distinct blocks in use per worker."""
+
+    def shared(self, content: Content, limit: int) -> dict[int, int]:
+        """Return, per worker, how many of the first `limit` blocks of `content` are in use there already."""
+        found: dict[int, int] = {}
+        for span, reached in reversed(self.path(content, limit)):
+            for worker in span.counts[0]:
+                if worker not in found:
+                    found[worker] = reached
+        return found
+
+    def add(self, worker: int, content: Content, num_blocks: int) -> None:
+        """Count a request of `num_blocks` blocks."""
+        added = 0
+        for span in self.cover(content, 0, num_blocks):
+            uses = span.counts[0]
+            if worker not in uses:
+                added += span.end - span.start
+            uses[worker] = uses.get(worker, 0) + 1
+        self.num_blocks[worker] = self.num_blocks.get(worker, 0) + added
+
+    def remove(self, worker: int, content: Content, num_blocks: int) -> None:
+        """Count a request no longer that `add` counted."""
+        removed = 0
+        deepest: Span | None = None
+        for span, _ in self.path(content, num_blocks):
+            uses = span.counts[0]
+            deepest = span
+            if uses[worker] > 1:
+                uses[worker] -= 1
+            else:
+                del uses[worker]
+                removed += span.end - span.start
+        self.num_blocks[worker] -= removed
+        if deepest is not None:
+            self.prune(deepest)
+
+    def divide(self, head: Span, tail: Span) -> None:
+        """Let the same requests use both halves."""
+        head.counts[0].update(tail.counts[0])

@@ -1,0 +1,154 @@
+"""Settings of how a router knows its workers, and of its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.limits import MOST_SEED, check_number, check_whole
+from kvarts.settings import SettingError, setting
+from kvarts.units import parse_delay_ms
+
+if TYPE_CHECKING:
+    from kvarts.routers.router import PolicyRouter
+    from kvarts.routers.view import Directory, Needs
+
+__all__ = ["QueueOrder", "Routing"]
+
+QueueOrder = Literal["fcfs", "lcfs", "wspt"]
+Delay = float | str
+"""Milliseconds, or as people write them: 50ms, 1s."""
+NS_PER_MS = 1e6
+MOST_DELAY_MS = 1e9
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a router sees, how late, and whether requests wait in it. Raises ConfigError for a value out of range.
+
+    `staleness`: metrics are read every so long, and 0 is always; left out, as the policy has it. `event_lag`: cache
+    events reach the router so long after they happened. `seed`: of what chance decides. `queue_threshold`: a request
+    waits in the router while each worker has more than so many times the tokens of a step to prefill, or others wait.
+    `queue`: which of those that wait is next.
+    """
+
+    staleness: Annotated[
+        Delay | None,
+        setting(
+            "Age that metrics of workers reach before the router reads them again: 50ms.",
+            flag="--router-staleness",
+            metavar="TIME",
+            default="50ms with llm-d, else 0",
+        ),
+    ] = None
+    event_lag: Annotated[
+        Delay,
+        setting("Time until cache events of workers reach the router: 5ms.", flag="--router-event-lag", metavar="TIME"),
+    ] = 0.0
+    seed: Annotated[
+        int, setting("Seed of the choices that a router leaves to chance.", flag="--router-seed", metavar="N")
+    ] = 0
+    queue_threshold: Annotated[
+        float | None,
+        setting(
+            "Keep requests in the router while every worker has more than X times --max-batched-tokens to prefill.",
+            flag="--router-queue-threshold",
+            metavar="X",
+            default="no queue",
+        ),
+    ] = None
+    queue: Annotated[
+        QueueOrder,
+        setting(
+            "Order of the router's queue: first come, last come, or weighted shortest prefill time first.",
+            flag="--router-queue",
+        ),
+    ] = "fcfs"
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None:
+            _ns(self.staleness, "staleness")
+        _ns(self.event_lag, "event_lag")
+        check_whole(self.seed, "seed", least=0, most=MOST_SEED)
+        if self.queue_threshold is not None:
+            check_number(self.queue_threshold, "queue_threshold", most=1e9)
+        if self.queue not in get_args(QueueOrder):
+            raise SettingError(f"must be 'fcfs', 'lcfs' or 'wspt', got {self.queue!r}", "queue")
+        if self.queue != "fcfs" and self.queue_threshold is None:
+            raise SettingError(
+                "orders a queue, and there is none", "queue", hint="Give {queue_threshold} as well, or leave it out."
+            )
+
+    def check(self, router: str | Callable[[], Any]) -> None:
+        """Raise ConfigError for a `router` that is no policy, and for settings that have no effect on it."""
+        from kvarts.routers.spec import policy_of  # an option is declared without its policies
+
+        policy = policy_of(router)
+        needs: Needs | None = getattr(policy, "needs", None)
+        name = router if isinstance(router, str) else getattr(router, "__name__", repr(router))
+        if self.staleness is not None and (needs is None or not needs.metrics):
+            raise SettingError(
+                f"has no effect on {name}, which reads no metrics", "routing.staleness", hint="Leave it out."
+            )
+        if _ns(self.event_lag, "event_lag") and (needs is None or needs.pages == "no"):
+            raise SettingError(
+                f"has no effect on {name}, which reads no events", "routing.event_lag", hint="Leave it out."
+            )
+
+    @property
+    def event_lag_ns(self) -> int:
+        """The time until cache events reach the router."""
+        return _ns(self.event_lag, "event_lag")
+
+    def staleness_ns(self, router: str | Callable[[], Any]) -> int:
+        """Return how often metrics are read; 0: whenever a request arrives."""
+        from kvarts.routers.spec import STALENESS_NS
+
+        if self.staleness is not None:
+            return _ns(self.staleness, "staleness")
+
+        return STALENESS_NS.get(router.partition(":")[0], 0) if isinstance(router, str) else 0
+
+    def open(
+        self,
+        router: str | Callable[[], Any],
+        *,
+        num_workers: int,
+        page_size: int,
+        max_num_batched_tokens: int,
+        tiers: Sequence[str] = ("device",),
+        directory: Directory | None = None,
+    ) -> PolicyRouter:
+        """Return a new router of `num_workers` workers. `directory`: answers for their pages instead of events.
+
+        Raise ConfigError for a lag of events where it does.
+        """
+        from kvarts.routers.router import PolicyRouter
+        from kvarts.routers.spec import policy_of
+
+        if directory is not None and self.event_lag_ns:
+            raise SettingError(
+                "is not modelled with KV groups, nor with several models", "routing.event_lag", hint="Leave it out."
+            )
+        return PolicyRouter(
+            policy_of(router),
+            self,
+            staleness_ns=self.staleness_ns(router),
+            num_workers=num_workers,
+            page_size=page_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            tiers=tiers,
+            directory=directory,
+        )
+
+
+def _ns(value: Delay, field: str) -> int:
+    if isinstance(value, str):
+        try:
+            value = parse_delay_ms(value)
+        except ConfigError as error:
+            raise SettingError(error.what, field, hint=error.hint) from error
+    check_number(value, field, most=MOST_DELAY_MS)
+    return round(value * NS_PER_MS)

@@ -1,0 +1,115 @@
+"""Index of prefixes by the cache events of workers: which worker has which pages, in which tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvarts.content import Content
+from kvarts.routers.spans import Span, SpanTree
+
+__all__ = ["EventIndex"]
+
+
+class EventIndex(SpanTree):
+    """Pages by worker and tier, as events said. `tiers`: names of the tiers, the fastest first.
+
+    A worker has the first pages of a span in a tier: the count is where these end. Events follow the law of caches
+    that a page is never without the page before it, in that tier or a faster one.
+    """
+
+    def __init__(self, tiers: Sequence[str] = ("device",)) -> None:
+        super().__init__(len(tiers))
+        self._kinds = {name: kind for kind, name in enumerate(tiers)}
+        self.num_tiers = len(tiers)
+
+    def store(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
+        """Note that pages [start, end) of `content` can be found on `worker`."""
+        kind = self._kinds[tier]
+        if start:
+            path = self.path(content, start)
+            if path:
+                last, reached = path[-1]
+                if reached == start == last.end and not last.children and last.counts[kind].get(worker) == start:
+                    # Nothing follows, so that the run grows; what other workers have of it ends where it did.
+                    last.content, last.end = content, end
+                    last.counts[kind][worker] = end
+                    return
+        for span in self.cover(content, start, end):
+            span.counts[kind][worker] = span.end
+
+    def remove(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
+        """Note that pages [start, end) of `content` can no longer be found on `worker`."""
+        kind = self._kinds[tier]
+        path = self.path(content, end)
+        for span, reached in reversed(path):
+            if reached <= start:
+                break
+            counts = span.counts[kind]
+            last = counts.get(worker)
+            if last is None:
+                continue
+            if last > reached:
+                # What follows stays: it is in a tier below, and a faster one has what was before it.
+                self.split(span, reached)
+                self._cut(span.parent, kind, worker, start)
+            else:
+                self._cut(span, kind, worker, start)
+
+    def forget(self, worker: int) -> None:
+        """Forget everything of a worker that is gone."""
+        for span in list(self.spans()):
+            for counts in span.counts:
+                counts.pop(worker, None)
+            self.prune(span)
+
+    def divide(self, head: Span, tail: Span) -> None:
+        """Divide the counts at the first page of `tail`."""
+        cut = tail.start
+        for ends, last in zip(head.counts, tail.counts, strict=True):
+            for worker, end in list(last.items()):
+                ends[worker] = min(end, cut)
+                if end <= cut:
+                    del last[worker]
+
+    def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
+        """Return, per worker that has any, the pages of the longest prefix that it can resume from, by tier.
+
+        A page counts for the fastest tier that has it.
+        """
+        path = self.path(content, limit)
+        found: dict[int, tuple[int, ...]] = {}
+        if not path:
+            return found
+        if self.num_tiers == 1:
+            # Deepest first: a worker that is in a span has all spans before it.
+            for span, reached in reversed(path):
+                for worker, end in span.counts[0].items():
+                    if worker not in found:
+                        found[worker] = (min(end, reached),)
+            return found
+        workers = {worker for counts in path[0][0].counts for worker in counts}
+        for worker in sorted(workers):
+            found[worker] = self._match(worker, path)
+        return found
+
+    def _match(self, worker: int, path: Sequence[tuple[Span, int]]) -> tuple[int, ...]:
+        pages = [0] * self.num_tiers
+        position = 0
+        for span, reached in path:
+            for kind, counts in enumerate(span.counts):
+                end = min(counts.get(worker, 0), reached)
+                if end > position:
+                    pages[kind] += end - position
+                    position = end
+            if position < reached:
+                break
+        return tuple(pages)
+
+    def _cut(self, span: Span | None, kind: int, worker: int, start: int) -> None:
+        assert span is not None
+        if start > span.start:
+            span.counts[kind][worker] = start
+        else:
+            del span.counts[kind][worker]
+            if not any(span.counts):
+                self.prune(span)

@@ -1,0 +1,152 @@
+"""Routers of SGLang, vLLM's production stack and AIBrix. Names and defaults are theirs.
+
+Where they count characters, a token counts as four of them.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean, pstdev
+
+import msgspec
+
+from kvarts.limits import check_number, check_whole
+from kvarts.routers.approximate import IndexRule
+from kvarts.routers.own import Session
+from kvarts.routers.view import Asked, Needs, View
+
+__all__ = ["AibrixPrefix", "ProductionStackKv", "ProductionStackPrefix", "SglangCacheAware"]
+
+CHARS_PER_TOKEN = 4
+NS_PER_S = 1_000_000_000
+
+
+class SglangCacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SGLang gateway, `cache_aware`, with the defaults of its command line.
+
+    Where the most and the least requests in flight differ by more than `balance_abs_threshold`, and by the factor
+    `balance_rel_threshold`, the least loaded worker. Else the worker with the longest match of the text in a tree of
+    what was placed, if that is more than `cache_threshold` of it; else the least loaded one. The tree of each worker
+    is cut to `max_tree_size` characters every `eviction_interval` seconds.
+    """
+
+    cache_threshold: float = 0.3
+    balance_abs_threshold: int = 64
+    balance_rel_threshold: float = 1.5
+    eviction_interval: float = 120.0
+    max_tree_size: int = 67_108_864
+
+    def __post_init__(self) -> None:
+        check_number(self.cache_threshold, "cache_threshold", most=1.0)
+        check_whole(self.balance_abs_threshold, "balance_abs_threshold", least=0)
+        check_number(self.balance_rel_threshold, "balance_rel_threshold", most=1e9)
+        check_number(self.eviction_interval, "eviction_interval", most=1e9)
+        check_whole(self.max_tree_size, "max_tree_size", least=CHARS_PER_TOKEN)
+
+    @property
+    def needs(self) -> Needs:
+        """A tree of tokens."""
+        return Needs(
+            placements=IndexRule(
+                block_tokens=1,
+                most_blocks=self.max_tree_size // CHARS_PER_TOKEN,
+                every_ns=round(self.eviction_interval * NS_PER_S),
+            )
+        )
+
+    def choose(self, asked: Asked, view: View) -> int:
+        """Return the worker of the longest match, or the least loaded one."""
+        loads = [view.num_requests[worker] for worker in view.workers]
+        most, least = max(loads), min(loads)
+        if not (most - least > self.balance_abs_threshold and most > self.balance_rel_threshold * least):
+            found, num_tokens = view.placements(asked)
+            longest = max(found.values(), default=0)
+            if num_tokens and longest / num_tokens > self.cache_threshold:
+                return view.any_of([worker for worker in view.workers if found.get(worker) == longest])
+        return view.any_least(view.num_requests)
+
+
+class ProductionStackPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM production stack, `prefixaware`: one of the servers with the longest match, else one of all, by chance.
+
+    Matches are of chunks of `chunk_size` characters, in a trie from which nothing is ever evicted.
+    """
+
+    chunk_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_whole(self.chunk_size, "chunk_size", least=CHARS_PER_TOKEN)
+
+    @property
+    def needs(self) -> Needs:
+        """A trie of chunks."""
+        return Needs(placements=IndexRule(block_tokens=self.chunk_size // CHARS_PER_TOKEN))
+
+    def choose(self, asked: Asked, view: View) -> int:
+        """Return one of the workers of the longest match."""
+        found, _ = view.placements(asked)
+        longest = max(found.values(), default=0)
+        among = [worker for worker in view.workers if found.get(worker) == longest] if longest else view.workers
+        return view.any_of(among)
+
+
+class ProductionStackKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM production stack, `kvaware`: the server of which LMCache has the longest prefix of the prompt.
+
+    Matches are of whole chunks of `chunk_tokens`. Where all but the last `threshold` tokens are not matched, it is the
+    server of the session, and without a session the one with the lowest rate.
+    """
+
+    threshold: int = 2000
+    chunk_tokens: int = 256
+
+    needs = Needs(pages="end")
+
+    def __post_init__(self) -> None:
+        check_whole(self.threshold, "threshold", least=0)
+        check_whole(self.chunk_tokens, "chunk_tokens")
+
+    def choose(self, asked: Asked, view: View) -> int:
+        """Return a worker of the longest match, or that of the session."""
+        pages = {worker: sum(found) for worker, found in view.pages(asked, asked.num_tokens // view.page_size).items()}
+        chunks = {worker: count * view.page_size // self.chunk_tokens for worker, count in pages.items()}
+        longest = max(chunks.values(), default=0)
+        if longest * self.chunk_tokens < max(asked.num_tokens - self.threshold, 0) or not longest:
+            return Session().choose(asked, view)
+        return view.any_of([worker for worker in view.workers if chunks.get(worker) == longest])
+
+
+class AibrixPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AIBrix, `prefix-cache`: the longest match among the workers that are not much busier than the others.
+
+    Where the most requests in flight are more than twice the mean of all plus 1, and at least 8 more than the fewest,
+    the least loaded worker. Else, by share matched and then by load, the first with at most the mean plus `std_factor`
+    standard deviations of requests; without one, the least loaded.
+    """
+
+    block_tokens: int = 16
+    std_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_whole(self.block_tokens, "block_tokens")
+        check_number(self.std_factor, "std_factor", most=1e6)
+
+    @property
+    def needs(self) -> Needs:
+        """An index of blocks."""
+        return Needs(placements=IndexRule(block_tokens=self.block_tokens))
+
+    def choose(self, asked: Asked, view: View) -> int:
+        """Return the worker."""
+        counts = view.num_requests
+        loads = [counts[worker] for worker in view.workers]
+        most, least, mean = max(loads), min(loads), fmean(loads)
+        if not (most > 2 * (mean + 1) and most - least >= 8):
+            found, num_blocks = view.placements(asked)
+            bound = mean + self.std_factor * pstdev(loads)
+            fit = [worker for worker in view.workers if worker in found and counts[worker] <= bound]
+            if fit:
+                share = max((found[worker] * 100 // num_blocks, -counts[worker]) for worker in fit)
+                return view.any_of(
+                    [worker for worker in fit if (found[worker] * 100 // num_blocks, -counts[worker]) == share]
+                )
+        return view.any_least(counts)

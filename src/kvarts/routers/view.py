@@ -1,0 +1,259 @@
+"""What a router knows of its workers: what it did, what it was told, and metrics of some age. Never their state."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+from typing import Literal, Protocol
+
+import msgspec
+
+from kvarts.content import Content
+from kvarts.routers.active import ActiveBlocks
+from kvarts.routers.approximate import IndexRule, PlacementIndex
+
+__all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
+
+Found = tuple[int, int, dict[int, tuple[int, ...]]]
+"""A request, a limit of pages, and per worker the pages found by tier."""
+
+RATE_WINDOW_NS = 60_000_000_000
+"""Placements of the last minute count as the rate of a worker."""
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy wants to know besides its own placements.
+
+    `pages`: which worker has which pages, by cache events, which are told when the step that computes the pages is
+    scheduled, or with `end` when it has ended. `placements`: an index by placements that forgets by this rule.
+    `metrics`: metrics of the workers. `prefills`: when a prompt is computed. `blocks`: the distinct blocks in flight.
+    """
+
+    pages: Literal["no", "schedule", "end"] = "no"
+    placements: IndexRule | None = None
+    metrics: bool = False
+    prefills: bool = False
+    blocks: bool = False
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request to be placed at `now_ns`. `session`: its session, if it has one."""
+
+    index: int
+    content: Content
+    num_tokens: int
+    session: str | None
+    priority: int
+    now_ns: int
+
+
+class Metrics:
+    """What workers reported, one entry per worker: requests that run and wait, pages used and waited for, usage."""
+
+    __slots__ = ("num_reports", "running", "usage", "used_pages", "waiting", "waiting_pages")
+
+    def __init__(self) -> None:
+        self.num_reports = 0
+        self.running: list[int] = []
+        self.waiting: list[int] = []
+        self.used_pages: list[int] = []
+        self.waiting_pages: list[int] = []
+        self.usage: list[float] = []
+
+    def add_worker(self) -> None:
+        """Add a worker that does nothing."""
+        self.usage.append(0.0)
+        for column in (self.running, self.waiting, self.used_pages, self.waiting_pages):
+            column.append(0)
+
+    def report(
+        self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
+    ) -> None:
+        """Take in the metrics of one worker."""
+        self.num_reports += 1
+        self.running[worker] = running
+        self.waiting[worker] = waiting
+        self.used_pages[worker] = used_pages
+        self.waiting_pages[worker] = waiting_pages
+        self.usage[worker] = usage
+
+
+class Directory(Protocol):
+    """Answers which worker has which pages, as far as it was told."""
+
+    def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
+        """Return, per worker that has any, the pages of the longest prefix that it can resume from, by tier."""
+
+
+class NoDirectory:
+    """A Directory that was told nothing."""
+
+    def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
+        """Return nothing."""
+        return {}
+
+
+class View:
+    """Owner of what a router knows. Workers are numbered from 0 and numbers are not used again.
+
+    `page_size`: tokens per page of the workers; `max_num_batched_tokens`: of a step. `directory`: answers for exact
+    prefixes. Ties that are not by number are decided by `random`, which `seed` starts.
+    """
+
+    def __init__(
+        self,
+        needs: Needs,
+        *,
+        num_workers: int,
+        page_size: int,
+        max_num_batched_tokens: int = 8192,
+        directory: Directory | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.page_size = page_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.random = Random(seed)
+        self.metrics = Metrics()
+        self.workers: list[int] = []
+        """The workers that take requests, ascending."""
+        self.num_requests: list[int] = []
+        """Requests in flight per worker."""
+        self.prefill_tokens: list[int] = []
+        """Prompt tokens per worker that were not cached at placement, of requests whose prompt is not computed yet."""
+        self.num_blocks: list[int] = []
+        """Full blocks of prompts in flight per worker, those of each request by themselves."""
+        self.num_tied = 0
+        """Choices that chance decided."""
+        self.directory = directory or NoDirectory()
+        self.index = None if needs.placements is None else PlacementIndex(needs.placements, page_size)
+        self.active = ActiveBlocks() if needs.blocks else None
+        self._placed: dict[int, tuple[int, Content, int, int]] = {}
+        """Requests in flight: worker, content, full blocks, and prompt tokens that are still to compute."""
+        self.found: Found | None = None
+        """The last answer of the directory, with the request and the limit that it was asked for."""
+        self._recent: deque[tuple[int, int]] = deque()
+        self._num_recent: list[int] = []
+        for _ in range(num_workers):
+            self.join()
+
+    # Workers ----------------------------------------------------------------------------------------------
+
+    def join(self) -> int:
+        """Add a worker; return its number."""
+        worker = len(self.num_requests)
+        for column in (self.num_requests, self.prefill_tokens, self.num_blocks, self._num_recent):
+            column.append(0)
+        self.metrics.add_worker()
+        self.workers.append(worker)
+        return worker
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again, which has left."""
+        insort(self.workers, worker)
+
+    def leave(self, worker: int) -> None:
+        """Send nothing to `worker` any more. What is in flight there may still end."""
+        self.workers.remove(worker)
+        if self.index is not None:
+            self.index.forget(worker)
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    def placed(self, asked: Asked, worker: int, cached_tokens: int) -> None:
+        """Note that a request was sent to `worker`, of which `cached_tokens` were taken to be cached there."""
+        num_blocks = min(asked.num_tokens // self.page_size, asked.content.num_known_pages)
+        to_compute = max(0, asked.num_tokens - cached_tokens)
+        self._placed[asked.index] = worker, asked.content, num_blocks, to_compute
+        self.num_requests[worker] += 1
+        self.prefill_tokens[worker] += to_compute
+        self.num_blocks[worker] += num_blocks
+        self.found = None
+        if self.active is not None:
+            self.active.add(worker, asked.content, num_blocks)
+        if self.index is not None:
+            content, count = self.index.read(asked.content, asked.num_tokens)
+            self.index.place(worker, content, count, asked.now_ns)
+        self._forget_rates(asked.now_ns)
+        self._recent.append((asked.now_ns, worker))
+        self._num_recent[worker] += 1
+
+    def prefilled(self, request: int) -> None:
+        """Note that the prompt of a request is computed."""
+        worker, content, num_blocks, to_compute = self._placed.get(request, (-1, None, 0, 0))
+        if content is None or not to_compute:
+            return
+        self.prefill_tokens[worker] -= to_compute
+        self._placed[request] = worker, content, num_blocks, 0
+
+    def ended(self, request: int) -> None:
+        """Note that a request is no longer on its worker: it finished, or was refused."""
+        if request not in self._placed:
+            return
+        self.prefilled(request)
+        worker, content, num_blocks, _ = self._placed.pop(request)
+        self.num_requests[worker] -= 1
+        self.num_blocks[worker] -= num_blocks
+        if self.active is not None:
+            self.active.remove(worker, content, num_blocks)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were placed and have not ended."""
+        return len(self._placed)
+
+    # Questions --------------------------------------------------------------------------------------------
+
+    def rates(self, now_ns: int) -> list[int]:
+        """Return how many requests each worker got in the last minute."""
+        self._forget_rates(now_ns)
+        return self._num_recent
+
+    def pages(self, asked: Asked, limit: int) -> dict[int, tuple[int, ...]]:
+        """Return, per worker that has any, the pages by tier that it can resume from, of the first `limit`."""
+        found = self.found
+        if found is not None and found[0] == asked.index and found[1] == limit:
+            return found[2]
+        pages = self.directory.matches(asked.content, limit)
+        self.found = asked.index, limit, pages
+        return pages
+
+    def placements(self, asked: Asked) -> tuple[dict[int, int], int]:
+        """Return the blocks that each worker has by earlier placements, and how many the prompt has."""
+        assert self.index is not None
+        content, num_blocks = self.index.read(asked.content, asked.num_tokens)
+        return self.index.matches(content, num_blocks, asked.now_ns), num_blocks
+
+    def least(self, values: Sequence[float], among: Sequence[int] | None = None) -> int:
+        """Return the worker with the least value, of several the one with the lowest number."""
+        return min(self.workers if among is None else among, key=values.__getitem__)
+
+    def any_least(self, values: Sequence[float], among: Sequence[int] | None = None) -> int:
+        """Return a worker with the least value; chance decides between several."""
+        workers = self.workers if among is None else among
+        least = min(map(values.__getitem__, workers))
+        return self.any_of([worker for worker in workers if values[worker] == least])
+
+    def any_of(self, workers: Sequence[int]) -> int:
+        """Return one of `workers` by chance."""
+        if len(workers) == 1:
+            return workers[0]
+        self.num_tied += 1
+        return workers[self.random.randrange(len(workers))]
+
+    def _forget_rates(self, now_ns: int) -> None:
+        recent = self._recent
+        while recent and recent[0][0] + RATE_WINDOW_NS <= now_ns:
+            self._num_recent[recent.popleft()[1]] -= 1
+
+
+class Policy(Protocol):
+    """Chooses workers by a view. Promises: it changes nothing in the view but its random numbers.
+
+    It may have `needs`, of type Needs; without, it knows what it placed. It may have `cached_tokens(asked, worker,
+    view)`, how many tokens of a request count as cached on the chosen worker; without, none.
+    """
+
+    def choose(self, asked: Asked, view: View) -> int:
+        """Return one of `view.workers`."""

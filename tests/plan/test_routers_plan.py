@@ -1,0 +1,77 @@
+"""`kvarts plan --routers`: one row per router and age, each the replay that its command says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from kvarts import ReplayConfig, load_trace, replay
+from kvarts.plan.routers import RoutersPlan
+from kvarts.routers.spec import split_names
+
+DEVICE = ["--model", "llama-3.1-8b", "--device", "h100-80gb", "--replicas", "3"]
+
+
+def test_each_row_is_the_replay_of_its_command(run_command: Any, capsys: Any) -> None:
+    routers = "round-robin,prefix,llm-d:queue=1,kv=2"
+    options = ["--routers", routers, "--router-ages", "0,200ms", "--slo-ttft-ms", "60", "--json"]
+    assert run_command("plan", "sample:azure-chat", *DEVICE, *options) == 0
+    points = json.loads(capsys.readouterr().out)["routers"]["points"]
+    assert [(point["router"], point["age"]) for point in points] == [
+        ("round-robin", None),
+        ("prefix", "0"),
+        ("prefix", "200ms"),
+        ("llm-d:queue=1,kv=2", "0"),
+        ("llm-d:queue=1,kv=2", "200ms"),
+    ]
+    for point in points:
+        assert run_command(*shlex.split(point["command"])[1:], "--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert point["ttft_ms"] == summary["ttft_ms"] and point["hit_ratio"] == summary["prefix_hit_ratio"]
+        assert point["slo_ratio"] == pytest.approx(summary["goodput"]["ratio"])
+        assert point["most_to_mean_tokens"] >= 1
+
+
+def test_the_table_fits_a_terminal(run_command: Any, capsys: Any) -> None:
+    assert run_command("plan", "sample:azure-chat", *DEVICE, "--routers", "least-loaded,prefix,session") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("azure-conv-1000.csv on 3 replicas") and "shortest mean TTFT:" in lines
+    assert max(map(len, lines[1:6])) <= 80
+    assert lines[3].split()[0] == "least-loaded"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--routers", "nearest"], "--routers: must be one of round-robin"),
+        (["--routers", "llm-d", "--router-ages", "5x"], "--router-ages: '5x' is not a delay"),
+        (["--router-ages", "5"], "--router-ages: has no effect without --routers"),
+        (["--routers", "prefix", "--replicas", "1"], "--routers: needs replicas to choose from"),
+        (["--routers", "prefix", "--router-ages", ",".join(map(str, range(101)))], "--routers: are more than 100"),
+        (["--routers", "prefix", "--html", "x.html"], "--html: has no effect with --routers"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options: list[str], says: str, run_command: Any, capsys: Any) -> None:
+    assert run_command("plan", "sample:azure-chat", *DEVICE, *options) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_list_keeps_options_together() -> None:
+    assert split_names("prefix,llm-d:prefix=3,queue=2, session,my.router:Mine") == [
+        "prefix",
+        "llm-d:prefix=3,queue=2",
+        "session",
+        "my.router:Mine",
+    ]
+
+
+def test_the_function_is_the_command() -> None:
+    config = ReplayConfig.for_device("llama-3.1-8b", "h100-80gb", replicas=2)
+    plan = RoutersPlan(load_trace("sample:azure-chat"), config, ["least-loaded"], command=str).to_builtins()
+    alone = replay(load_trace("sample:azure-chat"), ReplayConfig.for_device(
+        "llama-3.1-8b", "h100-80gb", replicas=2, router="least-loaded"
+    ))  # fmt: skip
+    assert plan["points"][0]["ttft_ms"] == alone.summary["ttft_ms"]

@@ -1,0 +1,184 @@
+"""Replays behind routers: the same fast and slow, in any process; and what a router sees is what there is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts import ConfigError, ReplayConfig, Routing, load_trace, replay
+from kvarts.report.requests import RequestLog
+from kvarts.routers.spec import POLICIES
+from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.driver import Driver
+from kvarts.sim.replay import open_replica
+from kvarts.traffic.source import source_of
+from kvarts.traffic.trace import Trace
+
+from builders.case import Case, cases
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
+from oracles.naive_prefix_router import LookingRouter
+
+MS = 1_000_000
+
+names = st.sampled_from(
+    [
+        *POLICIES,
+        "llm-d:precise=2,kv=1",
+        "llm-d:running=1,tokens=2,cold=1",
+        "dynamo-kv:temperature=0.5,overlap_score_credit_decay=1",
+    ]
+)
+routings: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict,
+    staleness=st.sampled_from([None, 0, 7, "50ms"]),
+    event_lag=st.sampled_from([0, 0, 3, "40ms"]),
+    seed=st.integers(0, 2),
+    queue_threshold=st.sampled_from([None, None, 0.0, 0.5, 2]),
+)
+
+
+def routing_of(router: str, values: dict[str, Any]) -> Routing:
+    """Settings, without those that have no effect on `router`."""
+    routing = Routing(**values)
+    for field, nothing in (("staleness", None), ("event_lag", 0)):
+        try:
+            routing.check(router)
+        except ConfigError as error:
+            if error.field == f"routing.{field}":
+                routing = msgspec.structs.replace(routing, **{field: nothing})
+    return routing
+
+
+def in_sessions(trace: Trace, data: st.DataObject) -> Trace:
+    rows, seen = [], set()
+    for row in trace:
+        session = data.draw(st.sampled_from([None, "a", "b"]))
+        delay_ns = data.draw(st.sampled_from([0, 5 * MS, 400 * MS, None])) if session in seen else None
+        seen.add(session)
+        rows.append(msgspec.structs.replace(row, session_id=session, delay_ns=delay_ns))
+    return Trace(rows, unit_tokens=trace.unit_tokens, has_output_tokens=trace.has_output_tokens)
+
+
+@pytest.mark.laws
+@given(cases(max_requests=24), names, routings, st.sampled_from([None, None, 2, 5]), st.booleans(), st.data())
+def test_leaps_equal_steps(
+    case: Case, router: str, values: dict[str, Any], concurrency: int | None, is_in_sessions: bool, data: st.DataObject
+) -> None:
+    """L5 and L8 behind every router: what it sees, late or not, does not hang on how a replay is carried out."""
+    trace = in_sessions(case.trace(), data) if is_in_sessions else case.trace()
+    changes: dict[str, Any] = {
+        "replicas": 3,
+        "router": router,
+        "concurrency": concurrency,
+        "routing": routing_of(router, values),
+    }
+    fast, slow = (
+        replay(trace, case.config(step_by_step=slowly, audit=HAS_AUDIT and not slowly, **changes))
+        for slowly in (False, True)
+    )
+    assert fast.to_json() == slow.to_json()
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert fast.summary["num_completed"] + fast.summary["num_rejected"] == len(case.rows)
+    if concurrency is None and not is_in_sessions:
+        trace.has_sessions = True  # as if one request could wait for another: from event to event
+        assert replay(trace, case.config(**changes)).requests_jsonl() == fast.requests_jsonl()
+
+
+@pytest.mark.laws
+@given(cases(max_requests=30), st.sampled_from([None, None, 3]))
+def test_the_prefix_router_sees_what_there_is(case: Case, concurrency: int | None) -> None:
+    """An index by events without lag, and metrics of now, lead to the choices of a router that looks."""
+    config = case.config(replicas=3, router="prefix", concurrency=concurrency)
+    told = replay(case.trace(), config)
+    trace = case.trace()
+    engines = [open_replica(config, []) for _ in range(3)]
+    looked = RequestLog(largest_hit_counts=config.profile == "mocker")
+    source = source_of(trace, concurrency=concurrency, speedup=1.0)
+    Driver([Arrivals(trace, source, LookingRouter(engines), engines, looked)], engines).run()
+    for field in ("replica", "cached_tokens", "last_token_ns"):
+        assert told.request_columns[field].tolist() == list(looked.columns[field])
+
+
+@pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers")
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_prefix_router_sees_host_memory(order: tuple[int, int]) -> None:
+    """What a replica has below its device counts: the last request goes where its prefix is, in either order.
+
+    Two prompts arrive together, five pairs of others push both off the devices, and the first comes back.
+    """
+    from kvarts import OffloadConfig
+    from kvarts.content import pack_units
+    from kvarts.traffic.trace import TraceRequest
+
+    def row(number: int, at_s: float, first: int) -> TraceRequest:
+        return TraceRequest(number, round(at_s * 1e9), pack_units(range(first, first + 40)), 40 * 512, 1)
+
+    pair = [row(number, number / 100, 1000 * first) for number, first in enumerate(order)]
+    others = [row(2 + n, 20 * (1 + n // 2) + n % 2 / 100, 2000 + 1000 * n) for n in range(10)]
+    trace = Trace([*pair, *others, row(12, 200, 0)], unit_tokens=512)
+    config = ReplayConfig(num_pages=2600, replicas=2, router="prefix", offload=OffloadConfig(host_pages=100_000))
+    assert replay(trace, config).summary["num_cached_tokens"] == 20464
+
+
+@pytest.mark.parametrize("router", ["prefix", "dynamo-kv", "llm-d", "session", "power-of-two", "aibrix-prefix"])
+def test_the_same_bytes_in_any_process(router: str) -> None:
+    """L10: hash seeds do not matter, and the seed of a router does."""
+    code = (
+        "import sys; from kvarts import ReplayConfig, Routing, load_trace, replay; "
+        f"report = replay(load_trace('sample:azure-chat'), ReplayConfig(num_pages=3000, replicas=5, router={router!r}, "
+        "routing=Routing(seed=int(sys.argv[1])))); sys.stdout.buffer.write(report.requests_jsonl())"
+    )
+
+    def run(seed: int, hash_seed: int) -> bytes:
+        env = {"PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": ":".join(sys.path)}
+        return subprocess.run([sys.executable, "-c", code, str(seed)], capture_output=True, check=True, env=env).stdout
+
+    first = run(1, 1)
+    assert first == run(1, 2) and first
+    if router in ("dynamo-kv", "llm-d", "power-of-two", "aibrix-prefix"):
+        assert first != run(2, 1)
+
+
+def test_late_metrics_cost_what_a_burst_does() -> None:
+    """All requests of a burst see the metrics from before it, and go to the same few workers."""
+    trace = load_trace("sample:mooncake")
+    means = [
+        replay(
+            trace,
+            ReplayConfig(
+                num_pages=65_536, replicas=4, router="llm-d:running=1,queue=1", routing=Routing(staleness=staleness)
+            ),
+        ).summary["ttft_ms"]["mean"]
+        for staleness in (0, "50ms", "5s")
+    ]
+    assert means == sorted(means) and means[2] > 1.5 * means[0]
+
+
+def test_late_events_hide_what_is_new() -> None:
+    trace = load_trace("sample:agents")
+    hits = [
+        replay(trace, ReplayConfig(num_pages=30_000, replicas=4, router="prefix", routing=Routing(event_lag=lag)))
+        .summary["prefix_hit_ratio"]
+        for lag in (0, "3600s")
+    ]  # fmt: skip
+    assert hits[1] < hits[0] - 0.02
+
+
+def test_a_run_directory_is_that_of_the_command(tmp_path: Path, run_command: Any, capsys: Any) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('replicas = 2\npages = 40000\nrouter = "llm-d"\n[routing]\nstaleness = "100ms"\nseed = 3\n')
+    options = ["--replicas", "2", "--pages", "40000", "--router", "llm-d", "--router-seed", "3"]
+    assert run_command("replay", "sample:azure-chat", "--config", config, "--json") == 0
+    from_file = capsys.readouterr().out
+    assert run_command("replay", "sample:azure-chat", *options, "--router-staleness", "100ms", "--json") == 0
+    assert capsys.readouterr().out == from_file
+    config.write_text('replicas = 2\nrouter = "os:getcwd"\n')
+    assert run_command("replay", "sample:azure-chat", "--config", config) == 2
+    assert "names code, which no file may" in capsys.readouterr().err
