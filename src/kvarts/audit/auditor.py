@@ -105,7 +105,10 @@ class Auditor:
         if safe_first or not is_lru:
             self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
         choose = None if self._evictions is None else self._evictions.choose
-        self.ledger = Ledger(groups or WHOLE_PAGES, num_blocks, keeps_all=keeps_all, choose=choose)
+        # Parts in groups are evicted in the order of their release, whatever follows them.
+        self.ledger = Ledger(
+            groups or WHOLE_PAGES, num_blocks, keeps_all=keeps_all, keeps_prefixes=not groups, choose=choose
+        )
         if self._evictions is not None:
             self._evictions.ledger = self.ledger
         self._has_states = any(group.kind == "state" for group in groups)
@@ -264,10 +267,10 @@ class Auditor:
             case Admitted():
                 self._settle()
                 self._admit(event)
-            case LoadWeighed():
+            case LoadWeighed() if not self._has_groups:
                 self._settle()
                 self._weigh(event)
-            case LoadAwaited():
+            case LoadAwaited() if not self._has_groups:
                 self._settle()
                 self._await(event)
             case LoadStarted() if self._has_groups:

@@ -123,6 +123,8 @@ class Happened(msgspec.Struct, frozen=True):
 class Ledger:
     """Owner of the parts in `num_blocks` blocks. `keeps_all`: also what windows leave behind can be found.
 
+    `keeps_prefixes`: in groups whose layers need every page, a page is evicted after those that follow it.
+
     `happened`: what happened to parts that can be found, until it is taken from there. `choose`: which of the parts
     that can be evicted goes next; it gets them in the order of release. Left out, that is the first of them without
     which no other is lost. Raise ConfigError for a number of blocks that is not a whole number from 1.
@@ -134,6 +136,7 @@ class Ledger:
         num_blocks: int,
         *,
         keeps_all: bool = True,
+        keeps_prefixes: bool = True,
         choose: Callable[[Iterator[Part]], Part] | None = None,
     ) -> None:
         check_whole(num_blocks, "num_blocks", most=MOST_PAGES)
@@ -152,6 +155,7 @@ class Ledger:
         self.num_promised = 0
         """Free blocks that are kept for requests which wait for a load."""
         self._keeps_all = keeps_all
+        self._keeps_prefixes = keeps_prefixes
         self._choose = choose
         self._idle: OrderedDict[Part, None] = OrderedDict()
         """Without references and with a name, in the order of release."""
@@ -268,7 +272,7 @@ class Ledger:
             part.keeps += 1
         if len(copies) > 1:
             return False
-        if before is not None and self.groups[part.group].has_every_page:
+        if before is not None and self._keeps_prefixes and self.groups[part.group].has_every_page:
             self._before[key] = before
             self._after.setdefault((part.group, before), {})[name] = None
         self.happened.append(Happened("stored", part.group, name))
