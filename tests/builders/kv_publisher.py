@@ -18,7 +18,7 @@ PAGES = 64
 def main(num_batches: int, pause_s: float = 0.01) -> None:
     """Store sequences of PAGES blocks, a batch each, and one more after each pause.
 
-    So many are kept: each of the later batches also removes the oldest.
+    Without a pause so many are kept: each of the later batches also removes the oldest.
     """
     events = open_kv_events(KvEventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
     publisher, owner = events.publisher, 0
@@ -28,7 +28,7 @@ def main(num_batches: int, pause_s: float = 0.01) -> None:
         content = Content.from_tokens([owner] * (PAGES * PAGE), page_size=PAGE, owner=owner)
         kept.append(content)
         told: list[Event] = [PagesStored(content, 0, PAGES, None)]
-        if len(kept) > num_batches:
+        if not pause_s and len(kept) > num_batches:
             told.append(PagesRemoved(kept.popleft(), 0, PAGES))
         events.reader.observe(told)
         owner += 1

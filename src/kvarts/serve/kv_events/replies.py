@@ -14,7 +14,7 @@ import zmq
 
 __all__ = ["Frames", "Replies", "Reply"]
 
-MARK = 2
+MARK = 4
 """Messages of a client that wait in ZMQ."""
 MOST_CLIENTS = 1024
 """Clients that are answered at once. Requests of others are dropped."""
