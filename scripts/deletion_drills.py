@@ -43,6 +43,7 @@ ALL = "all"
 
 ROOMS = {
     "plan": ("plan",),
+    "fleet": ("fleet",),
     "sharing": ("sharing", "openai_api/several"),
     "connect_vllm": ("connect/vllm",),
     "offload": ("offload",),

@@ -2,7 +2,7 @@
 
     python scripts/regenerate_examples.py [PAGE ...]
 
-Of `console` blocks, each `$ kvarts` command is run in an empty folder, and what it prints takes the
+Of `console` blocks, each `$ kvarts` command is run in a folder of its own, and what it prints takes the
 place of what follows it. Where that has lines of `...`, the lines between them are those of the output that are most
 like the old ones. Look at the difference before it is committed: a line that is gone is no number that has changed.
 """
@@ -23,6 +23,14 @@ IN_ORDER = {"first-ten-minutes.md"}
 """Pages of which all examples run in one folder, `python` blocks too; `...` alone stands for what was not seen yet."""
 CONSOLE = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+
+
+def prepare(folder: Path) -> None:
+    """Put the files there that examples name and that are not bundled."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    from builders.claude_sessions import write_claude_sessions
+
+    write_claude_sessions(folder / ".claude" / "projects")
 
 
 def printed(line: str, folder: Path) -> str:
@@ -66,6 +74,7 @@ def regenerate(page: Path) -> None:
     """Write a page again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        prepare(folder)
         if page.name in IN_ORDER:
             for code in PYTHON.findall(page.read_text()):
                 subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)

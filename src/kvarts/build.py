@@ -20,6 +20,7 @@ from kvarts.kv.tree import PrefixTree
 from kvarts.kv.watcher import TreeWatcher
 from kvarts.rooms import from_room
 from kvarts.sched.drafts import Drafter
+from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
@@ -109,6 +110,7 @@ def build_engine(
     audit: bool = False,
     drafter: Drafter | None = None,
     holds_pages: bool = False,
+    hands_over: bool = False,
 ) -> Engine:
     """Return an engine around `executor`.
 
@@ -123,6 +125,8 @@ def build_engine(
     of page accounting after every step, and, unless the device is shared, check every event against a second
     bookkeeping. `drafter`: guesses how sequences go on, for an executor that says which guesses are right; those of
     virtual time compute no tokens, and have none. `holds_pages`: pages are kept in use between requests.
+    `hands_over`: other engines compute the prompts of requests, or go on with them; there is no second bookkeeping for
+    that.
 
     Raise ConfigError for an audit if the room `audit` is not installed.
     """
@@ -134,7 +138,7 @@ def build_engine(
         num_blocks = memory.num_blocks(config.num_pages)
     with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
     is_lazy = with_tiers and offload is not None and offload.is_lazy
-    if audit and cache is None:
+    if audit and cache is None and not hands_over:
         if memory is None:
             auditor = from_room("audit.auditor", "Auditor", field="audit")(
                 config.num_pages,
@@ -201,6 +205,7 @@ def build_engine(
         pages,
         waiting,
         loads=loads,
+        handoffs=Handoffs(cache) if hands_over else None,
         batch=batch,
         tell=tell,
         pins=pins,

@@ -191,6 +191,8 @@ class Blocked(IntEnum):
     BUDGET = 1
     PAGES = 2
     SEQS = 3
+    HANDOFFS = 4
+    """Requests that other engines have computed go first."""
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):

@@ -25,7 +25,7 @@ class RequestState(IntEnum):
     PREEMPTED = 2
     """It lost its pages and waits again."""
     LOADING = 3
-    """It has pages, and waits for a transfer from a tier below to fill the first of them."""
+    """It has pages, and waits for a transfer to fill the first of them, from a tier below or from another engine."""
     LOADED = 4
     """Its load has ended; it runs as soon as the token budget allows."""
     PREFILLING = 5
@@ -37,6 +37,8 @@ class RequestState(IntEnum):
     FINISHED = 8
     CANCELLED = 9
     REJECTED = 10
+    HELD = 11
+    """Its prompt is computed, and its pages stay in use until another engine has copied them."""
 
 
 _S = RequestState
@@ -45,17 +47,18 @@ NEW: Final = RequestState.NEW
 ABANDONED: Final = RequestState.ABANDONED
 NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
     {
-        _S.NEW: frozenset({_S.WAITING, _S.REJECTED, _S.CANCELLED}),
+        _S.NEW: frozenset({_S.WAITING, _S.LOADING, _S.REJECTED, _S.CANCELLED}),
         _S.WAITING: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.PREEMPTED: frozenset({_S.PREFILLING, _S.LOADING, _S.CANCELLED}),
         _S.LOADING: frozenset({_S.LOADED, _S.ABANDONED, _S.WAITING}),
         _S.LOADED: frozenset({_S.PREFILLING, _S.CANCELLED}),
-        _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
+        _S.PREFILLING: frozenset({_S.DECODING, _S.PREEMPTED, _S.HELD, _S.FINISHED, _S.CANCELLED}),
         _S.DECODING: frozenset({_S.PREFILLING, _S.PREEMPTED, _S.FINISHED, _S.CANCELLED}),
         _S.ABANDONED: frozenset({_S.CANCELLED}),
         _S.FINISHED: frozenset(),
         _S.CANCELLED: frozenset(),
         _S.REJECTED: frozenset(),
+        _S.HELD: frozenset({_S.FINISHED, _S.CANCELLED}),
     }[state]
     for state in RequestState
 )
@@ -68,7 +71,8 @@ class Request:
     `max_tokens` is how many tokens it generates, unless it stops earlier. `request_id`: its id outside this engine.
     `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them as they are.
     `start`: how many of its tokens are computed in the pages that it brings. `computes_only`: it ends when its prompt
-    is computed, and samples nothing; `max_tokens` is 0.
+    is computed, and samples nothing; `max_tokens` is 0. `is_handed_over`: its pages stay in use when it ends, and
+    another engine goes on with them; `max_tokens` is 1.
     """
 
     __slots__ = (
@@ -86,6 +90,7 @@ class Request:
         "hit_tokens",
         "holding",
         "index",
+        "is_handed_over",
         "largest_hit_tokens",
         "last_token_ns",
         "max_tokens",
@@ -118,6 +123,7 @@ class Request:
         own: OwnPages | None = None,
         start: int = 0,
         computes_only: bool = False,
+        is_handed_over: bool = False,
     ) -> None:
         self.index = index
         self.content = content
@@ -129,6 +135,7 @@ class Request:
         self.own = own
         self.start = start
         self.computes_only = computes_only
+        self.is_handed_over = is_handed_over
 
         self.state: RequestState = NEW
         """Written through `become` only."""

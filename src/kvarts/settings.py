@@ -291,6 +291,14 @@ class Given:
         """Return where the value was given."""
         return self._values[key].source
 
+    def setting_of(self, key: str) -> Setting:
+        """Return the setting that a value was given for."""
+        return self._values[key].setting
+
+    def value_of(self, key: str) -> Any:
+        """Return the value as it was given."""
+        return self._values[key].value
+
     def path_of(self, key: str) -> Path:
         """Return the value as a path: relative to the file that gives it, if one does, unless it is a sample's name."""
         file = self._values[key].source.path

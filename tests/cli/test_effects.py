@@ -83,7 +83,10 @@ def _value(flag: str, param: object) -> str:
         ("plan --sample 0.5 --league", "--league: has no effect with --sample"),
         ("plan --users 1..2 --league", "--league: has no effect with --users"),
         ("plan --slo-share 0.9", "--slo-share: has no effect without --slo-ttft-ms, --slo-tpot-ms or --slo-e2e-ms"),
-        ("replay --router prefix", "--router: has no effect without --replicas or --data-parallel"),
+        (
+            "replay --router prefix",
+            "--router: has no effect without --replicas, --data-parallel, --prefill-replicas or --decode-replicas",
+        ),
         ("replay --timeline-every 3", "--timeline-every: has no effect without --timeline or --run-dir"),
         ("replay --host-pages 9 --target-free 3", "--target-free: has no effect without --offload lazy"),
         ("replay --host-pages 9 --disk-read 1GB/s", "--disk-read: has no effect without --disk-pages or --disk-memory"),

@@ -37,6 +37,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "model": ("qwen3-8b", "qwen3-8b"),
     "kv_memory": ("3GiB", "3GiB"),
     "cost": ("linear:step_ms=3", "linear:step_ms=3"),
+    **{f"{pool}.kv_memory": ("3GiB", "3GiB") for pool in ("prefill", "decode")},
+    **{f"{pool}.cost": ("linear:step_ms=3", "linear:step_ms=3") for pool in ("prefill", "decode")},
     "eviction": ("arc", "arc"),
     "health": ("chat=dead@3", ("chat=dead@3",)),
     "offload.host_memory": ("9GiB", "9GiB"),
@@ -49,16 +51,19 @@ VALUES: dict[str, tuple[str, Any]] = {
 """What is written, and read, for settings whose type does not say it."""
 
 
+CHOICES = (
+    *("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm", "missing"),
+    "worker",
+)
+"""Values that are not the default, of settings with a few."""
+
+
 def written(setting: Setting, number: int) -> tuple[str, Any]:
     """One of two values of a setting, as text and as value."""
     if setting.key in VALUES:
         return VALUES[setting.key]
     if "Literal" in str(setting.kind):
-        choice = next(
-            value
-            for value in ("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm")
-            if f"'{value}'" in str(setting.kind)
-        )
+        choice = next(value for value in CHOICES if f"'{value}'" in str(setting.kind))
         return choice, choice
     if setting.default is False:
         return "", True

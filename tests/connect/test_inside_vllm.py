@@ -79,7 +79,7 @@ def engine(folder: Path, model: str = "full", tiers: dict[str, Any] | None = Non
         if process.poll() is None:
             assert process.stdin is not None
             process.stdin.close()
-            assert process.wait(60) == 0
+            assert process.wait(600) == 0
     finally:
         process.kill()
         process.wait()

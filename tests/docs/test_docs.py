@@ -25,6 +25,7 @@ from kvarts.cli.main import main
 from kvarts.cli.replay import OneRun, all_sections, read_settings
 from kvarts.traffic.mooncake import load_mooncake
 
+from builders.claude_sessions import write_claude_sessions
 from builders.rooms import missing_room
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,8 @@ SLOW = {
     "guide-notebook.md-6",
     "guide-offload.md-1",
     "guide-plan.md-3",
-    "guide-plan.md-11",
+    "guide-plan.md-8",
+    "guide-plan.md-12",
     "guide-policies.md-2",
     "guide-sessions.md-5",
 }
@@ -89,6 +91,7 @@ def assert_printed(printed: str, expected: str) -> None:
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples find no bundled file there: to who installs with pip they are `sample:NAME` only."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
+    write_claude_sessions(tmp_path / ".claude" / "projects")
     monkeypatch.chdir(tmp_path)
 
 

@@ -82,6 +82,15 @@ def test_claims_hold(page: str, pattern: str, holds: Callable[..., bool]) -> Non
     assert holds(*found.groups()), f"{page}: {found[0]}"
 
 
+def test_equality_with_vllm_is_claimed_as_its_table_has_it() -> None:
+    page = (ROOT / "docs" / "equal-to-vllm.md").read_text()
+    rows = {cells[1].strip(): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
+    _, _, _, num_workloads, version, differ, _ = rows["one full group, first come, first served"]
+    found = re.search(r"On ([\d,]+) random workloads vLLM ([\d.]+)'s own scheduler", (ROOT / "README.md").read_text())
+    assert found is not None and differ.strip() == "0"
+    assert found[1] == num_workloads.strip() and version.strip().startswith(f"{found[2]}.")
+
+
 def test_no_accuracy_is_claimed_in_the_readme_that_is_not_computed() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     claimed = re.findall(r"\b[\d.]+ % (?:of that run|off)", text)

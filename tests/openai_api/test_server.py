@@ -106,7 +106,7 @@ def test_what_is_no_http_is_refused_in_the_envelope(server: RunningServer) -> No
 def test_a_request_that_can_never_fit_is_refused_with_a_reason(start: Any) -> None:
     server = start(pages=8, page_size=16)
     assert (
-        "context of 128 tokens"
+        "maximum context length is 128 tokens"
         in call(server.url, COMPLETIONS, {"prompt": [1] * 127, "max_tokens": 9}).error["message"]
     )
     assert call(server.url, COMPLETIONS, {"prompt": [1] * 120, "max_tokens": 8}).status == 200

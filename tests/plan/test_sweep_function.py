@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,22 @@ def test_what_cannot_be_swept_is_named(values: dict[str, Any], says: str, here: 
     with pytest.raises((ConfigError, InputError)) as caught:
         kvarts.sweep(values)
     assert says in str(caught.value)
+
+
+def test_the_text_of_the_slo_stands_beside_the_points(
+    sweep: Sweep, tmp_path: Path, browser: Callable[[bool], Any]
+) -> None:
+    points = [(1, 1_100), (2, 900), (9, 1_008)]  # the last one where the text stands else
+    rows = [
+        {**row, "kv_tokens": 1_000_000 * x, "ttft_ms_p99": ms, "same_as": None}
+        for row, (x, ms) in zip(sweep.rows, points, strict=False)
+    ]
+    (tmp_path / "sweep.html").write_bytes(Sweep("grid", rows, sweep.keys, {"ttft_ms": 1_000}, "").to_html())
+    driver = browser(False)
+    driver.get((tmp_path / "sweep.html").as_uri())
+    assert driver.get_log("browser") == []
+    text = next(each.rect for each in driver.find_elements("css selector", ".scatter text") if "SLO" in each.text)
+    chart = driver.find_elements("css selector", ".scatter svg")[0]
+    for dot in (each.rect for each in chart.find_elements("css selector", "circle")):
+        is_beside = dot["x"] > text["x"] + text["width"] or dot["x"] + dot["width"] < text["x"]
+        assert is_beside or dot["y"] > text["y"] + text["height"] or dot["y"] + dot["height"] < text["y"]

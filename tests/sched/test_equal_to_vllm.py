@@ -16,7 +16,7 @@ EQUAL_ROWS = ["full", "priority"]
 @pytest.mark.long
 @pytest.mark.parametrize("row", EQUAL_ROWS)
 def test_every_step_is_as_in_vllm(row: str) -> None:
-    command = [vllm_python(), SCRIPT, "--row", row, "--workloads", "150"]
+    command = [vllm_python(), str(SCRIPT), "--row", row, "--workloads", "150"]
     done = subprocess.run(command, capture_output=True, text=True, env=vllm_environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "150 workloads, 0 differ" in done.stdout
@@ -25,7 +25,7 @@ def test_every_step_is_as_in_vllm(row: str) -> None:
 @pytest.mark.long
 def test_every_step_of_a_trace_is_as_in_vllm() -> None:
     sample = Path(__file__).parents[2] / "src" / "kvarts" / "data" / "mooncake-conversation-1000.jsonl"
-    command = [vllm_python(), SCRIPT, "--trace", sample, "--pages", "12000"]
+    command = [vllm_python(), str(SCRIPT), "--trace", str(sample), "--pages", "12000"]
     done = subprocess.run(command, capture_output=True, text=True, env=vllm_environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "equal in every step" in done.stdout

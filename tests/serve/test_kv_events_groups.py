@@ -109,8 +109,7 @@ def test_a_consumer_holds_what_a_tier_below_holds_as_well(data: st.DataObject, f
     from builders.group_tiers import grouped
 
     tiers = data.draw(grouped(max_requests=12))
-    consumers: list[Consumer] = []
-    tiers.replayed(lambda _: consumers.append(Consumer(tiers.groups, form)) or consumers[-1:])
+    tiers.replayed(lambda _: [Consumer(tiers.groups, form)])
 
 
 def test_an_event_names_its_group_and_what_that_keeps() -> None:

@@ -59,7 +59,11 @@ NEEDS = (
     Need(("--disk-read", "--disk-write", "--disk-latency-us"), ("--disk-pages", "--disk-memory")),
     Need(("--memory-fraction",), unless=("--pages", "--kv-memory"), commands=("replay", "plan", "mock")),
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
-    Need(("--router",), ("--replicas", "--data-parallel"), commands=("replay", "calibrate")),
+    Need(
+        ("--router",),
+        ("--replicas", "--data-parallel", "--prefill-replicas", "--decode-replicas"),
+        commands=("replay", "calibrate"),
+    ),
     Need(
         ("--router-staleness", "--router-event-lag", "--router-seed", "--router-queue-threshold"),
         ("--router",),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
 
 PARTS: tuple[str, ...] = (
+    "fleet",
     "kv_events",
     "offload",
     "plan_policy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvarts.content import Content
 from kvarts.kv.node import NOTHING
@@ -11,10 +12,13 @@ from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 
 __all__ = ["arrive", "begin_load", "holding_of_transfer", "unhold"]
 
+NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
+"""The span of what is no sequence."""
+
 
 def holding_of_transfer(num_groups: int) -> RunHolding:
     """Return what a transfer holds: nothing yet."""
-    return RunHolding(NOTHING, Span(NOTHING, b"", 0, 0, None, 0), 0, 1, num_groups)
+    return RunHolding(NOTHING, NOWHERE, 0, 1, num_groups)
 
 
 def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding:

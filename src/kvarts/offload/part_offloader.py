@@ -51,9 +51,13 @@ class PartsUnderWay(UnderWay, kw_only=True):
 
 
 class NewStore(msgspec.Struct, eq=False):
-    """A store that is about to begin: what it pins `below`, holds `above`, and copies, run by run."""
+    """A store that is about to begin: what it pins `below`, holds `above`, and copies, run by run.
+
+    `room`: how many blocks its lane carries soon enough.
+    """
 
     below: RunHolding
+    room: int
     above: list[RunHolding] = []
     source_ids: list[PageId] = []
     target_ids: list[PageId] = []
@@ -158,7 +162,8 @@ class PartOffloader(Transfers):
         self._now_ns = now_ns
         if self._is_behind:
             return
-        store = NewStore(holding_of_transfer(len(self.tier.groups)))
+        room = self.channels[0].num_within(now_ns, self._store_within_ns, self._block_bytes)
+        store = NewStore(holding_of_transfer(len(self.tier.groups)), room)
         num_idle = self._num_idle
         for run, start, end in self._policy.choose():
             if not self._add(store, run, start, end):
@@ -166,6 +171,7 @@ class PartOffloader(Transfers):
         num_blocks = store.num_blocks
         if not num_blocks:
             return
+        self._cache.count()
         if self._tell is not None:
             self._tell(StoreStarted(self.num_transfers, self.tier.name, tuple(store.runs), tuple(store.groups)))
         moves = []
@@ -190,7 +196,7 @@ class PartOffloader(Transfers):
                 policy.passed(run, start, first)
                 start = first
                 continue
-            room = write.num_within(self._now_ns, self._store_within_ns, self._block_bytes) - store.num_blocks
+            room = store.room - store.num_blocks
             if room <= 0:
                 self._is_behind = True
                 return False
@@ -200,6 +206,7 @@ class PartOffloader(Transfers):
                 # What nothing uses is taken from those that want memory, for as long as it is copied.
                 soon = write.num_within(self._now_ns, IDLE_WITHIN_NS, self._block_bytes)
                 idle_room = max(self._least_idle, soon) - self._num_idle
+                cache.count()
                 count = min(count, min(cache.num_free, idle_room) // blocks)
                 if count <= 0:
                     return False
@@ -218,7 +225,6 @@ class PartOffloader(Transfers):
             self._parts.hold(stored, held)
             if is_idle:
                 self._num_idle += count * blocks
-            cache.count()
             store.above.append(held)
             store.source_ids += stored.ids
             store.target_ids += target.ids

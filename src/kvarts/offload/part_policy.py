@@ -53,9 +53,12 @@ class EagerParts:
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield what is wanted, in the order in which it became so; of copies the oldest."""
         wanted = self._wanted
+        walked: tuple[Content, int] | None = None
         while wanted:
             content, group, start, end = wanted[0]
-            spans, known = self._tree.walk(content, end)
+            if walked != (content, end):  # the groups of a sequence follow each other
+                walked = content, end
+                spans, known = self._tree.walk(content, end)
             for span in spans:
                 if span.end <= start:
                     continue
@@ -101,7 +104,9 @@ class LazyParts:
                 break
             assert isinstance(entry, PartRun), "a lazy tier follows no decodes"
             part_bytes = cache.part_bytes[entry.group]
-            start = max(entry.start, entry.end + -num_missing // part_bytes)
+            start = entry.end + -num_missing // part_bytes
+            if start < entry.start:
+                start = entry.start
             num_missing -= (entry.end - start) * part_bytes
             if entry.is_wanted:
                 chosen.append((entry, start))

@@ -211,15 +211,15 @@ class Report:
         cached_tokens = int(completed["cached_tokens"].sum())
         cached_by_tier = {name: int(completed[f"{name}_tokens"].sum()) for name in self._tiers}
         cached_by_tier = {"device": cached_tokens - sum(cached_by_tier.values()), **cached_by_tier}
-        pool_pages = logs[0].num_pages
         busy_ns = sum(int(span["duration_ns"].sum()) for span in spans)
-        used_page_ns, peaks = 0, []
+        used_page_ns, busy_page_ns, peaks = 0, 0, []
         for log in logs:
             peak = 0
             for used, durations_ns in log.used_over_time():
                 used_page_ns += dot(used, durations_ns)
                 peak = max(peak, int(used.max()))
             peaks.append(peak)
+            busy_page_ns += int(log.numbers["duration_ns"].sum()) * log.num_pages
         peak_used = max(peaks)
         working_set = working_set_pages(self._trace, config.page_size)
         times_ns = {"ttft_ms": ttft_ns, "tpot_ms": tpot_ns, "e2e_ms": e2e_ns}
@@ -263,8 +263,8 @@ class Report:
             "num_steps": sum(map(len, logs)),
             "num_evicted_pages": self._num_evicted_pages,
             "peak_used_pages": peak_used,
-            "peak_used_pct": peak_used / pool_pages,
-            "mean_used_pct": _ratio(used_page_ns, busy_ns * pool_pages),
+            "peak_used_pct": max(peak / log.num_pages for peak, log in zip(peaks, logs, strict=True)),
+            "mean_used_pct": _ratio(used_page_ns, busy_page_ns),
             "busy_pct": _ratio(busy_ns, duration_s * 1e9 * config.replicas),
             "peak_running": max(int(span["running"].max(initial=0)) for span in spans),
             "peak_waiting": max(int(span["waiting"].max(initial=0)) for span in spans),

@@ -37,12 +37,13 @@ class RequestLog:
     """One row a request, in arrival order. -1 stands for a time that never came.
 
     `tiers`: the names of the tiers below the device, in order; the tokens that a request had from each are a column
-    `NAME_tokens`.
+    `NAME_tokens`. `more`: names of further columns of whole numbers.
     """
 
-    def __init__(self, *, largest_hit_counts: bool, tiers: Iterable[str] = ()) -> None:
-        self._fields = (*_REQUEST_FIELDS, *(f"{name}_tokens" for name in tiers))
-        self._num_tiers = len(self._fields) - len(_REQUEST_FIELDS)
+    def __init__(self, *, largest_hit_counts: bool, tiers: Iterable[str] = (), more: Iterable[str] = ()) -> None:
+        of_tiers = [f"{name}_tokens" for name in tiers]
+        self._fields = (*_REQUEST_FIELDS, *of_tiers, *more)
+        self._num_tiers = len(of_tiers)
         self._rows = Rows(len(self._fields))
         self._columns: dict[str, Column] | None = None
         self._largest_hit_counts = largest_hit_counts
@@ -53,8 +54,10 @@ class RequestLog:
         self.cancelled_prompt_tokens = 0
         """Prompt tokens that were computed for requests that were cancelled."""
 
-    def end(self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED) -> None:
-        """Add `request`, which made its last token."""
+    def end(
+        self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
+    ) -> None:
+        """Add `request`, which made its last token. `more`: the values of the other columns."""
         num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
         self._rows.add(
             (
@@ -73,6 +76,7 @@ class RequestLog:
                 request.num_preemptions,
                 request.recomputed_tokens,
                 *(self._cached_below(request) if self._num_tiers else ()),
+                *more,
             )
         )
         if request.stalls_ns:
@@ -91,10 +95,18 @@ class RequestLog:
         """Return the tokens that `request` had from each tier."""
         return (request.cached_tokens_below or (0,) * self._num_tiers)[: self._num_tiers]
 
-    def reject(self, request: Request, row: TraceRequest, replica: int, reason: str, status: int = REJECTED) -> None:
+    def reject(
+        self,
+        request: Request,
+        row: TraceRequest,
+        replica: int,
+        reason: str,
+        status: int = REJECTED,
+        more: Sequence[int] = (),
+    ) -> None:
         """Add `request`, which was refused on arrival, or with FAILED, ended without its last token."""
         self._reasons[request.index] = reason
-        self.end(request, row, replica, status)
+        self.end(request, row, replica, status, more)
 
     @property
     def columns(self) -> dict[str, Column]:

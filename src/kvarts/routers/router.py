@@ -171,6 +171,11 @@ class PolicyRouter:
         self._note(lambda _: None, worker)
         return worker
 
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again, which has left."""
+        self.view.enter(worker)
+        self._note(lambda _: None, worker)
+
     def leave(self, worker: int) -> None:
         """Send nothing to `worker` any more."""
         self.view.leave(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from random import Random
@@ -147,6 +148,10 @@ class View:
         self.metrics.add_worker()
         self.workers.append(worker)
         return worker
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again, which has left."""
+        insort(self.workers, worker)
 
     def leave(self, worker: int) -> None:
         """Send nothing to `worker` any more. What is in flight there may still end."""

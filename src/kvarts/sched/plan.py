@@ -143,6 +143,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     `transfers`: to be begun with this step; what they read is complete before it, and what they write is not read
     before they are reported. `page_copies`: (from, to) of pages to be copied before anything is written. `drafts`:
     tokens that may follow those of the decodes; None without any. `snapshots`: to be made of states, on the way.
+    `num_joined`: of the decodes, those that had none in the step before: another engine has computed their prompts.
     """
 
     step: int
@@ -155,6 +156,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_copies: tuple[tuple[PageId, PageId], ...] = ()
     drafts: DraftRows | None = None
     snapshots: tuple[Snapshot, ...] = ()
+    num_joined: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -155,7 +155,7 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_decoding = victim.state is RequestState.DECODING
+        is_decoding = victim.state is RequestState.DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
             victim.last_token_ns = now_ns  # it sampled a token in the step that ended now

@@ -70,18 +70,34 @@ class Running(RunningOrder):
     `batch`: the rows of an executor that needs page ids, else None.
     """
 
-    __slots__ = ("_cache", "_keeps_tokens", "_num_admitted", "_page_size", "batch", "chunked", "num_sharing", "wheel")
+    __slots__ = (
+        "_cache",
+        "_keeps_tokens",
+        "_page_size",
+        "batch",
+        "chunked",
+        "num_admitted",
+        "num_left",
+        "num_sharing",
+        "stalled",
+        "wheel",
+    )
 
     def __init__(self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
         super().__init__()
         self._cache = cache
         self._page_size = wheel.page_size
-        self._num_admitted = 0
+        self.num_admitted = 0
+        """How often a request has begun to run."""
         self.wheel = wheel
         self.batch = batch
         self._keeps_tokens = batch is not None or cache.publishes_all
         self.chunked: list[Request] = []
         """Requests that the last step left with known tokens to compute and that are off the wheel, as admitted."""
+        self.num_left = 0
+        """How often a request has given back its pages."""
+        self.stalled: list[Request] = []
+        """Decodes off the wheel, admitted after a chunked request, that get no tokens before it is through."""
         self.num_sharing = 0
         """Decodes with generated pages that other requests may hit, because their tokens are known."""
 
@@ -89,8 +105,8 @@ class Running(RunningOrder):
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
         assert PREFILLING in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
         request.state = PREFILLING
-        request.admission = self._num_admitted
-        self._num_admitted += 1
+        request.admission = self.num_admitted
+        self.num_admitted += 1
         self.add(request)
         request.num_computed = request.hit_tokens = hit_tokens
         if request.num_admissions == 0:
@@ -117,7 +133,10 @@ class Running(RunningOrder):
     def leave(self, request: Request) -> None:
         """Take `request` off the wheel, or stop its chunks, before it has generated all its tokens."""
         if request.state is DECODING:
-            self.wheel.leave(request)
+            if self.stalled and request in self.stalled:
+                self.stalled.remove(request)
+            else:
+                self.wheel.leave(request)
             if self.shares(request):
                 self.num_sharing -= 1
         else:
@@ -173,6 +192,7 @@ class Running(RunningOrder):
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
         self._cache.close(holding, num_computed // page_size, num_pages)
+        self.num_left += 1
         request.holding = None
         self.remove(request)
         request.admission = -1
@@ -183,9 +203,14 @@ class Running(RunningOrder):
         if num_computed > request.furthest_computed:
             request.furthest_computed = num_computed
 
+    def part(self, request: Request) -> None:
+        """Let `request`, which is off the wheel, run no longer; it keeps its pages."""
+        self.remove(request)
+        request.admission = -1
+
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of running `request` are computed before the next step."""
-        if request.state is DECODING:
+        if request.state is DECODING and request not in self.stalled:
             return self.wheel.num_computed(request)
         return request.num_computed
 
@@ -195,7 +220,7 @@ class Running(RunningOrder):
         assert holding is not None
         if holding.page_ids is not None or request.state is not DECODING:
             return holding.num_pages
-        return -(-self.wheel.num_computed(request) // self._page_size)
+        return max(holding.num_pages, -(-self.num_computed(request) // self._page_size))
 
     def holdings(self) -> list[tuple[Holding, int]]:
         """Return the holding and number of pages of each running request, between steps. Assert that states fit."""

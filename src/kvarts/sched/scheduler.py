@@ -24,6 +24,7 @@ from kvarts.kv.cache import Cache, Leap, Mark
 from kvarts.kv.pins import Pins
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
+from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.horizon import Horizon
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
@@ -44,8 +45,10 @@ NOT_BLOCKED: Final = Blocked.NOT
 FOR_SEQS: Final = Blocked.SEQS
 FOR_BUDGET: Final = Blocked.BUDGET
 FOR_PAGES: Final = Blocked.PAGES
+FOR_HANDOFFS: Final = Blocked.HANDOFFS
 DECODING: Final = S.DECODING
 QUEUED: Final = S.WAITING
+LOADED: Final = S.LOADED
 FINISHED: Final = S.FINISHED
 NONE: frozenset[Request] = frozenset()
 RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (S.WAITING, S.PREEMPTED)
@@ -56,9 +59,10 @@ class Scheduler:
 
     `cache`: the pages, counted in blocks, see Cache. `pages`: where they and the token budget come from. `waiting`:
     the queue; its policy says which request is next. `loads`: requests that wait for a tier below the device, or
-    None. `batch`: rows for an executor that needs page ids; plans then name pages, rows and tokens. `drafter`: guesses
-    tokens for such an executor. `settle_places`: the places in a page at which a token no longer needs a page that the
-    token before it needed. `tell` receives page and request events.
+    None. `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids;
+    plans then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places
+    in a page at which a token no longer needs a page that the token before it needed. `tell` receives page and request
+    events.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Scheduler:
         waiting: WaitingQueue,
         *,
         loads: Loads | None = None,
+        handoffs: Handoffs | None = None,
         batch: InputBatch | None = None,
         tell: Tell | None = None,
         pins: Pins | None = None,
@@ -87,6 +92,9 @@ class Scheduler:
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
         self.running = Running(cache, self.wheel, batch)
         self.loads = loads
+        self.handoffs = handoffs
+        if handoffs is not None:
+            handoffs.connect(self.running, waiting)
         self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = Mark()
         self.mark.parts = cache.counts()
@@ -209,6 +217,8 @@ class Scheduler:
         """Whether a request runs or waits."""
         if self.running.num_running or self.waiting.num_waiting or self.waiting_with_pages:
             return True
+        if self.handoffs is not None and self.handoffs.has_any:
+            return True
         return self.loads is not None and self.loads.num_waiting > 0
 
     @property
@@ -280,6 +290,8 @@ class Scheduler:
             budget = self._prefill.resume(budget, now_ns, chunks)
         elif self.running.num_sharing:
             self._prefill.publish_filled(1)
+        if self.running.stalled and not self.running.chunked:
+            budget -= self._resume_stalled(budget, now_ns)
         admitted: tuple[int, ...] = ()
         if self.waiting_with_pages:
             admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
@@ -288,11 +300,17 @@ class Scheduler:
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted += self._admit(now_ns, budget, chunks)
         self.cache.look(self.mark)
-        plan_batch = Batch(tuple(chunks), wheel.num_decoding, wheel.known_tokens, self._pool_tokens)
+        num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
+        if self.handoffs is not None:
+            num_joined, tokens_joined = self.handoffs.take_joined()
+            num_decodes += num_joined
+            known_tokens += tokens_joined
+            num_joined += len(self.handoffs.resumed)
+        plan_batch = Batch(tuple(chunks), num_decodes, known_tokens, self._pool_tokens)
         preempted = (*gave_way, *preemptions) if gave_way else tuple(preemptions)
         batch = self._batch
         if batch is None:
-            return StepPlan(wheel.step, plan_batch, admitted, preempted)
+            return StepPlan(wheel.step, plan_batch, admitted, preempted, num_joined=num_joined)
         decodes = batch.decodes(wheel.step, wheel.needing_page(), with_new_table) if wheel.num_decoding else None
         drafts: DraftRows | None = None
         if decodes is not None and self.drafts is not None:
@@ -330,7 +348,12 @@ class Scheduler:
         if completing:
             for request in self._prefill.complete(end_ns, stopped):
                 finished.append(request)
-                self._finish(request, end_ns)
+                if request.is_handed_over and self.handoffs is not None:
+                    self.handoffs.hold(request, end_ns)
+                else:
+                    self._finish(request, end_ns)
+        if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
+            self.handoffs.stall(end_ns)
         if finished:
             self.blocked = NOT_BLOCKED
         if self._settles:
@@ -345,7 +368,7 @@ class Scheduler:
         0 if the next step has to be scheduled. Certain as long as no request is added that becomes the head of the
         waiting queue, and until the time that the queue's `holds_until_ns` names.
         """
-        if self.running.chunked or self.waiting_with_pages:
+        if self.running.chunked or self.waiting_with_pages or self.running.stalled:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self.num_pages_wanted)
 
@@ -416,6 +439,7 @@ class Scheduler:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
         page_size, max_num_seqs, tell, pins = self._page_size, self._max_num_seqs, self._tell, self.pins
+        handoffs = self.handoffs
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
         while loads is not None and loads.loaded and budget > 0:
@@ -433,6 +457,17 @@ class Scheduler:
             if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:
                 self.blocked = FOR_SEQS
                 break
+            if handoffs is not None:
+                if request.state is LOADED and (budget > 0 or not handoffs.join_tokens):
+                    is_last = budget <= 0
+                    budget -= self._join(request, now_ns, admitted)
+                    if not is_last:
+                        continue
+                    handoffs.late.append(request)
+                    break  # as Dynamo's mocker: one that needs no tokens still ends a step without any left
+                if handoffs.is_gated and request.state is not LOADED:
+                    self.blocked = FOR_HANDOFFS
+                    break
             if budget <= 0:
                 self.blocked = FOR_BUDGET
                 break
@@ -465,11 +500,50 @@ class Scheduler:
             request.holding = cache.open(match)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
+        if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
+            # These have their pages: a request that lacks some gets them sooner if they run.
+            for ready in handoffs.ready():
+                if running.num_running >= max_num_seqs or budget <= 0:
+                    break
+                budget -= self._join(ready, now_ns, admitted)
+            if running.num_running >= max_num_seqs:
+                self.blocked = FOR_SEQS  # as the next step would find
         if self.blocked is not NOT_BLOCKED:
             self.blocked_head = request
             if tell is not None:
                 self._tell_blocked(tell, request)
         return tuple(admitted)
+
+    def _join(self, request: Request, now_ns: int, admitted: list[int]) -> int:
+        """Let `request` run, after another engine has computed its prompt; return the tokens that count as budget."""
+        handoffs = self.handoffs
+        assert handoffs is not None
+        self.waiting.remove(request)
+        self._num_published = -1
+        if self._tell is not None:
+            self._told_blocked = None
+        handoffs.join(request, now_ns)
+        self._prefill.completing.append(request)
+        admitted.append(request.index)
+        return handoffs.join_tokens
+
+    def _resume_stalled(self, budget: int, now_ns: int) -> int:
+        """Put decodes back on the wheel that had no tokens; return how many are computed of `budget`."""
+        assert self.handoffs is not None
+        running = self.running
+        num_resumed = 0
+        while running.stalled and num_resumed < budget:
+            request = running.stalled[0]
+            if request.num_computed % self._page_size == 0:
+                blocks = self.cache.page_blocks
+                if blocks > self.cache.num_free and not self.preemptor.make_room(request, blocks, now_ns, {}):
+                    continue
+                self.cache.take_page(holding_of(request), request.num_computed // self._page_size)
+            del running.stalled[0]
+            self.wheel.join(request)
+            self.handoffs.resumed.append(request)
+            num_resumed += 1
+        return num_resumed
 
     def _still_lacks(self, head: Request) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
@@ -558,13 +632,15 @@ class Scheduler:
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
         for request in (*self.waiting, *self.waiting_with_pages):
-            assert request.state in WAITING, f"{request!r} waits"
+            assert request.state in WAITING or request.state is LOADED, f"{request!r} waits"
         held = self.running.holdings()
         holds = []
         if self.loads is not None:
             held += self.loads.holdings()
             holds = self.loads.tiers.holds()
             self.loads.tiers.check()
+        if self.handoffs is not None:
+            held += self.handoffs.holdings()
         reserved = self.own_pages.reserve.holding()
         if reserved is not None:
             held.append((reserved, reserved.num_pages))

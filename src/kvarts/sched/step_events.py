@@ -32,7 +32,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
         scheduler.running.num_running,
         scheduler.waiting.num_waiting + len(scheduler.waiting_with_pages) + num_loading,
         scheduler.blocked,
-        num_decodes,
+        num_decodes - plan.num_joined,
         num_tokens,
         len(plan.admitted),
         plan.preemptions,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvarts.report.requests import NO_REPLICA, RequestLog
 from kvarts.request import Request, RequestState
-from kvarts.sched.policy import NEVER_NS
-from kvarts.sim.router import Routed, Router
+from kvarts.sim.router import Informed, Routed, Router
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest
 
@@ -35,7 +34,7 @@ class SessionsKept(Protocol):
         """Note that a turn has ended, or was refused, before its source hears of it."""
 
 
-class Arrivals:
+class Arrivals(Informed):
     """The traffic of one model. Its `engines`, all of one configuration, stand behind `router`.
 
     Owner of the numbers that requests get in arrival order. `priority` is added to that of each request. `sessions`:
@@ -57,9 +56,8 @@ class Arrivals:
         delay_ns: int = 0,
         timeout_ns: int | None = None,
     ) -> None:
+        super().__init__(router, engines)
         self.source = source
-        self.router = router
-        self.engines = engines
         self.log = log
         self._trace = trace
         self._priority = priority
@@ -70,7 +68,6 @@ class Arrivals:
         self._num_arrived = 0
         self._delay_ns = delay_ns
         self._timeout_ns = timeout_ns
-        self._polled_ns = -1
         self._held: dict[Request, TraceRequest] = {}
         """Requests that wait in the router, and their rows."""
 
@@ -108,43 +105,6 @@ class Arrivals:
         if index is None:
             self._held[request] = row
         return index
-
-    def poll_ns(self, now_ns: int) -> int:
-        """Return the time by `now_ns` as of which metrics are to be read; NEVER_NS if those that were read will do."""
-        router = self.router
-        if not router.reads_metrics:
-            return NEVER_NS
-        staleness_ns = router.staleness_ns
-        if not staleness_ns:
-            return now_ns
-        tick_ns = now_ns - now_ns % staleness_ns
-        return tick_ns if tick_ns > self._polled_ns else NEVER_NS
-
-    def poll(self, now_ns: int) -> None:
-        """Read the metrics of all engines, which have reached `now_ns`."""
-        self._polled_ns = now_ns
-        report, pages_for = self.router.report, self.engines[0].config.pages_for
-        for index, engine in enumerate(self.engines):
-            scheduler = engine.scheduler
-            waiting, cache = scheduler.waiting, scheduler.cache
-            num_used = cache.num_used
-            report(
-                index,
-                scheduler.running.num_running,
-                scheduler.num_waiting,
-                num_used,
-                pages_for(waiting.num_waiting_tokens),
-                num_used / cache.pool.total,
-            )
-
-    def tell(self, now_ns: int, runners: Iterable[int]) -> None:
-        """Tell the router what happened by `now_ns` in engines, those of `runners`, by their numbers."""
-        router = self.router
-        if router.reads_prefills:
-            for index in sorted(set(runners)):
-                for request in self.engines[index].scheduler.take_computed():
-                    router.prefilled(request)
-        router.catch_up(now_ns, runners)
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, TraceRequest, int]]:
         """Return the requests that waited in the router and go to an engine now, with their rows."""

@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,13 +15,23 @@ from mypy_extensions import mypyc_attr
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventLog, EventReader
 from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from kvarts.sim.asked import AskedCaches
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["RoundRobin", "Routed", "Router", "RouterMaker", "RoutingSettings", "WithinGroups", "make_router"]
+__all__ = [
+    "Informed",
+    "RoundRobin",
+    "Routed",
+    "Router",
+    "RouterMaker",
+    "RoutingSettings",
+    "WithinGroups",
+    "make_router",
+]
 
 RouterMaker = Callable[[], Any]
 """Makes the policy of a router: a class, or a function without arguments."""
@@ -97,14 +108,17 @@ class Router(Protocol):
     def follow(self, worker: int, log: EventLog) -> None:
         """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
-    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
-        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
-
     def join(self) -> int:
-        """Add a worker; return its number, which no worker had before."""
+        """Add a worker; return its number."""
+
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again, which has left."""
 
     def leave(self, worker: int) -> None:
-        """Send nothing to `worker` any more; what it has may still end."""
+        """Send nothing to `worker` any more. What is in flight there may still end."""
+
+    def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
+        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
 
 
 class RoutingSettings(Protocol):
@@ -184,6 +198,10 @@ class RoundRobin:
     def follow(self, worker: int, log: EventLog) -> None:
         """Note nothing."""
 
+    def enter(self, worker: int) -> None:
+        """Send requests to `worker` again."""
+        insort(self.workers, worker)
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Do nothing."""
 
@@ -196,6 +214,53 @@ class RoundRobin:
     def leave(self, worker: int) -> None:
         """Send nothing to `worker` any more."""
         self.workers.remove(worker)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Informed:
+    """Tells `router` of its workers: `engines`, by their numbers."""
+
+    def __init__(self, router: Router, engines: Sequence[Routed]) -> None:
+        self.router = router
+        self.engines = engines
+        self._polled_ns = -1
+
+    def poll_ns(self, now_ns: int) -> int:
+        """Return the time by `now_ns` as of which metrics are to be read; NEVER_NS if those that were read will do."""
+        router = self.router
+        if not router.reads_metrics:
+            return NEVER_NS
+        staleness_ns = router.staleness_ns
+        if not staleness_ns:
+            return now_ns
+        tick_ns = now_ns - now_ns % staleness_ns
+        return tick_ns if tick_ns > self._polled_ns else NEVER_NS
+
+    def poll(self, now_ns: int) -> None:
+        """Read the metrics of all engines, which have reached `now_ns`."""
+        self._polled_ns = now_ns
+        report, pages_for = self.router.report, self.engines[0].config.pages_for
+        for index, engine in enumerate(self.engines):
+            scheduler = engine.scheduler
+            waiting, cache = scheduler.waiting, scheduler.cache
+            num_used = cache.num_used
+            report(
+                index,
+                scheduler.running.num_running,
+                scheduler.num_waiting,
+                num_used,
+                pages_for(waiting.num_waiting_tokens),
+                num_used / cache.pool.total,
+            )
+
+    def tell(self, now_ns: int, runners: Iterable[int]) -> None:
+        """Tell the router what happened by `now_ns` in engines, those of `runners`, by their numbers."""
+        router = self.router
+        if router.reads_prefills:
+            for index in sorted(set(runners)):
+                for request in self.engines[index].scheduler.take_computed():
+                    router.prefilled(request)
+        router.catch_up(now_ns, runners)
 
 
 class WithinGroups(RoundRobin):

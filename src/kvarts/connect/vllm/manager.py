@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -41,21 +40,32 @@ class Path:
     """The keys of one request that it asked for or stored, in the order of their positions."""
 
     def __init__(self) -> None:
-        self.keys: list[bytes] = []
+        self.known: set[bytes] = set()
         self.reads = Reads()
-        self._known: set[bytes] = set()
+        self._keys: list[bytes] = []
         self._places: list[tuple[int, bytes]] = []
+        self._is_sorted = True
 
     def add(self, keys: Iterable[bytes], context: Any) -> None:
         """Add keys; vLLM says where each ends in the sequence."""
-        is_more = False
+        known, places = self.known, self._places
         for key in keys:
-            if key not in self._known:
-                self._known.add(key)
-                insort(self._places, (context.get_offload_key_position(key) or 0, key))
-                is_more = True
-        if is_more:
-            self.keys = [key for _, key in self._places]
+            if key not in known:
+                known.add(key)
+                place = context.get_offload_key_position(key) or 0
+                # They come in their order, except for those of windows, which are looked up from the last.
+                self._is_sorted = self._is_sorted and (not places or places[-1][0] <= place)
+                places.append((place, key))
+                self._keys.append(key)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys in the order of their positions."""
+        if not self._is_sorted:
+            self._places.sort()
+            self._keys = [key for _, key in self._places]
+            self._is_sorted = True
+        return self._keys
 
 
 class KvartsManager(OffloadingManager):  # type: ignore[misc]
@@ -68,13 +78,14 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def on_new_request(self, req_context: Any) -> Any:
+        self._region.unlink()  # the workers have opened it: requests come after that
         req_context.set_state(Path())
         return RequestOffloadingContext()
 
     @override
     def lookup(self, key: bytes, req_context: Any) -> Any:
         path = self._path(req_context, (key,))
-        return RESULTS[self.store.lookup(key, path.keys, path.reads)]
+        return RESULTS[self.store.lookup(key, path.known, path.reads)]
 
     @override
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> HostPlaces:
@@ -84,7 +95,6 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        self._region.unlink()
         self.store.complete_load(keys)
 
     @override
@@ -103,7 +113,6 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        self._region.unlink()
         path = self._path(req_context, ())
         self._note(self.store.complete_store(keys, path.keys, is_stored=success), removed=False)
 

@@ -16,8 +16,8 @@ __all__ = ["HostRegion"]
 class HostRegion:
     """`num_places` places of `place_bytes` bytes, of which each worker has an equal part, in the order of their ranks.
 
-    The first process that opens it makes the file behind it. `unlink` removes its name as soon as every process has opened it, so
-    that nothing is left of an engine that is killed.
+    The first process that opens it makes the file behind it. `unlink` removes its name as soon as every process has
+    opened it, so that nothing is left of an engine that is killed.
     """
 
     def __init__(self, engine_id: str, num_places: int, place_bytes: int) -> None:

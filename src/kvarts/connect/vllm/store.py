@@ -83,7 +83,7 @@ class KeyStore:
         """Whether a page is being read for a request that waits."""
         return bool(self._reading)
 
-    def lookup(self, key: bytes, path: Sequence[bytes], reads: Reads) -> KeyState:
+    def lookup(self, key: bytes, path: Container[bytes], reads: Reads) -> KeyState:
         """Return whether `key` can be loaded; COMING if it will be, or may be. A page in a file begins to be read.
 
         `path`: the keys of the sequence that are known, which do not make way for it. `reads`: those that were read
@@ -101,7 +101,7 @@ class KeyStore:
         if self._compute_s is not None and self._read_s > self._compute_s:
             self.counts.computed_instead += 1
             return state
-        places, evicted = self.host.place([key], frozenset(path))
+        places, evicted = self.host.place([key], path)
         self.counts.evicted += len(evicted)
         if key not in places:
             self.counts.refused += 1
@@ -135,8 +135,9 @@ class KeyStore:
         self.host.settle(done, is_stored=is_stored)
         if is_stored:
             self.counts.stored += len(done)
+            protected = frozenset(path)
             for key in done:
-                self._write(key, frozenset(path))
+                self._write(key, protected)
             self.touch(path)
         return done if is_stored else []
 

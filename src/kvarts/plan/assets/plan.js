@@ -129,7 +129,13 @@
       svgOf("text", svg, { x: 14, y: height / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${height / 2})` }, chart.y);
       if (!isNone(chart.limit)) {
         svgOf("line", svg, { x1: start, x2: width - 14, y1: y.at(chart.limit.y), y2: y.at(chart.limit.y), class: "limit" });
-        svgOf("text", svg, { x: width - 16, y: y.at(chart.limit.y) - 5, "text-anchor": "end" }, chart.limit.text);
+        // Its text stands where no point does: at either end, or in the middle.
+        const level = y.at(chart.limit.y), wide = 7 * chart.limit.text.length;
+        const isFree = ([at, , share]) => !chart.points.some((point) => Math.abs(x.at(point.x) - at + wide * (share - 0.5)) < wide / 2 + 8
+          && y.at(point.y) > level - 24 && y.at(point.y) < level + 8);
+        const spots = [[width - 16, "end", 1], [start + 4, "start", 0], [(start + width) / 2, "middle", 0.5]];
+        const [at, anchor] = spots.find(isFree) || spots[0];
+        svgOf("text", svg, { x: at, y: level - 5, "text-anchor": anchor }, chart.limit.text);
       }
       // The front is drawn last, over all else.
       for (const points of [...places.values()].sort((a, b) => isOnFront(a) - isOnFront(b))) {

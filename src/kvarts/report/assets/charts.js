@@ -36,7 +36,9 @@ const kvarts = (() => {
   const duration = (ms) => {
     if (ms === 0) return "0 ms";
     const [size, name] = MS_UNITS.find(([size]) => ms >= size * 0.9995) || MS_UNITS[MS_UNITS.length - 1];
-    return tidy(ms / size) + " " + name;
+    if (ms < 6e4 * 0.9995 || ms >= 36e5) return tidy(ms / size) + " " + name;
+    const seconds = Math.round(ms / 1e3);
+    return Math.floor(seconds / 60) + " min" + (seconds % 60 ? " " + (seconds % 60) + " s" : "");
   };
   // `unit`: what values are in. A percent and a GiB keep one decimal everywhere.
   const FORMS = {

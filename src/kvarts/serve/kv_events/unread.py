@@ -19,9 +19,9 @@ class Tracker(Protocol):
 
 
 class Unread:
-    """An upper bound of what waits, from one message in MARK_BYTES, whose fate ZMQ is asked to track.
+    """Upper bound of the bytes that wait, from one message per MARK_BYTES that ZMQ tracks.
 
-    A subscriber's messages wait in order: whatever waits was sent after the last mark of which nothing waits.
+    Messages of a subscriber wait in order: whatever waits was sent after the last mark that does not.
     """
 
     def __init__(self) -> None:

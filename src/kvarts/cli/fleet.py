@@ -1,0 +1,114 @@
+"""The part of `kvarts replay` that is about prefill and decode on workers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvarts.cli.fleet_table import render_fleet
+from kvarts.cli.parts import Part, Run
+from kvarts.cli.printing import print_bytes
+from kvarts.errors import ConfigError
+from kvarts.files import check_writable, is_standard_output, write_whole
+from kvarts.fleet.config import SECTIONS, FleetConfig, is_of_fleet, resolve_fleet
+from kvarts.report.run_directory import per_replica
+from kvarts.settings import Given, Section
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.fleet.report import FleetReport
+    from kvarts.traffic.trace import Trace
+
+__all__ = ["PART", "FleetRun"]
+
+NOT_YET = {
+    "run_dir": "--run-dir",
+    "html_file": "--html",
+    "events_file": "--events",
+}
+"""Results that are not written of a fleet."""
+
+
+class FleetPart(Part):
+    """Options of pools and of links."""
+
+    sections = SECTIONS
+
+    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+        """Return the run where anything is said of pools."""
+        if not is_of_fleet(given):
+            return None
+        if given.names("models"):
+            raise ConfigError("is of one model", field="--prefill-replicas", hint="Leave out --model NAME=MODEL.")
+        return FleetRun(given, trace, sections)
+
+
+class FleetRun:
+    """A replay on a fleet. Raises ConfigError before anything is done."""
+
+    def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section]) -> None:
+        self._given = given
+        self._trace = trace
+        self.config = resolve_fleet(given, sections)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The trace that the file names."""
+        return [self._given.path_of("trace")] if "trace" in self._given else []
+
+    def outputs(self, places: Mapping[str, Any]) -> FleetOutputs:
+        """Check where results go."""
+        return FleetOutputs(self.config, places)
+
+    def load(self) -> tuple[Trace, Sequence[Trace]]:
+        """Load the trace."""
+        from kvarts.cli.sample import load_traffic
+
+        trace = load_traffic(self._given, self._trace)
+        return trace, [trace]
+
+
+class FleetOutputs:
+    """The files of one replay on a fleet, checked before it begins. Raises ConfigError and OutputError."""
+
+    def __init__(self, config: FleetConfig, places: Mapping[str, Any]) -> None:
+        for name, flag in NOT_YET.items():
+            if places.get(name) is not None:
+                raise ConfigError("is not written of a fleet yet", field=flag, hint="Leave it out.")
+        self._as_json: bool = places["as_json"]
+        self._report: Path | None = places["report_file"]
+        self._requests: Path | None = places["requests_file"]
+        timeline: Path | None = places.get("timeline_file")
+        self._timeline = timeline
+        self._timelines = [] if timeline is None else list(per_replica(timeline, config.replicas))
+        self._every: int = places.get("timeline_every", 1)
+        named = [path for path in (self._report, self._requests) if path is not None]
+        self.paths = [*named, *self._timelines]
+        for path in self.paths:
+            check_writable(path)
+
+    @contextmanager
+    def observers(self) -> Iterator[Callable[[int], Sequence[EventReader]]]:
+        """Answer what observes a worker: nothing."""
+        yield lambda worker: ()
+
+    def write(self, report: FleetReport) -> None:
+        """Write everything, and the report on standard output, unless one of the files is that."""
+        if self._requests is not None:
+            write_whole(self._requests, report.requests_jsonl())
+        if self._timelines:
+            from kvarts.record.timeline import timelines_of
+
+            assert self._timeline is not None
+            paths = per_replica(self._timeline, len(report.step_logs))  # there may be more workers by now
+            for path, timeline in zip(paths, timelines_of(report), strict=True):
+                timeline.write(path, every=self._every)
+        if self._report is not None:
+            write_whole(self._report, report.to_json())
+        if not any(map(is_standard_output, self.paths)):
+            print_bytes(report.to_json() if self._as_json else render_fleet(report.summary).encode())
+
+
+PART = FleetPart()

@@ -1,0 +1,54 @@
+"""The report of a fleet as a table for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvarts.cli.table import as_bytes, render_table
+from kvarts.units import as_duration, as_percent
+
+__all__ = ["render_fleet"]
+
+WAITS = {
+    "prefill_queue_ms": "prefill queue",
+    "prefill_ms": "prefill",
+    "reservation_ms": "reservation",
+    "transfer_ms": "transfer",
+    "decode_queue_ms": "decode queue",
+    "first_step_ms": "first step",
+}
+
+
+def render_fleet(summary: dict[str, Any]) -> str:
+    """Return the table of a replay, and what a fleet adds: the parts of TTFT, each pool, links."""
+    fleet = summary["fleet"]
+    lines = [render_table(summary)]
+    if fleet["waits"] and summary["num_completed"]:
+        lines.append(f"{'of TTFT':<14}" + "".join(f"{name:>12}" for name in ("mean", "p50", "p90", "p99", "max")))
+        for name, words in WAITS.items():
+            values = fleet["waits"][name]
+            cells = "".join(f"{as_duration(values[column]):>12}" for column in ("mean", "p50", "p90", "p99", "max"))
+            lines.append(f"{words:<14}{cells}")
+        lines.append("")
+    lines += [
+        f"{pool['role'] + ' pool':<14}{_workers(pool)}, {as_percent(pool['busy_pct'])} busy, "
+        f"pages: peak {as_percent(pool['peak_used_pct'])}, {pool['gpu_hours']:.3g} GPU hours"
+        for pool in fleet["pools"]
+    ]
+    if fleet["transferred_bytes"]:
+        lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent")
+    if fleet["num_deadlocks"]:
+        first = fleet["deadlocks"][0]
+        lines.append(
+            f"{'DEADLOCK':<14}{fleet['num_deadlocks']} times nothing could go on, first at "
+            f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _workers(pool: dict[str, Any]) -> str:
+    mean = pool["mean_workers"]
+    count = len(pool["replicas"])
+    if mean is not None and abs(mean - count) > 1e-6:
+        return f"{mean:.1f} workers on average"
+    return "1 worker" if count == 1 else f"{count} workers"

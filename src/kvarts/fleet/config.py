@@ -1,0 +1,347 @@
+"""What a fleet is built from: pools of workers, and how KV goes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.fleet.scaling import Scaler, parse_scaler
+from kvarts.limits import MOST_MS, check_number, check_whole
+from kvarts.settings import Given, Section, Setting, SettingError, Source, setting, settings_of
+from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
+from kvarts.sim.hardware import DeviceSettings
+from kvarts.units import parse_rate
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.fleet.report import FleetReport
+    from kvarts.sim.replay import Traffic
+
+__all__ = ["SECTIONS", "FleetConfig", "PoolConfig", "Role", "TransferMode", "TransferSettings", "is_of_fleet"]
+__all__ += ["resolve_fleet"]
+
+MOST_STARTUP_S = 86_400.0
+
+Role = Literal["mixed", "prefill", "decode"]
+TransferMode = Literal["full-prompt", "missing"]
+Sharing = Literal["none", "worker"]
+
+
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The links between workers that compute prompts and workers that generate."""
+
+    rate: Annotated[
+        str | None,
+        setting(
+            "Bytes a second of each transfer of KV, such as 25GB/s.",
+            metavar="RATE",
+            default="transfers take their latency alone",
+        ),
+    ] = None
+    latency_ms: Annotated[
+        float, setting("Milliseconds of each transfer beside that.", flag="--transfer-latency", metavar="MS")
+    ] = 0.0
+    mode: Annotated[
+        TransferMode,
+        setting("What is sent: the whole prompt, or only pages that the receiver does not have.", flag="--transfer"),
+    ] = "full-prompt"
+    sharing: Annotated[
+        Sharing,
+        setting(
+            "Whether each transfer has the rate for itself, or each worker sends and receives at that rate, and its "
+            "transfers share it."
+        ),
+    ] = "none"
+    token_bytes: Annotated[
+        int | None,
+        setting("Bytes of KV of a token on a link.", metavar="N", default="those of the model"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_number(self.latency_ms, "latency_ms", most=MOST_MS)
+        if self.mode not in get_args(TransferMode):
+            raise SettingError(f"must be 'full-prompt' or 'missing', got {self.mode!r}", "mode")
+        if self.sharing not in get_args(Sharing):
+            raise SettingError(f"must be 'none' or 'worker', got {self.sharing!r}", "sharing")
+        if self.sharing != "none" and self.rate is None:
+            raise SettingError("shares no rate", "sharing", hint="Give {rate} as well.")
+        if self.token_bytes is not None:
+            check_whole(self.token_bytes, "token_bytes")
+        if self.rate is not None and not self.bytes_per_s:
+            raise SettingError("must be above 0", "rate", hint="Leave it out for transfers that take no time.")
+
+    @property
+    def bytes_per_s(self) -> int | None:
+        """The rate as a number. Raise SettingError for what is none."""
+        if self.rate is None:
+            return None
+        try:
+            return parse_rate(self.rate)
+        except ConfigError as error:
+            raise SettingError(error.what, "rate", hint=error.hint) from error
+
+
+class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers there are, over time."""
+
+    policy: Annotated[
+        str | None,
+        setting(
+            "What adds and takes away workers: script,30s=3:1,90s=1:3 for numbers of prefill and decode workers from "
+            "times on; queue,target=4 or kv,target=70 by requests that wait or percent of pages in use, as an HPA "
+            "does; llm-d. All but the script take every=15s, least=1 and most=8.",
+            flag="--scaler",
+            metavar="POLICY",
+        ),
+    ] = None
+    startup_s: Annotated[float, setting("Seconds that a new worker starts.", flag="--startup-time", metavar="S")] = 0.0
+
+    def __post_init__(self) -> None:
+        check_number(self.startup_s, "startup_s", most=MOST_STARTUP_S)
+        if self.policy is not None:
+            try:
+                parse_scaler(self.policy)
+            except ConfigError as error:
+                raise SettingError(error.what, "policy", hint=error.hint) from error
+
+
+OF_POOL = (
+    "replicas",
+    "device",
+    "tensor_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+    "kv_memory",
+    "memory_fraction",
+    "pages",
+    "max_batched_tokens",
+    "max_seqs",
+    "cost",
+    "router",
+)
+"""Settings that the workers of one pool can have for themselves, by their keys."""
+
+
+def pool_settings(what: str) -> type[msgspec.Struct]:
+    """Return a struct of the settings in OF_POOL, as they are declared for all workers, with None as their default.
+
+    `what`: the workers, in the help.
+    """
+    known = {each.key: each for struct in (DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    fields = []
+    for key in OF_POOL:
+        each = known[key]
+        words = setting(
+            f"Of workers that {what}: {each.help[0].lower()}{each.help[1:]}",
+            metavar=each.metavar,
+            default="none" if key == "replicas" else f"that of {each.flag}",
+            kind=each.kind,
+        )
+        fields.append((key, Annotated[Any, words], None))
+    return msgspec.defstruct(f"Settings of workers that {what}", fields, frozen=True, kw_only=True)
+
+
+SECTIONS = (
+    Section(struct=pool_settings("compute prompts"), title="Prefill and decode apart", table="prefill"),
+    Section(struct=pool_settings("generate"), title="Prefill and decode apart", table="decode"),
+    Section(struct=TransferSettings, title="Prefill and decode apart", table="transfer"),
+    Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
+)
+"""What can be said of a fleet beside what is said of each of its workers."""
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+class _InPool(msgspec.Struct, frozen=True):
+    """Where a value was given for one pool; errors name it as it was written."""
+
+    source: Source
+    setting: Setting
+
+    @property
+    def path(self) -> Path | None:
+        """The file, if it is one."""
+        return self.source.path
+
+    def spell(self, setting: Setting, inner: str = "") -> str:
+        """Return the setting of the pool, or another one as it is written there."""
+        mine = self.setting.key.partition(".")[2] == setting.key
+        return self.source.spell(self.setting if mine else setting, inner)
+
+
+def is_of_fleet(given: Given) -> bool:
+    """Return whether anything was said of pools or of the links between them."""
+    return any(given.in_table(section.table) for section in SECTIONS)
+
+
+def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
+    """Build a FleetConfig from what was given: of all workers, of those of each pool, and of links.
+
+    Raise ConfigError that names what was given, where it was given.
+    """
+    of_all = Given()
+    for section in sections:
+        if section.is_named or section in SECTIONS:
+            continue
+        for each in section.settings:
+            if each.key in given:
+                of_all.add(each, given.value_of(each.key), given.source_of(each.key))
+    if "replicas" in of_all:
+        raise given.error("replicas", "says nothing of pools", hint="Give --prefill-replicas and --decode-replicas.")
+    known = {each.key: each for struct in (DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    pools = []
+    for role in ROLES:
+        if f"{role}.replicas" not in given:
+            first = next(key for section in SECTIONS for key in given.in_table(section.table))
+            raise given.error(
+                first, f"needs {role} workers as well", hint="Give --prefill-replicas and --decode-replicas."
+            )
+        own = Given()
+        for key in given.in_table(role):
+            inner = key.partition(".")[2]
+            source = _InPool(given.source_of(key), given.setting_of(key))
+            own.add(known[inner], given.value_of(key), source)
+        pools.append(PoolConfig(role=role, each=resolve_replay(own.over(of_all), sections)))
+    transfer = given.build(TransferSettings, "transfer")
+    scaling = given.build(ScalingSettings, "scaling")
+    policy = scaling.policy
+    token_bytes = transfer.token_bytes
+    if token_bytes is None and transfer.rate is not None:
+        token_bytes = _token_bytes(pools[0].each)
+        if token_bytes is None:
+            raise given.error(
+                "transfer.rate",
+                "does not say how long a transfer takes: nothing says what the KV of a token weighs",
+                hint="Give a model and a device, or --transfer-token-bytes.",
+            )
+    try:
+        return FleetConfig(
+            pools=tuple(pools),
+            bytes_per_s=transfer.bytes_per_s,
+            latency_ms=transfer.latency_ms,
+            transfer=transfer.mode,
+            sharing=transfer.sharing,
+            token_bytes=token_bytes or 0,
+            scaler=None if policy is None else partial(parse_scaler, policy),
+            scaling=policy or "",
+            startup_s=scaling.startup_s,
+        )
+    except ConfigError as error:
+        raise given.named(error, ()) from error
+
+
+def _token_bytes(config: ReplayConfig) -> int | None:
+    """Return what the KV of a token weighs on all devices of a worker; None where no model says it."""
+    if config.placement is None:
+        return None
+    ways = int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
+    return config.placement.kv_bytes_per_token * ways
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that are alike: as many as `each` has replicas."""
+
+    role: Role
+    each: ReplayConfig
+
+
+class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One replay on a fleet: a pool of mixed workers, or one that computes prompts and one that generates.
+
+    `bytes_per_s`: of each transfer, or with `sharing` of each worker; None: a transfer takes `latency_ms` alone.
+    `scaler`: makes what decides how many workers there are; None: as many as the pools say. `scaling`: its name, for
+    reports. `startup_s`: how long a new worker starts.
+    """
+
+    pools: tuple[PoolConfig, ...]
+    bytes_per_s: float | None = None
+    latency_ms: float = 0.0
+    transfer: TransferMode = "full-prompt"
+    sharing: Sharing = "none"
+    token_bytes: int = 0
+    scaler: Callable[[], Scaler] | None = None
+    scaling: str = ""
+    startup_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        roles = [pool.role for pool in self.pools]
+        if roles not in (["mixed"], ["prefill", "decode"]):
+            raise SettingError(
+                f"have the roles {', '.join(roles)}",
+                "pools",
+                hint="Give one mixed pool, or one prefill and one decode.",
+            )
+        if len({pool.each.page_size for pool in self.pools}) > 1:
+            raise SettingError("have pages of different sizes", "pools", hint="KV goes from page to page.")
+        if len({pool.each.profile for pool in self.pools}) > 1:
+            raise SettingError("have different profiles", "pools")
+        for pool in self.pools:
+            for field, why in (
+                ("offload", "tiers below the device"),
+                ("sessions", "sessions that engines keep"),
+                ("client_timeout_s", "clients that give up"),
+            ):
+                if getattr(pool.each, field) is not None:
+                    raise SettingError(f"{why} are not modelled in a fleet yet", field, hint="Leave them out.")
+            if pool.each.kv_groups != "off":
+                raise SettingError("is not counted in a fleet yet", "kv_groups", hint="Leave it out.")
+            if int(getattr(pool.each.cost, "num_ranks", 1)) > 1:
+                raise SettingError("is not modelled in a fleet yet", "data_parallel", hint="Leave it out.")
+
+    @property
+    def first(self) -> ReplayConfig:
+        """The engines that requests arrive at."""
+        return self.pools[0].each
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a worker of the last pool."""
+        return self.pools[-1].each.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.first.page_size
+
+    @property
+    def replicas(self) -> int:
+        """All workers."""
+        return sum(pool.each.replicas for pool in self.pools)
+
+    @property
+    def slo(self) -> Slo:
+        """For goodput."""
+        return self.first.slo
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return what the report says of it."""
+        return {
+            **self.pools[-1].each.to_builtins(),
+            "replicas": self.replicas,
+            "pools": [{"role": pool.role, **pool.each.to_builtins()} for pool in self.pools],
+            "transfer": {
+                "bytes_per_s": self.bytes_per_s,
+                "latency_ms": self.latency_ms,
+                "mode": self.transfer,
+                "sharing": self.sharing,
+                "token_bytes": self.token_bytes,
+            },
+            **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),
+        }
+
+    def replay(
+        self,
+        traffic: Traffic,
+        *,
+        on_progress: Callable[[int], object] | None = None,
+        observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+    ) -> FleetReport:
+        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a worker."""
+        from kvarts.fleet.replay import replay_fleet
+
+        return replay_fleet(traffic, self, on_progress=on_progress, observers_of=observers_of)

@@ -1,0 +1,73 @@
+"""One request on its way through a fleet, and when it was where."""
+
+from __future__ import annotations
+
+from kvarts.request import Request
+from kvarts.traffic.trace import TraceRequest
+
+__all__ = ["TIMES", "Handoff"]
+
+TIMES = (
+    "prefill_admitted_ns",
+    "held_ns",
+    "reserved_ns",
+    "activated_ns",
+    "decode_admitted_ns",
+    "released_ns",
+)
+"""The times that are kept of a request beside arrival, first and last token; -1 where it never came to that."""
+
+
+class Handoff:
+    """A request with a prompt that `source` computes; `target` goes on with it.
+
+    `prefill` and `decode` are what the two engines have of it; the first is None where one worker does both. `order`:
+    its place among the reservations of its target.
+    """
+
+    __slots__ = (
+        "activated_ns",
+        "decode",
+        "held_ns",
+        "is_ended",
+        "is_released",
+        "num_bytes",
+        "order",
+        "prefill",
+        "released_ns",
+        "reserved_ns",
+        "row",
+        "source",
+        "target",
+        "transfer_ns",
+    )
+
+    def __init__(self, decode: Request, row: TraceRequest, prefill: Request | None) -> None:
+        self.decode = decode
+        self.row = row
+        self.prefill = prefill
+        self.source = -1
+        self.target = -1
+        self.order = -1
+        self.held_ns = -1
+        self.reserved_ns = -1
+        self.transfer_ns = -1
+        """When its transfer began."""
+        self.activated_ns = -1
+        self.released_ns = -1
+        self.num_bytes = 0
+        self.is_released = prefill is None
+        self.is_ended = False
+
+    def times(self) -> tuple[int, ...]:
+        """Return the values of TIMES."""
+        if self.prefill is None:
+            return (self.decode.first_admitted_ns, -1, -1, -1, self.decode.first_admitted_ns, -1)
+        return (
+            self.prefill.first_admitted_ns,
+            self.held_ns,
+            self.reserved_ns,
+            self.activated_ns,
+            self.decode.first_admitted_ns,
+            self.released_ns,
+        )

@@ -1,0 +1,128 @@
+"""How long the KV of a prompt takes from one worker to another."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import ceil
+from typing import Protocol
+
+from kvarts.fleet.handoff import Handoff
+from kvarts.sched.policy import NEVER_NS
+
+__all__ = ["FixedRate", "Links", "SharedByWorkers"]
+
+ROUNDING = 1e-6
+"""Bytes: what sums of parts may lack."""
+
+
+class Links(Protocol):
+    """Transfers between workers. Promises: a transfer that was begun ends once."""
+
+    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+        """Begin a transfer; return whether it has ended already, since it takes no time."""
+
+    def next_ns(self) -> int:
+        """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
+
+    def take_ended(self, now_ns: int) -> list[Handoff]:
+        """Return the transfers that end now, in the order in which they began."""
+
+
+class FixedRate:
+    """Every transfer has `bytes_per_s` for itself, after `latency_ns`; None: it takes the latency alone."""
+
+    def __init__(self, bytes_per_s: float | None, latency_ns: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_ns = latency_ns
+        self._ends: list[tuple[int, int, Handoff]] = []
+        self._num_begun = 0
+
+    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+        """Begin a transfer; return whether it takes no time."""
+        duration_ns = self._latency_ns
+        if self._bytes_per_s is not None:
+            duration_ns += ceil(num_bytes / self._bytes_per_s * 1e9)
+        if not duration_ns:
+            return True
+        heappush(self._ends, (now_ns + duration_ns, self._num_begun, handoff))
+        self._num_begun += 1
+        return False
+
+    def next_ns(self) -> int:
+        """Return when the next transfer ends."""
+        return self._ends[0][0] if self._ends else NEVER_NS
+
+    def take_ended(self, now_ns: int) -> list[Handoff]:
+        """Return the transfers that end now."""
+        ended = []
+        while self._ends and self._ends[0][0] <= now_ns:
+            ended.append(heappop(self._ends)[2])
+        return ended
+
+
+class _Job:
+    """A transfer under way. `num_left`: bytes that are still to come."""
+
+    __slots__ = ("handoff", "num_left")
+
+    def __init__(self, handoff: Handoff, num_left: float) -> None:
+        self.handoff = handoff
+        self.num_left = num_left
+
+
+class SharedByWorkers:
+    """Each worker sends and receives `bytes_per_s`, which its transfers share evenly; then comes `latency_ns`.
+
+    A transfer is as fast as the slower of its ends lets it be, at any time.
+    """
+
+    def __init__(self, bytes_per_s: float, latency_ns: int) -> None:
+        self._bytes_per_ns = bytes_per_s / 1e9
+        self._latency = FixedRate(None, latency_ns)
+        self._jobs: list[_Job] = []
+        self._now_ns = 0
+        self._num_sending: dict[int, int] = {}
+        self._num_receiving: dict[int, int] = {}
+
+    def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
+        """Begin a transfer; return whether it takes no time."""
+        if not num_bytes:
+            return self._latency.begin(handoff, 0, now_ns)
+        self._advance(now_ns)
+        self._count(handoff, 1)
+        self._jobs.append(_Job(handoff, float(num_bytes)))
+        return False
+
+    def next_ns(self) -> int:
+        """Return when the next transfer ends, if none begins before."""
+        next_ns = self._latency.next_ns()
+        for job in self._jobs:
+            next_ns = min(next_ns, self._now_ns + max(1, ceil(job.num_left / self._rate(job.handoff))))
+        return next_ns
+
+    def take_ended(self, now_ns: int) -> list[Handoff]:
+        """Return the transfers that end now."""
+        self._advance(now_ns)
+        done = [job for job in self._jobs if job.num_left <= ROUNDING]
+        ended = []
+        for job in done:
+            self._jobs.remove(job)
+            self._count(job.handoff, -1)
+            if self._latency.begin(job.handoff, 0, now_ns):
+                ended.append(job.handoff)
+        return ended + self._latency.take_ended(now_ns)
+
+    def _rate(self, handoff: Handoff) -> float:
+        """Return the bytes a nanosecond that a transfer gets now."""
+        return self._bytes_per_ns / max(self._num_sending[handoff.source], self._num_receiving[handoff.target])
+
+    def _advance(self, now_ns: int) -> None:
+        elapsed_ns = now_ns - self._now_ns
+        if elapsed_ns:
+            for job in self._jobs:
+                job.num_left -= elapsed_ns * self._rate(job.handoff)
+            self._now_ns = now_ns
+
+    def _count(self, handoff: Handoff, change: int) -> None:
+        for counts, worker in ((self._num_sending, handoff.source), (self._num_receiving, handoff.target)):
+            counts[worker] = counts.get(worker, 0) + change

@@ -1,0 +1,129 @@
+"""Replay of traffic on a fleet, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvarts.build import build_engine
+from kvarts.event_log import EventReader
+from kvarts.executor.cost import CostModel
+from kvarts.executor.simulated import SimExecutor
+from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.cost import DecodeOnly
+from kvarts.fleet.driver import FleetDriver
+from kvarts.fleet.handoff import TIMES
+from kvarts.fleet.links import FixedRate, Links, SharedByWorkers
+from kvarts.fleet.pool import Pool
+from kvarts.fleet.queues import ByAge, ByReservation
+from kvarts.fleet.report import FleetReport
+from kvarts.fleet.worker import Worker
+from kvarts.limits import MOST_REPLICAS
+from kvarts.report.requests import RequestLog
+from kvarts.report.steps import StepLog
+from kvarts.settings import SettingError
+from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
+from kvarts.sim.replica import Replica
+from kvarts.sim.router import Router, make_router
+from kvarts.traffic.source import source_of
+
+__all__ = ["replay_fleet"]
+
+
+def replay_fleet(
+    traffic: Traffic,
+    config: FleetConfig,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+    observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+) -> FleetReport:
+    """Replay the traffic of one model on the fleet that `config` describes, and report."""
+    trace = trace_of(traffic)
+    first = config.first
+    is_mocker = first.profile == "mocker"
+    source = source_of(trace, concurrency=first.concurrency, speedup=first.speedup, delay_ns=first.frontend_ns)
+    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes"))
+    steps: list[StepLog] = []
+
+    def opener(place: int, of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
+        def open_next(number: int) -> Worker:
+            index = len(steps)
+            steps.append(StepLog(of_pool.each.num_pages, {}, None))
+            of_router = router.reader_of(number)
+            observers = () if observers_of is None else observers_of(index)
+            readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
+            return open_worker(of_pool, index, place * MOST_REPLICAS + index, readers)
+
+        return open_next
+
+    startup_ns = round(config.startup_s * 1e9)
+    pools = []
+    for place, each in enumerate(config.pools):
+        router = make_router(each.each, ())
+        if router.holds_requests:
+            raise SettingError(
+                "is not modelled in a fleet yet: no request waits in a router",
+                "routing.queue_threshold",
+                hint="Leave it out.",
+            )
+        opened = opener(place, each, router)
+        pools.append(Pool(each.role, each.each.replicas, opened, router, startup_ns=startup_ns))
+    arrivals = Arrivals(trace, source, pools[0].router, pools[0].engines, log, delay_ns=first.frontend_ns)
+    driver = FleetDriver(
+        arrivals,
+        pools[0],
+        pools[-1],
+        links_of(config),
+        token_bytes=config.token_bytes,
+        only_missing=config.transfer == "missing",
+        is_mocker=is_mocker,
+        scaler=None if config.scaler is None else config.scaler(),
+        on_progress=on_progress,
+    )
+    driver.run()
+    schedulers = [worker.scheduler for worker in driver.workers]
+    return FleetReport(
+        trace,
+        config,
+        log,
+        steps,
+        num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
+        deadlocks=driver.deadlocks,
+        pools=pools,
+    )
+
+
+def links_of(config: FleetConfig) -> Links:
+    """Return the links between the workers."""
+    latency_ns = round(config.latency_ms * 1e6)
+    if config.sharing == "worker" and config.bytes_per_s is not None:
+        return SharedByWorkers(config.bytes_per_s, latency_ns)
+    return FixedRate(config.bytes_per_s, latency_ns)
+
+
+def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader]) -> Worker:
+    """Build worker `index` of a fleet. `readers`: of what its engine tells. `rank`: see Worker."""
+    config = pool.each
+    is_mocker = config.profile == "mocker"
+    cost: CostModel = config.cost_model
+    if is_mocker and pool.role == "decode":
+        cost = DecodeOnly(cost)
+    executor = SimExecutor(cost)
+    queue = ByReservation() if is_mocker else ByAge()
+    engine = build_engine(
+        config,
+        executor,
+        readers=readers,
+        num_waiting=MANY_EVENTS,
+        policy=queue if pool.role == "decode" else config.admission(),
+        make_order=config.eviction,
+        prefill=prefill_cost(config),
+        audit=config.audit,
+        hands_over=True,
+    )
+    replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
+    worker = Worker(index, rank, replica, queue, leaps=not config.step_by_step)
+    if is_mocker:
+        worker.handoffs.passes_blocked = False
+        worker.handoffs.join_tokens = 0
+    return worker

@@ -1,0 +1,122 @@
+"""What a replay on a fleet says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from kvarts.fleet.config import FleetConfig
+from kvarts.fleet.handoff import TIMES
+from kvarts.fleet.pool import Pool
+from kvarts.report.distributions import NS_PER_MS, distribution_ms
+from kvarts.report.report import Report
+from kvarts.report.requests import COMPLETED, RequestLog
+from kvarts.report.steps import StepLog
+from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.trace import Trace
+
+__all__ = ["FleetReport"]
+
+WAITS = (
+    ("prefill_queue_ms", "arrival_ns", "prefill_admitted_ns"),
+    ("prefill_ms", "prefill_admitted_ns", "held_ns"),
+    ("reservation_ms", "held_ns", "reserved_ns"),
+    ("transfer_ms", "reserved_ns", "activated_ns"),
+    ("decode_queue_ms", "activated_ns", "decode_admitted_ns"),
+    ("first_step_ms", "decode_admitted_ns", "first_token_ns"),
+)
+"""The parts of the time to first token, and the times that each is between."""
+
+
+class FleetReport(Report):
+    """The outcome of a replay on a fleet. `deadlocks`: when nothing could go on, the worker, the request given up."""
+
+    config: FleetConfig
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: FleetConfig,
+        requests: RequestLog,
+        steps: Sequence[StepLog],
+        *,
+        num_evicted_pages: int,
+        deadlocks: Sequence[tuple[int, int, str]] = (),
+        pools: Sequence[Pool] = (),
+    ) -> None:
+        super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages)
+        self._deadlocks = deadlocks
+        self._of_pools = pools
+
+    @cached_property
+    def requests(self) -> dict[str, Any]:
+        """One row a request, in arrival order."""
+        raw = self._request_log.columns
+        columns = dict(super().requests)
+        for name in TIMES:
+            values = raw[name] / NS_PER_MS
+            values[raw[name] < 0] = float("nan")
+            columns[name.removesuffix("_ns") + "_ms"] = values
+        columns["prefill_replica"] = raw["source"]
+        columns["transferred_bytes"] = raw["num_bytes"]
+        return columns
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Everything in one JSON-able value."""
+        return {**super().summary, "fleet": self._fleet()}
+
+    @cached_property
+    def advice(self) -> str | None:
+        """Nothing: what to try next is said of one pool only."""
+        return None
+
+    def _fleet(self) -> dict[str, Any]:
+        raw = self._request_log.numbers()
+        done = raw["status"] == COMPLETED
+        handed = {name: column[done] for name, column in raw.items()}
+        waits = {}
+        if len(self.config.pools) > 1:
+            waits = {name: distribution_ms(handed[end] - handed[start]) for name, start, end in WAITS}
+        return {
+            "waits": waits,
+            "pools": self._pools(),
+            "transferred_bytes": int(handed["num_bytes"].sum()),
+            "num_deadlocks": len(self._deadlocks),
+            "deadlocks": [
+                {"at_ms": at_ns / NS_PER_MS, "replica": worker, "request_id": request}
+                for at_ns, worker, request in self._deadlocks[:10]
+            ],
+        }
+
+    def _pools(self) -> list[dict[str, Any]]:
+        """Return what the workers of each pool did, and what they cost, together."""
+        pools = []
+        summary = super().summary
+        end_ns = round(summary["duration_ms"] * NS_PER_MS)
+        for pool, lives in zip(self.config.pools, self._of_pools, strict=True):
+            mine = [summary["replicas"][worker.index] for worker in lives.workers]
+            busy_ms = sum(worker["busy_ms"] for worker in mine)
+            worker_s = lives.worker_ns(end_ns) / 1e9
+            pools.append(
+                {
+                    "role": pool.role,
+                    "replicas": [worker.index for worker in lives.workers],
+                    "num_gpus": devices_of(pool.each),
+                    "busy_pct": busy_ms / 1e3 / worker_s if worker_s else None,
+                    "peak_used_pct": max(worker["peak_used_pct"] for worker in mine),
+                    "num_preemptions": sum(worker["num_preemptions"] for worker in mine),
+                    "worker_seconds": worker_s,
+                    "mean_workers": worker_s / summary["duration_ms"] * 1e3 if summary["duration_ms"] else None,
+                    "gpu_hours": worker_s * devices_of(pool.each) / 3600,
+                }
+            )
+        return pools
+
+
+def devices_of(config: ReplayConfig) -> int:
+    """Return how many devices a worker has."""
+    ways = (getattr(config.cost, name, 1) for name in ("tensor_parallel", "pipeline_parallel"))
+    return prod(map(int, ways))

@@ -1,0 +1,242 @@
+"""How many workers a fleet has, over time: scalers, and what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Protocol
+
+import msgspec
+
+from kvarts.errors import ConfigError
+from kvarts.limits import brief
+from kvarts.units import parse_duration_s
+
+__all__ = ["Decision", "FleetState", "PoolState", "Scaler", "WorkerState", "parse_scaler"]
+
+
+class WorkerState(msgspec.Struct, frozen=True, gc=False):
+    """A worker at a tick. `num_waiting`: requests that wait for a place, or for pages for a prompt that is computed.
+
+    `queued_tokens`: prompt tokens of waiting requests. `used_share`: pages in use, of all.
+    """
+
+    worker: int
+    num_running: int
+    num_waiting: int
+    queued_tokens: int
+    used_share: float
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """A pool at a tick: its active workers, and how many start or drain."""
+
+    role: str
+    active: tuple[WorkerState, ...]
+    num_starting: int
+    num_draining: int
+
+    @property
+    def num_expected(self) -> int:
+        """Workers that are active or will be."""
+        return len(self.active) + self.num_starting
+
+
+class FleetState(msgspec.Struct, frozen=True):
+    """What a scaler sees at a tick. Times are in nanoseconds."""
+
+    now_ns: int
+    pools: tuple[PoolState, ...]
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """How many workers each pool is to have, by its role, those that start included; and when the next tick is.
+
+    A role that is left out stays as it is. None: no further tick.
+    """
+
+    targets: Mapping[str, int]
+    next_ns: int | None
+
+
+class Scaler(Protocol):
+    """Decides how many workers there are. Promises: the same states give the same decisions, in any process."""
+
+    def first_ns(self) -> int | None:
+        """Return when the first tick is; None for never."""
+
+    def on_tick(self, state: FleetState) -> Decision:
+        """Return what is to be from now on."""
+
+
+class Scripted:
+    """Numbers of workers at given times: (time, {role: number}), in order of time."""
+
+    def __init__(self, steps: Sequence[tuple[int, Mapping[str, int]]]) -> None:
+        self._steps = list(steps)
+        self._next = 0
+
+    def first_ns(self) -> int | None:
+        """Return the first time."""
+        return self._steps[0][0] if self._steps else None
+
+    def on_tick(self, state: FleetState) -> Decision:
+        """Return the numbers of this time."""
+        targets = self._steps[self._next][1]
+        self._next += 1
+        return Decision(targets, self._steps[self._next][0] if self._next < len(self._steps) else None)
+
+
+class Proportional:
+    """As a Kubernetes HPA: n workers with a mean of `value` become ceil(n value / target), within `least` and `most`.
+
+    Nothing changes while the mean is within a tenth of the target. Fewer workers only once that many were enough at all
+    ticks of the last `stable_ns`. `of_kv`: the value is the share of pages in use, in percent; else it is the number of
+    requests that wait at a worker, which for KEDA is ceil(waiting / target) as well.
+    """
+
+    def __init__(self, *, of_kv: bool, target: float, every_ns: int, least: int, most: int, stable_ns: int) -> None:
+        self._of_kv = of_kv
+        self._target = target
+        self._every_ns = every_ns
+        self._least = least
+        self._most = most
+        self._stable_ns = stable_ns
+        self._wanted: dict[str, list[tuple[int, int]]] = {}
+
+    def first_ns(self) -> int | None:
+        """Return the first multiple of the interval."""
+        return self._every_ns
+
+    def on_tick(self, state: FleetState) -> Decision:
+        """Return what each pool needs."""
+        targets: dict[str, int] = {}
+        for pool in state.pools:
+            wanted = self._wanted.setdefault(pool.role, [])
+            wanted.append((state.now_ns, self._needed(pool)))
+            while wanted[0][0] < state.now_ns - self._stable_ns:
+                del wanted[0]
+            targets[pool.role] = max(number for _, number in wanted)
+        return Decision(targets, state.now_ns + self._every_ns)
+
+    def _needed(self, pool: PoolState) -> int:
+        n = len(pool.active)
+        values = [100 * each.used_share if self._of_kv else float(each.num_waiting) for each in pool.active]
+        ratio = sum(values) / n / self._target
+        if abs(ratio - 1) <= 0.1:
+            return pool.num_expected
+        return min(self._most, max(self._least, ceil(n * ratio - 1e-9)))
+
+
+class SpareCapacity:
+    """As version 1 of llm-d's workload-variant autoscaler: one worker more or less, by what is left of the others.
+
+    A worker is saturated with 80 % of its pages in use or 5 requests waiting. One more, if the others have less than
+    10 % of the pages or 3 places in the queue to spare, on average. One less, if at least two are not saturated, and
+    those that stay could take its load and keep that. Nothing while workers start.
+    """
+
+    KV, QUEUE, SPARE_KV, SPARE_QUEUE = 0.8, 5.0, 0.1, 3.0
+
+    def __init__(self, *, every_ns: int, least: int, most: int) -> None:
+        self._every_ns = every_ns
+        self._least = least
+        self._most = most
+
+    def first_ns(self) -> int | None:
+        """Return the first multiple of the interval."""
+        return self._every_ns
+
+    def on_tick(self, state: FleetState) -> Decision:
+        """Return one more, one less, or as many as there are."""
+        targets = {
+            pool.role: min(self._most, max(self._least, len(pool.active) + self._change(pool)))
+            for pool in state.pools
+            if not pool.num_starting
+        }
+        return Decision(targets, state.now_ns + self._every_ns)
+
+    def _change(self, pool: PoolState) -> int:
+        free = [each for each in pool.active if each.used_share < self.KV and each.num_waiting < self.QUEUE]
+        n = len(free)
+        if not n:
+            return 1
+        kv, queue = sum(each.used_share for each in free), sum(each.num_waiting for each in free)
+        if self.KV - kv / n < self.SPARE_KV or self.QUEUE - queue / n < self.SPARE_QUEUE:
+            return 1
+        if n < 2:
+            return 0
+        still_spare = self.KV - kv / (n - 1) >= self.SPARE_KV and self.QUEUE - queue / (n - 1) >= self.SPARE_QUEUE
+        return -1 if still_spare else 0
+
+
+def parse_scaler(text: str) -> Scaler:
+    """Return the scaler of `script,30s=3:1,90s=1:3`, `queue,target=4` or `kv,target=70`, or `llm-d`.
+
+    A script says how many prefill and decode workers there are from a time on. The others take `every`, `least` and
+    `most` as well. Raise ConfigError for anything else.
+    """
+    name, *parts = (part.strip() for part in text.split(","))
+    given: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"{brief(part)} is not NAME=VALUE", field="scaler")
+        given[key.strip()] = value.strip()
+    if name == "script":
+        return Scripted(_script(given))
+    known = {"queue": ("target", "stable"), "kv": ("target", "stable"), "llm-d": ()}
+    if name not in known:
+        names = ", ".join(["script", *known])
+        raise ConfigError(f"{brief(name)} is not known", field="scaler", hint=f"Known: {names}.")
+    common = {"every": "60s" if name == "llm-d" else "15s", "least": "1", "most": "8"}
+    values = {**common, **({"target": "70" if name == "kv" else "4", "stable": "240s"} if known[name] else {}), **given}
+    unknown = sorted(set(values) - {*common, *known[name]})
+    if unknown:
+        raise ConfigError(f"{name} has no {brief(unknown[0])}", field="scaler", hint=f"Known: {', '.join(values)}.")
+    every_ns = _ns(values["every"], "every")
+    if not every_ns:
+        raise ConfigError("every must be above 0", field="scaler")
+    least, most = _number(values["least"], "least"), _number(values["most"], "most")
+    if not 1 <= least <= most:
+        raise ConfigError(f"least is {least:g} and most is {most:g}", field="scaler", hint="Give 1 <= least <= most.")
+    if name == "llm-d":
+        return SpareCapacity(every_ns=every_ns, least=int(least), most=int(most))
+    target = _number(values["target"], "target")
+    if target <= 0:
+        raise ConfigError("target must be above 0", field="scaler")
+    return Proportional(
+        of_kv=name == "kv",
+        target=target,
+        every_ns=every_ns,
+        least=int(least),
+        most=int(most),
+        stable_ns=_ns(values["stable"], "stable"),
+    )
+
+
+def _script(given: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
+    steps = []
+    for when, numbers in given.items():
+        prefill, colon, decode = numbers.partition(":")
+        if not colon:
+            raise ConfigError(f"{brief(numbers)} is not P:D", field="scaler", hint="Write script,30s=3:1,90s=1:3.")
+        targets = {"prefill": int(_number(prefill, when)), "decode": int(_number(decode, when))}
+        if min(targets.values()) < 1:
+            raise ConfigError(f"{when} leaves a pool without a worker", field="scaler", hint="Give 1 or more of each.")
+        steps.append((_ns(when, when), targets))
+    return sorted(steps, key=lambda step: step[0])
+
+
+def _ns(text: str, what: str) -> int:
+    try:
+        return round(parse_duration_s(text) * 1e9)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error.what}", field="scaler", hint=error.hint) from error
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{what}: {brief(text)} is no number", field="scaler") from None

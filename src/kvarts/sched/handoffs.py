@@ -1,0 +1,159 @@
+"""Requests that two engines work on: one computes the prompt, and the other generates.
+
+Where the prompt is computed, its pages stay in use, *held*, until the other engine has copied them. There, pages are
+*reserved* before, and the request waits for its place with them when the copy is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, cast
+
+from kvarts.kv.cache import Cache, Holding
+from kvarts.kv.page_cache import PageCache
+from kvarts.request import Request, RequestState
+from kvarts.sched.policy import WaitingQueue
+from kvarts.sched.running import Running
+
+__all__ = ["Handoffs"]
+
+LOADED: Final = RequestState.LOADED
+
+
+class Handoffs:
+    """What an engine has of requests that it shares with another one. Written by the scheduler, and between steps.
+
+    `connect` must follow. The cache counts whole pages.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cast(PageCache, cache)
+        self.held: dict[int, Request] = {}
+        """Requests with a prompt that was computed here and is not copied yet, by index."""
+        self.reserved: dict[int, Request] = {}
+        """Requests with pages here that are not filled yet, by index."""
+        self.is_gated = False
+        """Whether only requests that other engines have computed are admitted."""
+        self.passes_blocked = True
+        """Whether these are admitted before a request that lacks pages."""
+        self.join_tokens = 1
+        """Tokens of the budget that each of these takes in the step that admits it."""
+        self._joined: list[Request] = []
+        self.late: list[Request] = []
+        """Requests that joined in a step without tokens left for them."""
+        self.resumed: list[Request] = []
+        """Requests that were stalled, and get a token in this step."""
+
+    def connect(self, running: Running, waiting: WaitingQueue) -> None:
+        """Hand in what the scheduler has made."""
+        self._running = running
+        self._waiting = waiting
+
+    @property
+    def has_any(self) -> bool:
+        """Whether pages are in use here of requests that neither run nor wait."""
+        return bool(self.held or self.reserved)
+
+    # Where the prompt is computed ---------------------------------------------------------------------------
+
+    def hold(self, request: Request, end_ns: int) -> None:
+        """Keep the pages of `request`, which has sampled its token at `end_ns`, until `release`."""
+        request.last_token_ns = end_ns
+        self._running.part(request)
+        request.become(RequestState.HELD)
+        self.held[request.index] = request
+
+    def release(self, request: Request) -> None:
+        """Give back the pages of `request`, which are copied or no longer wanted."""
+        del self.held[request.index]
+        holding = request.holding
+        assert holding is not None
+        self._cache.close(holding, request.num_computed // holding.content.page_size, holding.num_pages)
+        self._running.num_left += 1
+        request.holding = None
+        request.become(RequestState.FINISHED)
+
+    # Where tokens are generated -------------------------------------------------------------------------------
+
+    def reserve(self, request: Request) -> bool:
+        """Take pages for the prompt of `request`, which is new here; return whether there are enough.
+
+        Full pages that are resident are taken as they are. The others cannot be found before `activate`.
+        """
+        cache, num_tokens = self._cache, request.num_prompt_tokens
+        match = cache.match(request.content, num_tokens // request.content.page_size)
+        if cache.num_to_admit(match, num_tokens) > cache.num_free:
+            return False
+        request.hit_tokens = match.num_pages * request.content.page_size
+        request.holding = cache.open_to_load(match, num_tokens)
+        request.become(RequestState.LOADING)
+        self.reserved[request.index] = request
+        return True
+
+    def activate(self, request: Request) -> None:
+        """Queue `request`, the prompt of which is complete in its pages; these can be found from now on."""
+        del self.reserved[request.index]
+        holding = request.holding
+        assert holding is not None
+        request.num_computed = request.num_prompt_tokens
+        self._cache.publish(holding, request.num_computed)
+        request.become(LOADED)
+        self._waiting.push(request)
+
+    def give_up(self, request: Request) -> None:
+        """Give back the reserved pages of `request`, which never came; it can be queued as any other."""
+        del self.reserved[request.index]
+        holding = request.holding
+        assert holding is not None
+        num_hit = request.hit_tokens // holding.content.page_size
+        self._cache.close(holding, num_hit, holding.num_pages)
+        self._running.num_left += 1
+        request.holding = None
+        request.hit_tokens = 0
+        request.state = RequestState.NEW
+
+    def ready(self) -> list[Request]:
+        """Return the waiting requests that have their pages, in the order of the queue."""
+        return [request for request in self._waiting if request.state is LOADED]
+
+    def join(self, request: Request, now_ns: int) -> None:
+        """Let `request` run: the last token of its prompt is computed again, with the decodes of this step."""
+        self._running.enter(request, 0, now_ns)
+        request.num_computed = request.num_prompt_tokens
+        self._joined.append(request)
+
+    def take_joined(self) -> tuple[int, int]:
+        """Return how many requests have joined in this step, and how many tokens they know."""
+        joined = self._joined
+        if not joined:
+            return 0, 0
+        self._joined = []
+        return len(joined), sum(request.num_prompt_tokens for request in joined)
+
+    def stall(self, end_ns: int) -> None:
+        """Note at the end of a step which requests had no tokens to compute, and which had some again.
+
+        What joined after a request that has used up the budget gets none before that is through, as in Dynamo's mocker.
+        """
+        running = self._running
+        for request in self.resumed:
+            request.stalls_ns += (end_ns - request.last_token_ns,)
+        self.resumed = []
+        if running.chunked:
+            for request in self.late:
+                if request.state is RequestState.DECODING:
+                    running.wheel.leave(request)
+                    request.last_token_ns = end_ns
+                    running.stalled.append(request)
+        self.late = []
+
+    # Laws -----------------------------------------------------------------------------------------------------
+
+    def holdings(self) -> Iterator[tuple[Holding, int]]:
+        """Return what is held, reserved or waits with its pages. Assert that states fit."""
+        for requests, state in ((self.held, RequestState.HELD), (self.reserved, RequestState.LOADING)):
+            for request in requests.values():
+                assert request.state is state, f"{request!r} should be {state.name}"
+        for request in (*self.held.values(), *self.reserved.values(), *self.ready()):
+            assert request.holding is not None
+            yield request.holding, request.holding.num_pages

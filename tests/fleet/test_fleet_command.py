@@ -1,0 +1,89 @@
+"""`kvarts replay` with prefill and decode apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SAMPLE = files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"
+APART = ("--prefill-replicas", 1, "--decode-replicas", 2)
+SMALL = ("--pages", 600, "--page-size", 512, "--decode-pages", 300)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "slice.jsonl"
+    path.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[:80]))
+    return path
+
+
+def test_the_parts_of_a_wait_add_up_to_ttft(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.jsonl"
+    report = asked(
+        "replay", trace, *APART, *SMALL, "--transfer-rate", "10GB/s", "--transfer-token-bytes", 131072,
+        "--json", "--requests", rows_file,
+    )  # fmt: skip
+    waits = report["fleet"]["waits"]
+    assert sum(part["mean"] for part in waits.values()) == pytest.approx(report["ttft_ms"]["mean"])
+    assert waits["transfer_ms"]["mean"] > 0
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    assert sum(row["transferred_bytes"] for row in rows) == report["fleet"]["transferred_bytes"]
+    for row in rows:
+        times = [row[f"{name}_ms"] for name in ("arrival", "prefill_admitted", "held", "reserved", "activated")]
+        times += [row["decode_admitted_ms"], row["first_token_ms"], row["last_token_ms"]]
+        assert all(before <= after for before, after in pairwise(times))
+        assert row["released_ms"] >= row["activated_ms"]
+    assert [pool["role"] for pool in report["fleet"]["pools"]] == ["prefill", "decode"]
+
+
+def test_the_timeline_of_each_worker_is_true(run_command: Callable[..., int], trace: Path, tmp_path: Path) -> None:
+    for profile in ("default", "mocker"):
+        path = tmp_path / f"{profile}.jsonl"
+        assert run_command("replay", trace, *APART, *SMALL, "--profile", profile, "--timeline", path) == 0
+        for worker in range(3):
+            assert run_command("verify", path.with_stem(f"{profile}-r{worker}")) == 0
+
+
+def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "fleet.toml"
+    config.write_text(
+        'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n[prefill]\nreplicas = 2\nmax_batched_tokens = 4096\n'
+        '[decode]\nreplicas = 1\ndevice = "h200-141gb"\n[transfer]\nrate = "50GB/s"\n'
+    )
+    prefill, decode = asked("replay", trace, "--config", config, "--json")["config"]["pools"]
+    assert (prefill["device"], prefill["max_batched_tokens"], prefill["replicas"]) == ("h100-80gb", 4096, 2)
+    assert (decode["device"], decode["max_batched_tokens"], decode["replicas"]) == ("h200-141gb", 8192, 1)
+    assert decode["pages"] > prefill["pages"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--prefill-replicas", 2), "needs decode workers as well"),
+        (("--transfer-latency", 3), "needs prefill workers as well"),
+        ((*APART, "--transfer-rate", "fast"), "--transfer-rate"),
+        ((*APART, "--transfer-rate", "1GB/s"), "--transfer-token-bytes"),
+        ((*APART, "--decode-pages", 0), "--decode-pages"),
+        ((*APART, "--replicas", 2), "says nothing of pools"),
+        ((*APART, "--host-pages", 100), "not modelled in a fleet"),
+        ((*APART, "--events", "out.jsonl"), "not written of a fleet"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    trace: Path,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("replay", trace, *options) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Whole random workloads on small fleets: kvarts against the naive fleet, and fast-forward against step by step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.report import FleetReport
+from kvarts.fleet.scaling import parse_scaler
+
+from builders.case import Case, cases
+from builders.fleet import FleetCase, fleets
+
+pytestmark = pytest.mark.laws
+
+SCALERS = (
+    None,
+    "script,0s=2:1,0.05s=1:3,0.1s=3:1,0.2s=1:1",
+    "queue,target=1,every=0.03s,stable=0.1s",
+    "kv,target=40,every=0.05s,stable=0s,most=3",
+    "llm-d,every=0.04s",
+)
+
+
+def replayed(case: FleetCase, **changes: Any) -> FleetReport:
+    return case.config(**changes).replay(case.case.trace())
+
+
+@given(fleets())
+def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -> None:
+    """L4, L7, L8; laws L1 to L3 of each worker are checked after each of its steps."""
+    naive = case.naive()
+    report = replayed(case)
+    raw = report.request_columns
+    assert len(raw["index"]) == len(naive.handoffs)
+    for place, handoff in enumerate(naive.handoffs):
+        mine = {name: int(column[place]) for name, column in raw.items()}
+        status = ("completed", "rejected", "failed")[mine["status"]]
+        assert (mine["index"], status) == (handoff.request.seq, handoff.outcome)
+        if status != "completed":
+            continue
+        decode, prefill = handoff.decode, handoff.prefill
+        expected = {
+            "source": handoff.source,
+            "replica": case.num_prefills + handoff.target,
+            "prefill_admitted_ns": prefill.first_admitted_ns,
+            "held_ns": handoff.held_ns,
+            "reserved_ns": handoff.reserved_ns,
+            "activated_ns": handoff.activated_ns,
+            "decode_admitted_ns": decode.first_admitted_ns,
+            "released_ns": handoff.released_ns,
+            "first_token_ns": decode.first_token_ns,
+            "last_token_ns": decode.last_token_ns,
+            "preemptions": decode.preemptions,
+            "recomputed_tokens": decode.recomputed_tokens,
+        }
+        if case.is_mocker:
+            expected["cached_tokens"] = max(prefill.largest_hit_tokens, decode.largest_hit_tokens)
+        assert {name: mine[name] for name in expected} == expected
+    assert report.summary["fleet"]["num_deadlocks"] == naive.num_deadlocks
+
+
+@given(fleets(max_requests=40), st.sampled_from(SCALERS), st.booleans())
+def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None, is_shared: bool) -> None:
+    """L5, with workers that come and go, and links that they share."""
+    fast, slow = (
+        structs.replace(
+            case.config(step_by_step=step_by_step),
+            scaler=None if policy is None else partial(parse_scaler, policy),
+            startup_s=0.03,
+            sharing="worker" if is_shared else "none",
+        ).replay(case.case.trace())
+        for step_by_step in (False, True)
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert fast.to_json() == slow.to_json()
+    assert sum(fast.summary[f"num_{end}"] for end in ("completed", "rejected", "failed")) == len(case.case.rows)
+
+
+@given(fleets(profile="default"))
+def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase) -> None:
+    """L8: every request that can ever run ends."""
+    summary = replayed(case).summary
+    assert summary["num_failed"] == 0
+    assert summary["fleet"]["num_deadlocks"] == 0
+    assert summary["num_completed"] + summary["num_rejected"] == summary["num_requests"]
+
+
+@given(cases(max_requests=40))
+def test_a_pool_of_mixed_workers_is_replicas(case: Case) -> None:
+    """A fleet without handoffs is the replay of as many replicas, to the byte."""
+    config = case.config()
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
+    for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):
+        assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name]))
+    assert {name: list(column) for name, column in mine.steps.items()} == {
+        name: list(column) for name, column in plain.steps.items()
+    }

@@ -1,0 +1,109 @@
+"""Links: how long transfers take, alone and beside others."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.content import Content
+from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.links import FixedRate, Links, SharedByWorkers
+from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
+from kvarts.traffic.trace import TraceRequest
+
+GB_PER_S = 1e9  # a byte a nanosecond
+
+
+def handoff(index: int, source: int, target: int) -> Handoff:
+    request = Request(index, Content(bytes(8), num_tokens=1, page_size=1, owner=index), 1, 1)
+    found = Handoff(request, TraceRequest(index, 0, b"", 1, 1), None)
+    found.source, found.target = source, target
+    return found
+
+
+def ends_of(links: Links, jobs: list[tuple[int, int, int, int]]) -> dict[int, int]:
+    """When each of the transfers (begin, source, target, bytes) ends."""
+    coming = sorted(enumerate(jobs), key=lambda job: job[1][0])
+    ends: dict[int, int] = {}
+    while True:
+        begin_ns = coming[0][1][0] if coming else NEVER_NS
+        now_ns = min(begin_ns, links.next_ns())
+        if now_ns == NEVER_NS:
+            return ends
+        ends.update({each.decode.index: now_ns for each in links.take_ended(now_ns)})
+        while coming and coming[0][1][0] == now_ns:
+            index, (_, source, target, num_bytes) = coming.pop(0)
+            if links.begin(handoff(index, source, target), num_bytes, now_ns):
+                ends[index] = now_ns
+
+
+def naive_ends(jobs: list[tuple[int, int, int, int]]) -> dict[int, Fraction]:
+    """The same for shared links, from event to event in exact numbers."""
+    left: dict[int, Fraction] = {}
+    ends: dict[int, Fraction] = {}
+    now = Fraction(0)
+    coming = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
+    while left or coming:
+        rates = {
+            index: Fraction(
+                1,
+                max(
+                    sum(jobs[other][1] == jobs[index][1] for other in left),
+                    sum(jobs[other][2] == jobs[index][2] for other in left),
+                ),
+            )
+            for index in left
+        }
+        times = [now + left[index] / rates[index] for index in left]
+        if coming:
+            times.append(max(now, Fraction(jobs[coming[0]][0])))
+        after = min(times)
+        left = {index: left[index] - (after - now) * rates[index] for index in left}
+        now = after
+        ends.update({index: now for index in left if not left[index]})
+        left = {index: rest for index, rest in left.items() if rest}
+        while coming and jobs[coming[0]][0] <= now:
+            index = coming.pop(0)
+            left[index] = Fraction(jobs[index][3])
+    return ends
+
+
+def test_a_transfer_of_a_fixed_rate_has_it_for_itself() -> None:
+    assert ends_of(FixedRate(GB_PER_S, 5), [(0, 0, 1, 100), (0, 0, 1, 100), (10, 0, 1, 30)]) == {0: 105, 1: 105, 2: 45}
+    assert ends_of(FixedRate(None, 0), [(7, 0, 1, 100)]) == {0: 7}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "ends"),
+    [
+        ([(0, 0, 1, 100)], {0: 100}),
+        ([(0, 0, 1, 100), (0, 0, 2, 100)], {0: 200, 1: 200}),  # one sender
+        ([(0, 0, 2, 100), (0, 1, 2, 100)], {0: 200, 1: 200}),  # one receiver
+        ([(0, 0, 2, 100), (0, 1, 3, 100)], {0: 100, 1: 100}),  # nothing in common
+        ([(0, 0, 1, 100), (50, 0, 2, 100)], {0: 150, 1: 200}),  # alone for a while
+    ],
+)
+def test_transfers_of_a_worker_share_its_rate(jobs: list[tuple[int, int, int, int]], ends: dict[int, int]) -> None:
+    assert ends_of(SharedByWorkers(GB_PER_S, 0), jobs) == ends
+    later = {index: end + 7 for index, end in ends.items()}
+    assert ends_of(SharedByWorkers(GB_PER_S, 7), jobs) == later
+
+
+@pytest.mark.laws
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 2), st.integers(3, 5), st.integers(1, 1000)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]]) -> None:
+    """A transfer ends within a nanosecond for each that ended before it."""
+    mine, exact = ends_of(SharedByWorkers(GB_PER_S, 0), jobs), naive_ends(jobs)
+    assert mine.keys() == exact.keys()
+    for index, end_ns in mine.items():
+        assert -1e-3 <= end_ns - exact[index] <= 2 * len(jobs)

@@ -1,0 +1,93 @@
+"""Scalers by their rules, at single ticks; and what a fleet does with what they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvarts.errors import ConfigError
+from kvarts.fleet.scaling import FleetState, PoolState, WorkerState, parse_scaler
+
+S = 1_000_000_000
+
+
+def state(*workers: tuple[int, float], at_s: int = 0, num_starting: int = 0) -> FleetState:
+    """One pool of workers, each with so many waiting requests and that share of its pages in use."""
+    active = tuple(WorkerState(index, 1, waiting, 0, used) for index, (waiting, used) in enumerate(workers))
+    return FleetState(at_s * S, (PoolState("decode", active, num_starting, 0),))
+
+
+def test_a_script_says_what_there_is_from_each_time_on() -> None:
+    scaler = parse_scaler("script,1m30s=1:3,30s=3:1")
+    assert scaler.first_ns() == 30 * S
+    first, second = scaler.on_tick(state((0, 0.0))), scaler.on_tick(state((0, 0.0)))
+    assert (first.targets, first.next_ns) == ({"prefill": 3, "decode": 1}, 90 * S)
+    assert (second.targets, second.next_ns) == ({"prefill": 1, "decode": 3}, None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "workers", "target"),
+    [
+        ("queue,target=4", [(4, 0.0), (4, 0.0)], 2),  # as it should be
+        ("queue,target=4", [(9, 0.0), (0, 0.0)], 3),  # ceil(9 / 4)
+        ("queue,target=4", [(50, 0.0)], 8),  # not more than `most`
+        ("queue,target=4,stable=0s", [(0, 0.0), (0, 0.0)], 1),
+        ("kv,target=50", [(0, 0.9), (0, 0.6)], 3),  # ceil(2 x 75 / 50)
+        ("kv,target=50", [(0, 0.52), (0, 0.53)], 2),  # within a tenth
+        ("llm-d", [(6, 0.1)], 2),  # saturated
+        ("llm-d", [(0, 0.75), (0, 0.75)], 3),  # 5 % of the pages to spare
+        ("llm-d", [(3, 0.1), (3, 0.1)], 3),  # 2 places in the queue to spare
+        ("llm-d", [(0, 0.3), (0, 0.3)], 1),  # one could take the load of both
+        ("llm-d", [(0, 0.4), (0, 0.4)], 2),  # and not this
+    ],
+)
+def test_a_policy_keeps_its_rule(policy: str, workers: list[tuple[int, float]], target: int) -> None:
+    decision = parse_scaler(policy).on_tick(state(*workers))
+    assert decision.targets == {"decode": target}
+
+
+def test_fewer_workers_only_once_that_many_were_enough_for_a_while() -> None:
+    scaler = parse_scaler("queue,target=1,every=10s,stable=30s")
+    assert scaler.on_tick(state((3, 0.0), at_s=10)).targets == {"decode": 3}
+    for at_s in (20, 30, 40):
+        assert scaler.on_tick(state((0, 0.0), (0, 0.0), (0, 0.0), at_s=at_s)).targets == {"decode": 3}
+    assert scaler.on_tick(state((0, 0.0), (0, 0.0), (0, 0.0), at_s=50)).targets == {"decode": 1}
+
+
+def test_llm_d_decides_nothing_while_workers_start() -> None:
+    assert parse_scaler("llm-d").on_tick(state((9, 0.9), num_starting=1)).targets == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("more", "not known"),
+        ("queue,4", "NAME=VALUE"),
+        ("queue,target=0", "above 0"),
+        ("queue,goal=4", "has no"),
+        ("llm-d,least=3,most=2", "least is 3"),
+        ("script,30s=3", "P:D"),
+        ("script,30s=0:1", "without a worker"),
+        ("script,soon=1:1", "duration"),
+        ("kv,every=0s", "every"),
+    ],
+)
+def test_what_is_no_scaler_is_refused(policy: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_scaler(policy)
+
+
+def test_workers_start_drain_and_cost_what_they_are_there_for(asked: Callable[..., Any]) -> None:
+    report = asked(
+        "replay", "sample:mooncake", "--profile", "mocker", "--pages", 16384, "--page-size", 512, "--json",
+        "--prefill-replicas", 1, "--decode-replicas", 1, "--scaler", "script,30s=2:3,120s=1:1", "--startup-time", 10,
+    )  # fmt: skip
+    prefill, decode = report["fleet"]["pools"]
+    end_s = report["duration_ms"] / 1e3
+    assert prefill["worker_seconds"] == pytest.approx(end_s + 90, abs=10)  # draining takes a while
+    assert decode["worker_seconds"] == pytest.approx(end_s + 180, abs=60)
+    assert decode["worker_seconds"] > end_s + 180
+    assert report["num_completed"] == 1000
+    assert decode["gpu_hours"] == pytest.approx(decode["worker_seconds"] / 3600)

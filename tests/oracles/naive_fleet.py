@@ -1,0 +1,402 @@
+"""A fleet, one page, one token and one step at a time: prompts are computed on one worker and continued on another.
+
+It restates who does what when, as plainly as there is, on the naive engine, and shares no code with kvarts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from oracles.naive import Batch, CostFn, NaiveEngine, NaiveRequest, Page, polynomial_ns, round_ns
+
+
+@dataclass(eq=False)
+class NaiveHandoff:
+    """A request of the fleet; the two workers have a request each."""
+
+    request: NaiveRequest
+    prefill: NaiveRequest
+    decode: NaiveRequest
+    source: int = -1
+    target: int = -1
+    order: int = -1
+    hit_pages: int = 0
+    held_ns: int = -1
+    reserved_ns: int = -1
+    activated_ns: int = -1
+    released_ns: int = -1
+    ended_ns: int = -1
+    outcome: str = ""
+
+
+def decode_only_ns(batch: Batch, engine: NaiveEngine) -> int:
+    """Dynamo's mocker on a worker that generates: prompts take no time."""
+    if not batch.decodes:
+        return 0
+    used = sum(known for _, known in batch.decodes)
+    u = min(used / (engine.num_pages * engine.page_size), 1.0)
+    return round_ns(max(1.0, -25.74 * u * u + 54.01 * u + 5.74))
+
+
+class NaiveWorker(NaiveEngine):
+    def __init__(self, *, is_mocker: bool, cost: CostFn, **settings: int) -> None:
+        super().__init__(cost=cost, profile="mocker" if is_mocker else "default", **settings)  # type: ignore[arg-type]
+        self.is_mocker = is_mocker
+        self.held: list[NaiveRequest] = []
+        self.pending: list[NaiveHandoff] = []
+        self.ready: set[int] = set()
+        self.orders: dict[int, int] = {}
+        self.deferred: list[tuple[str, NaiveHandoff]] = []
+        self.end_ns: int | None = None
+        self.ended: list[NaiveRequest] = []  # in the step under way
+        self.generation = 0
+        self.refused_at = -1
+
+    # Handing over ---------------------------------------------------------------------------------------------
+
+    def try_to_reserve(self, now_ns: int) -> list[NaiveHandoff]:
+        """The first pending request takes its pages, and without the mocker's rules as many as can."""
+        done: list[NaiveHandoff] = []
+        while self.pending:
+            if self.is_mocker and self.refused_at == self.generation:
+                break
+            handoff = self.pending[0]
+            request = handoff.decode
+            older = [r for r in self.waiting if r.seq not in self.ready and self.age(r) < self.age(request)]
+            hits = self.resident(request)
+            num_fresh = self.pages_for(len(request.tokens)) - len(hits)
+            num_unused = sum(1 for page in hits if page.refs == 0)
+            fits = num_fresh + num_unused <= self.num_free()
+            if len(self.running) >= self.max_num_seqs or not fits or (older and not self.is_mocker):
+                self.refused_at = self.generation
+                break
+            self.pending.pop(0)
+            self.pin(hits)
+            request.pages = [*hits, *(self.take_page() for _ in range(num_fresh))]
+            handoff.hit_pages = len(hits)
+            handoff.reserved_ns = now_ns
+            done.append(handoff)
+            if self.is_mocker:
+                break
+        return done
+
+    def resident(self, request: NaiveRequest) -> list[Page]:
+        found: list[Page] = []
+        while len(found) < len(request.tokens) // self.page_size:
+            copies = self.index.get(self.name_of(request, len(found)))
+            if copies is None:
+                break
+            found.append(copies[0])
+        return found
+
+    def age(self, request: NaiveRequest) -> tuple[int, int, int]:
+        return (-request.priority, request.arrival_ns, request.seq)
+
+    def activate(self, handoff: NaiveHandoff, now_ns: int) -> None:
+        request = handoff.decode
+        request.computed = len(request.tokens)
+        for index in range(len(request.tokens) // self.page_size):
+            page = request.pages[index]
+            if page.name is None:
+                page.name = self.name_of(request, index)
+                self.index.setdefault(page.name, []).append(page)
+        handoff.activated_ns = now_ns
+        self.ready.add(request.seq)
+        self.orders[request.seq] = handoff.order
+        if self.is_mocker:
+            places = [i for i, other in enumerate(self.waiting) if self.orders[other.seq] > handoff.order]
+            self.waiting.insert(places[0] if places else len(self.waiting), request)
+        else:
+            self.waiting.append(request)
+            self.waiting.sort(key=self.age)
+
+    def let_go(self, request: NaiveRequest) -> None:
+        self.held.remove(request)
+        self.release(request)
+        self.generation += 1
+
+    def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
+        super().preempt(victim, asker, now_ns)
+        self.generation += 1
+        if not self.is_mocker and self.orders:
+            self.waiting.sort(key=self.age)
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def start(self, now_ns: int) -> bool:
+        """Plans a step, and decides when it ends; whether there is anything to do."""
+        self.budget = self.max_num_batched_tokens
+        before: dict[int, int] = {}
+        num_preempted = self.schedule_running(before, now_ns)
+        decoding: list[NaiveRequest] = []  # that get their first token, from a prompt that came
+        if not num_preempted:
+            self.admit(before, decoding, now_ns)
+        if not before and not num_preempted:
+            return False
+        batch = Batch([], [])
+        for request in self.running:
+            if request.seq not in before:
+                continue
+            if before[request.seq] < len(request.tokens):
+                batch.prefills.append((request, before[request.seq], request.computed))
+            if request.computed == request.known and (request.made > 0 or request in decoding):
+                batch.decodes.append((request, request.known))
+        self.end_ns = now_ns + self.cost(batch, self)
+        self.ended = [r for r in self.running if r.seq in before and r.computed == r.known]
+        return True
+
+    def schedule_running(self, before: dict[int, int], now_ns: int) -> int:
+        num_preempted = 0
+        took: dict[int, tuple[NaiveRequest, int]] = {}
+        for request in list(self.running):
+            want = min(request.known - request.computed, self.budget)
+            if request not in self.running or want == 0:
+                continue
+            need = self.pages_for(request.computed + want) - len(request.pages)
+            while need > self.num_free():
+                victim = self.victim()
+                if victim.seq in took:
+                    self.budget += took.pop(victim.seq)[1]
+                self.preempt(victim, request, now_ns)
+                num_preempted += 1
+                if victim is request:
+                    break
+            if request not in self.running:
+                continue
+            request.pages += [self.take_page() for _ in range(need)]
+            took[request.seq] = (request, want)
+            self.budget -= want
+        for request, want in took.values():
+            before[request.seq] = request.computed
+            self.compute(request, request.computed + want)
+        return num_preempted
+
+    def admit(self, before: dict[int, int], decoding: list[NaiveRequest], now_ns: int) -> None:
+        gated = self.is_mocker and bool(self.pending)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            ready = [r for r in self.waiting if r.seq in self.ready]
+            if gated and not ready:
+                return
+            head = ready[0] if gated else self.waiting[0]
+            if head.seq in self.ready:
+                if self.budget == 0 and not self.is_mocker:
+                    return
+                was_last = self.budget == 0
+                self.join(head, before, decoding, now_ns)
+                if was_last:
+                    return
+                continue
+            if self.budget == 0:
+                return
+            hits = self.lookup(head)
+            shared = sum(1 for page in hits if page.refs > 0)
+            if self.pages_for(head.known) - shared > self.num_free():
+                if not self.is_mocker:
+                    for other in ready:
+                        if len(self.running) < self.max_num_seqs and self.budget:
+                            self.join(other, before, decoding, now_ns)
+                return
+            self.waiting.remove(head)
+            self.pin(hits)
+            head.pages = list(hits)
+            before[head.seq] = len(hits) * self.page_size
+            self.budget -= self.enter(head, before[head.seq], self.budget, now_ns)
+
+    def join(self, request: NaiveRequest, before: dict[int, int], decoding: list[NaiveRequest], now_ns: int) -> None:
+        self.waiting.remove(request)
+        self.ready.remove(request.seq)
+        self.running.append(request)
+        request.admissions += 1
+        request.first_admitted_ns = now_ns
+        request.furthest = request.computed
+        before[request.seq] = request.computed
+        decoding.append(request)
+        if not self.is_mocker:
+            self.budget -= 1
+
+    def finish(self, now_ns: int) -> list[NaiveRequest]:
+        """Ends the step; returns who made its last token."""
+        self.end_ns = None
+        done = []
+        for request in self.ended:
+            request.made += 1
+            request.token_times_ns.append(now_ns)
+            if request.first_token_ns is None:
+                request.first_token_ns = now_ns
+            if request.made < request.num_output:
+                continue
+            request.last_token_ns = now_ns
+            self.running.remove(request)
+            self.generation += 1
+            done.append(request)
+        self.ended = []
+        return done
+
+
+@dataclass
+class NaiveFleet:
+    """`rate`: bytes a second, or None; a token is one byte."""
+
+    prefills: list[NaiveWorker]
+    decodes: list[NaiveWorker]
+    is_mocker: bool
+    rate: float | None
+    latency_ns: int
+    only_missing: bool
+    handoffs: list[NaiveHandoff] = field(default_factory=list)
+    num_deadlocks: int = 0
+
+    def run(self, requests: list[NaiveRequest]) -> None:
+        self.workers = [*self.prefills, *self.decodes]
+        self.actions: list[tuple[str, NaiveHandoff]] = []
+        self.transfers: list[tuple[int, int, NaiveHandoff]] = []
+        self.num_submitted = self.num_held = self.num_reserved = self.num_sent = 0
+        coming = sorted(requests, key=lambda r: r.arrival_ns)
+        now = 0
+        while True:
+            self.at(now, coming)
+            times = [w.end_ns for w in self.workers if w.end_ns is not None]
+            times += [end for end, _, _ in self.transfers]
+            times += [coming[0].arrival_ns] if coming else []
+            if times:
+                now = max(now, min(times))
+            elif not self.break_deadlock(now):
+                return
+
+    def at(self, now: int, coming: list[NaiveRequest]) -> None:
+        """All that happens at one time, until nothing more does."""
+        while True:
+            happened = False
+            for worker in self.workers:
+                if worker.end_ns is not None and worker.end_ns <= now:
+                    happened = True
+                    self.end_step(worker, now)
+            for end in sorted((t for t in self.transfers if t[0] <= now), key=lambda t: t[:2]):
+                happened = True
+                self.transfers.remove(end)
+                self.do("activate", end[2], now)
+            while coming and coming[0].arrival_ns <= now:
+                self.actions.append(("submit", self.handoff_of(coming.pop(0))))
+            while self.actions:
+                happened = True
+                self.do(*self.actions.pop(0), now)
+            for worker in self.workers:
+                if worker.end_ns is None and not worker.start(now) and self.is_mocker and worker.waiting:
+                    # A pass without an effect ends, and that is one more try.
+                    reserved = worker.try_to_reserve(now)
+                    self.send(reserved)
+                    happened |= bool(reserved)
+            if not happened:
+                return
+
+    def handoff_of(self, request: NaiveRequest) -> NaiveHandoff:
+        prefill, decode = (
+            NaiveRequest(
+                request.seq,
+                request.arrival_ns,
+                request.tokens,
+                1 if is_prefill else request.num_output,
+                request.output,
+                0 if self.is_mocker else request.priority,
+                request.tenant,
+                know_output=request.know_output,
+            )
+            for is_prefill in (True, False)
+        )
+        self.handoffs.append(NaiveHandoff(request, prefill, decode))
+        return self.handoffs[-1]
+
+    def end_step(self, worker: NaiveWorker, now: int) -> None:
+        done = worker.finish(now)
+        by_seq = {handoff.request.seq: handoff for handoff in self.handoffs}
+        if worker in self.decodes:
+            for request in done:
+                worker.release(request)
+        reserved = worker.try_to_reserve(now)
+        deferred, worker.deferred = worker.deferred, []
+        self.send(reserved)
+        for what, handoff in deferred:
+            self.do(what, handoff, now)
+        for request in done:
+            handoff = by_seq[request.seq]
+            if worker in self.decodes:
+                handoff.ended_ns, handoff.outcome = now, "completed"
+            else:
+                handoff.held_ns = now
+                worker.held.append(request)
+                self.actions.append(("choose", handoff))
+
+    def send(self, reserved: list[NaiveHandoff]) -> None:
+        for handoff in reserved:
+            handoff.order = self.num_reserved
+            self.num_reserved += 1
+            self.actions.append(("transfer", handoff))
+
+    def do(self, what: str, handoff: NaiveHandoff, now: int) -> None:
+        source, target = self.prefills[handoff.source], self.decodes[handoff.target]
+        if what == "submit":
+            self.submit(handoff)
+        elif what == "choose":
+            handoff.target = self.num_held % len(self.decodes)
+            self.num_held += 1
+            target = self.decodes[handoff.target]
+            if self.is_mocker and self.never_fits(handoff):
+                handoff.outcome = "failed"
+                self.actions.append(("release", handoff))
+                return
+            target.pending.append(handoff)
+            if target.end_ns is None:
+                self.send(target.try_to_reserve(now))
+        elif what == "transfer":
+            num_tokens = len(handoff.request.tokens)
+            if self.only_missing:
+                num_tokens = (target.pages_for(num_tokens) - handoff.hit_pages) * target.page_size
+            duration = self.latency_ns + (0 if self.rate is None else ceil(num_tokens / self.rate * 1e9))
+            if duration:
+                self.transfers.append((now + duration, self.num_sent, handoff))
+                self.num_sent += 1
+            else:
+                self.actions.append(("activate", handoff))
+        elif what == "activate":
+            if target.end_ns is not None:
+                target.deferred.append((what, handoff))
+                return
+            target.activate(handoff, now)
+            self.send(target.try_to_reserve(now))
+            self.actions.append(("release", handoff))
+        elif what == "release":
+            if source.end_ns is not None:
+                source.deferred.append((what, handoff))
+                return
+            source.let_go(handoff.prefill)
+            handoff.released_ns = now
+
+    def never_fits(self, handoff: NaiveHandoff) -> bool:
+        worker = self.decodes[0]
+        return worker.pages_for(len(handoff.request.tokens) + handoff.request.num_output - 1) > worker.num_pages
+
+    def submit(self, handoff: NaiveHandoff) -> None:
+        handoff.source = self.num_submitted % len(self.prefills)
+        self.num_submitted += 1
+        source = self.prefills[handoff.source]
+        fits_here = source.pages_for(len(handoff.request.tokens)) <= source.num_pages
+        if not fits_here or (self.never_fits(handoff) and not self.is_mocker):
+            handoff.outcome = "rejected"
+        else:
+            source.submit(handoff.prefill)
+
+    def break_deadlock(self, now: int) -> bool:
+        for worker in self.decodes:
+            if worker.waiting:
+                head = worker.waiting.pop(0)
+                handoff = next(h for h in self.handoffs if h.decode is head)
+                handoff.outcome = "failed"
+                self.num_deadlocks += 1
+                return True
+        return False
+
+
+def worker_of(*, is_mocker: bool, is_decode: bool, **settings: int) -> NaiveWorker:
+    cost = decode_only_ns if is_mocker and is_decode else polynomial_ns
+    return NaiveWorker(is_mocker=is_mocker, cost=cost, **settings)
