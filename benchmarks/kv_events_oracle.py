@@ -212,7 +212,7 @@ class Load:
         found: Blocks = set()
         chains: dict[int, BlockKeys] = {}
         engine = self._replica.engine
-        runs = [("device", *run[:3]) for run in cast(PageCache, engine.scheduler.cache).runs()]
+        runs = [("device", *run[1:4]) for run in cast(PageCache, engine.scheduler.cache).runs()]
         for tier in engine.tiers.tiers:  # type: ignore[union-attr]
             stored = (run for run in tier.index.runs() if run.state.name == "STORED")
             runs += [(tier.name, run.content, run.start, run.end) for run in stored]

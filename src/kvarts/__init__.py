@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvarts.audit.auditor import AuditError as AuditError
     from kvarts.audit.auditor import Auditor as Auditor
     from kvarts.audit.auditor import Finding as Finding
-    from kvarts.audit.ledger import PageLedger as PageLedger
+    from kvarts.audit.ledger import Ledger as Ledger
     from kvarts.calibrate import Calibration as Calibration
     from kvarts.calibrate import calibrate as calibrate
     from kvarts.config import EngineConfig as EngineConfig
@@ -88,6 +88,7 @@ _HOMES = {
     "JournalWriter": "kvarts.record.journal",
     "KvartsError": "kvarts.errors",
     "LLM": "kvarts.llm.llm",
+    "Ledger": "kvarts.audit.ledger",
     "LinearCost": "kvarts.executor.cost",
     "LiveTimeline": "kvarts.record.live",
     "LruOrder": "kvarts.kv.eviction",
@@ -98,7 +99,6 @@ _HOMES = {
     "OutputError": "kvarts.errors",
     "PageCache": "kvarts.kv.page_cache",
     "PageError": "kvarts.kv.pool",
-    "PageLedger": "kvarts.audit.ledger",
     "Plan": "kvarts.plan",
     "PolynomialCost": "kvarts.executor.cost",
     "PrefixTree": "kvarts.kv.tree",

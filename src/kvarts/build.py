@@ -139,17 +139,17 @@ def build_engine(
     with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
     is_lazy = with_tiers and offload is not None and offload.is_lazy
     if audit and cache is None and not hands_over:
-        if memory is None:
-            auditor = from_room("audit.auditor", "Auditor", field="audit")(
-                config.num_pages,
-                config.page_size,
-                safe_first=below is not None and below.evicts_safe_first,
-                is_lru=make_order is LruOrder,
-                full_prompt_hits=below is not None and below.full_prompt_hits,
-                page_counts=lambda: cache,
-            )
-        else:
-            auditor = _group_auditor(memory, num_blocks, config.page_size, lambda: cache, stores_go_first=is_lazy)
+        auditor = from_room("audit.auditor", "Auditor", field="audit")(
+            config.num_pages if num_blocks is None else num_blocks,
+            config.page_size,
+            groups=() if memory is None else _audited_groups(memory),
+            keeps_all=memory is None or memory.keeps == "all",
+            safe_first=below is not None and below.evicts_safe_first,
+            stores_go_first=is_lazy,
+            is_lru=make_order is LruOrder,
+            full_prompt_hits=below is not None and below.full_prompt_hits,
+            account=lambda: cache,
+        )
         readers = (*readers, auditor)
     if log is None:
         log = EventLog(readers, num_waiting=num_waiting)
@@ -257,30 +257,12 @@ def _page_cache(
     return PageCache(pool, PrefixTree(order, tell, watcher=watcher))
 
 
-def _group_auditor(
-    memory: GroupMemory,
-    num_blocks: int | None,
-    page_size: int,
-    part_counts: Callable[[], Cache | None],
-    *,
-    stores_go_first: bool,
-) -> EventReader:
-    groups = tuple(
-        from_room("audit.part_ledger", "AuditedGroup", field="audit")(
-            group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink
-        )
+def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
+    make_group = from_room("audit.ledger", "LedgerGroup", field="audit")
+    return tuple(
+        make_group(group.layer.kind, group.part_bytes // memory.block_bytes, group.layer.span, group.layer.sink)
         for group in memory.groups
     )
-    make_auditor = from_room("audit.group_auditor", "GroupAuditor", field="audit")
-    auditor: EventReader = make_auditor(
-        groups,
-        num_blocks,
-        page_size,
-        keeps_all=memory.keeps == "all",
-        stores_go_first=stores_go_first,
-        part_counts=part_counts,
-    )
-    return auditor
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:

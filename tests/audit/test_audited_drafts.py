@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvarts.audit.auditor import AuditError, Auditor, Finding
-from kvarts.audit.group_auditor import GroupAuditor
-from kvarts.audit.part_ledger import AuditedGroup
+from kvarts.audit.ledger import LedgerGroup
 from kvarts.build import build_engine
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
@@ -34,7 +33,7 @@ class Tampered:
     wants_details = True
 
     def __init__(self, change: Change) -> None:
-        self.auditor = Auditor(CONFIG.num_pages, CONFIG.page_size, page_counts=lambda: self.engine.scheduler.cache)
+        self.auditor = Auditor(CONFIG.num_pages, CONFIG.page_size, account=lambda: self.engine.scheduler.cache)
         self.engine: Any = None
         self._change = change
 
@@ -134,12 +133,12 @@ def events_of_groups() -> list[Event]:
 
 
 MEMORY = GroupMemory((PartGroup(FULL, 1), PartGroup(window(5), 2)))
-GROUPS = (AuditedGroup("full", 1, None, 0), AuditedGroup("window", 2, 5, 0))
+GROUPS = (LedgerGroup("full", 1, None, 0), LedgerGroup("window", 2, 5, 0))
 
 
 def audited_with_groups(change: Change) -> list[Finding]:
     """What the audit says of these events, changed."""
-    auditor = GroupAuditor(GROUPS, MEMORY.num_blocks(30), CONFIG.page_size, keeps_all=True)
+    auditor = Auditor(MEMORY.num_blocks(30), CONFIG.page_size, groups=GROUPS)
     auditor.observe([changed for event in events_of_groups() if (changed := change(event)) is not None])
     return auditor.findings
 

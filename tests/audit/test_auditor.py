@@ -129,7 +129,7 @@ def test_a_wrong_parent_is_found() -> None:
     assert "which does not precede it" in findings[0].what
 
 
-@pytest.mark.parametrize(("kind", "what"), [(PagesStored, "was stored"), (PagesRemoved, "was removed")])
+@pytest.mark.parametrize(("kind", "what"), [(PagesStored, "was stored"), (PagesRemoved, "was evicted")])
 def test_a_lost_event_is_found(kind: type[Event], what: str) -> None:
     lost: list[Any] = []
 
@@ -199,14 +199,17 @@ class Miscounting:
     def num_reserved(self) -> int:
         return self.cache.num_reserved
 
-    def runs(self) -> Iterable[tuple[Content, int, int, int]]:
+    def counts(self) -> tuple[int, ...]:
+        return self.cache.counts()
+
+    def runs(self) -> Iterable[tuple[int, Content, int, int, int]]:
         return self.cache.runs()
 
 
 def test_an_auditor_that_knows_what_counts_pages_compares_by_itself() -> None:
     """Handed in as a reader of events, it needs nothing else of the engine."""
     counts: Miscounting
-    auditor = Auditor(40, PAGE_SIZE, page_counts=lambda: counts)
+    auditor = Auditor(40, PAGE_SIZE, account=lambda: counts)
     config = EngineConfig(num_pages=40, page_size=PAGE_SIZE)
     engine = make_replica(config, readers=[auditor])
     counts = Miscounting(whole_pages(engine.scheduler.cache))

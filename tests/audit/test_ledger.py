@@ -1,339 +1,279 @@
-"""The page ledger: what its signals do, what they refuse, and that a refusal changes nothing."""
+"""The ledger against lists: parts that are held, read by transfers, and cached in the order of their release."""
 
 from __future__ import annotations
 
 from typing import Any
-from uuid import UUID
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvarts.audit.ledger import PageLedger
-from kvarts.audit.signals import (
-    Block,
-    BlockInUseError,
-    BlocksRemoved,
-    BlocksStored,
-    Deref,
-    Destroy,
-    FullBlock,
-    Keep,
-    LedgerError,
-    LedgerEvent,
-    NotUniqueError,
-    PartialBlock,
-    Promote,
-    Unkeep,
-    UnknownBlockError,
-    Use,
-)
+from kvarts.audit.ledger import LOST, Keep, Ledger, LedgerError, LedgerGroup, Part
 from kvarts.errors import ConfigError
 
-
-def full(*hashes: int) -> list[FullBlock]:
-    return [FullBlock(value, tokens_hash=value + 1000) for value in hashes]
-
-
-def partial(number: int) -> PartialBlock:
-    return PartialBlock(UUID(int=number))
+FULL = LedgerGroup("full", 1)
+GROUPS = (FULL, LedgerGroup("window", 2, 6))
 
 
-def state(ledger: PageLedger) -> tuple[Any, ...]:
-    return ledger.active, ledger.inactive, ledger.num_events
+def taken(ledger: Ledger, group: int = 0) -> Part:
+    part = ledger.take(group)
+    assert part is not None
+    return part
 
 
-@pytest.fixture
-def events() -> list[LedgerEvent]:
-    return []
+def stored(ledger: Ledger, *names: str, group: int = 0) -> list[Part]:
+    """Parts of pages, each after the one before, all of them held once."""
+    parts = []
+    for index, name in enumerate(names):
+        parts.append(taken(ledger, group))
+        ledger.publish(parts[-1], name.encode(), before=names[index - 1].encode() if index else None)
+    return parts
 
 
-@pytest.fixture
-def ledger(events: list[LedgerEvent]) -> PageLedger:
-    return PageLedger(10, 4, sink=events.append)
+def happened(ledger: Ledger) -> list[tuple[str, str, int | None]]:
+    """What happened since the last call."""
+    told = [(one.what, one.name.decode(), one.copy) for one in ledger.happened]
+    ledger.happened.clear()
+    return told
 
 
-def test_a_life_of_blocks(ledger: PageLedger) -> None:
-    """Shared, destroyed, dropped, found again, evicted: the least recently used, the deepest first."""
-    assert ledger.use(full(0, 1, 2, 3, 4))
-    assert ledger.use(full(0, 1, 5, 6))
-    assert [ledger.refs(block) for block in full(0, 1, 2, 3, 4, 5, 6)] == [2, 2, 1, 1, 1, 1, 1]
-    ledger.destroy(full(4))
-    ledger.deref(full(0, 1, 2, 3))
-    assert ledger.inactive == full(3, 2)
-    ledger.destroy(full(6))
-    ledger.deref(full(0, 1, 5))
-    assert ledger.inactive == full(3, 2, 5, 1, 0)
-    assert (ledger.num_active, ledger.num_inactive) == (0, 5)
-    assert ledger.use(full(0, 1, 2, 7, 8, 9))
-    assert ledger.inactive == full(3, 5)
-    assert ledger.probe_new_blocks(full(0, 1, 2, 3, 5, 11, 12)) == 2
-    assert ledger.use(full(10, 11, 12))
-    assert ledger.inactive == full(5)
-    assert not ledger.use(full(20, 21))
-    assert ledger.use(full(20))
-    assert ledger.inactive == []
-    assert not ledger.use(full(21))
+def release(ledger: Ledger, parts: list[Part]) -> None:
+    for part in reversed(parts):
+        ledger.release(part)
 
 
-def test_events_are_numbered_without_gaps_and_name_the_parent(ledger: PageLedger, events: list[LedgerEvent]) -> None:
-    ledger.use([*full(1, 2), partial(1)])
-    ledger.promote(UUID(int=1), FullBlock(3, tokens_hash=1003), parent_hash=2)
-    ledger.use(full(1, 2, 9), parent_hash=None)
-    ledger.deref([*full(1, 2, 3), *full(1, 2, 9)])
-    ledger.use([partial(number) for number in range(10, 17)])
-    assert events == [
-        BlocksStored(0, None, (1, 2), (1001, 1002)),
-        BlocksStored(1, 2, (3,), (1003,)),
-        BlocksStored(2, 2, (9,), (1009,)),
-        BlocksRemoved(3, (9,)),
-    ]
-    assert ledger.num_events == 4
+def test_a_life_of_parts() -> None:
+    ledger = Ledger((FULL,), 4)
+    pages = stored(ledger, "a", "b")
+    open_page = taken(ledger)
+    assert (ledger.num_used, ledger.num_cached, ledger.num_empty, ledger.num_free) == (3, 0, 1, 1)
+    release(ledger, [*pages, open_page])
+    assert (ledger.num_used, ledger.num_cached, ledger.num_empty) == (0, 2, 2), "what has no name is empty"
+    first = ledger.find(0, b"a")
+    assert first is pages[0]
+    ledger.hold(first)
+    others = [taken(ledger) for _ in range(3)]
+    assert ledger.take(0) is None, "all of it is held"
+    assert happened(ledger) == [("stored", "a", None), ("stored", "b", None), ("evicted", "b", None)]
+    release(ledger, [first, *others])
+    assert ledger.counts() == (0, 1)
 
 
-def test_use_is_all_or_nothing(ledger: PageLedger, events: list[LedgerEvent]) -> None:
-    ledger.use(full(*range(6)))
-    ledger.deref(full(4, 5))
-    before = state(ledger)
-    assert not ledger.use([*full(4, 5), *full(*range(20, 25))])
-    assert state(ledger) == before
-    # What it finds itself is never evicted for what it needs.
-    assert ledger.use([*full(4, 5), *full(*range(20, 24))])
-    assert ledger.num_inactive == 0
+def test_a_part_takes_the_blocks_of_its_group() -> None:
+    ledger = Ledger((LedgerGroup("full", 2),), 5)
+    parts = [ledger.take(0) for _ in range(3)]
+    assert parts[1] is not None and parts[2] is None
+    assert ledger.num_used == 4 and not ledger.reserve(2)
+    assert ledger.reserve(1) and ledger.num_free == 0
+    assert ledger.reserve(0) and ledger.num_free == 1
 
 
-def test_a_partial_block_that_nobody_holds_is_gone(ledger: PageLedger, events: list[LedgerEvent]) -> None:
-    ledger.use([partial(1)])
-    ledger.deref([partial(1)])
-    assert (ledger.num_active, ledger.num_inactive, events) == (0, 0, [])
+def test_what_windows_leave_behind_is_kept_or_dropped() -> None:
+    for keeps_all, cached in ((True, 2), (False, 0)):
+        ledger = Ledger(GROUPS, 8, keeps_all=keeps_all)
+        release(ledger, stored(ledger, "a", group=1))
+        assert ledger.num_cached == cached
+        assert happened(ledger)[1:] == ([] if keeps_all else [("dropped", "a", None)])
 
 
-def test_promoting_to_what_is_resident_makes_one_of_two(ledger: PageLedger, events: list[LedgerEvent]) -> None:
-    ledger.use([*full(1), partial(1)])
-    ledger.promote(UUID(int=1), FullBlock(1))
-    assert (ledger.refs(FullBlock(1)), ledger.num_active, len(events)) == (2, 1, 1)
+def test_copies_are_stored_once_and_evicted_each() -> None:
+    ledger = Ledger((FULL,), 3)
+    copies = [taken(ledger) for _ in range(3)]
+    assert [ledger.publish(copy, b"a") for copy in copies] == [True, False, False]
+    release(ledger, copies)
+    ledger.clear()
+    evicted = [("evicted", "a", 2), ("evicted", "a", 1), ("evicted", "a", None)]
+    assert happened(ledger) == [("stored", "a", None), *evicted]
+    assert ledger.num_empty == 3 and not ledger.copies and not ledger.num_resident
 
 
-def test_what_a_prompt_would_cost(ledger: PageLedger) -> None:
-    ledger.use(full(1, 2, 4))
-    ledger.deref(full(4))
-    cost = ledger.prefill_cost([*full(1, 2, 3, 4), partial(1)], 18)
-    assert (cost.new_blocks, cost.new_tokens) == (3, 10)  # block 4 is resident, after a miss
-    ledger.use([partial(2)])
-    everything = ledger.prefill_cost([*full(1, 2), partial(2)], 9)
-    assert (everything.new_blocks, everything.new_tokens) == (0, 0)  # the tail has one token, not four
+def test_a_transfer_holds_every_copy_in_its_place() -> None:
+    ledger = Ledger((FULL,), 3)
+    (first,), other = stored(ledger, "a"), stored(ledger, "b")
+    release(ledger, [*other, first])
+    kept = ledger.keep(0, b"a")
+    assert kept is not None and ledger.keep(0, b"c") is None
+    assert (ledger.num_used, ledger.num_cached) == (1, 1)
+    copy = taken(ledger)
+    ledger.publish(copy, b"a")
+    ledger.release(copy)
+    assert ledger.num_used == 2, "the transfer holds the new copy, too"
+    assert taken(ledger) and ledger.find(0, b"b") is None, "it is the only one that can be evicted"
+    ledger.end_keep(kept)
+    assert [part is first for part in ledger.evictable()] == [True, False]
 
 
-def test_misuse_is_refused_by_name(ledger: PageLedger) -> None:
-    ledger.use([*full(1, 2), partial(1)])
-    ledger.use([*full(1), partial(1)])
-    before = state(ledger)
-    with pytest.raises(BlockInUseError, match="block 1: is held 2 times"):
-        ledger.destroy(full(2, 1))
-    with pytest.raises(UnknownBlockError, match="block 7: is not there"):
-        ledger.destroy(full(2, 7))
-    with pytest.raises(UnknownBlockError, match="block 2: is held 1 times and cannot be dropped 2 times"):
-        ledger.deref(full(1, 2, 2))
-    with pytest.raises(UnknownBlockError, match="block 7: is held 0 times"):
-        ledger.deref(full(1, 7))
-    with pytest.raises(NotUniqueError, match="is held 2 times and cannot become a full block"):
-        ledger.promote(UUID(int=1), FullBlock(3))
-    with pytest.raises(UnknownBlockError, match=f"partial block {UUID(int=9)}: is not there"):
-        ledger.promote(UUID(int=9), FullBlock(3))
-    assert state(ledger) == before
-    with pytest.raises(ConfigError, match="capacity: must be at least 1"):
-        PageLedger(0, 4)
+def test_what_only_a_transfer_holds_is_lost_with_the_page_before_it() -> None:
+    ledger = Ledger((FULL,), 3)
+    release(ledger, stored(ledger, "a", "b", "c"))
+    keeps = [ledger.keep(0, name) for name in (b"b", b"c")]
+    assert taken(ledger)
+    assert happened(ledger)[3:] == [(LOST, "c", None), (LOST, "b", None), ("evicted", "a", None)]
+    assert ledger.num_used == 3 and ledger.num_cached == 0
+    for kept in keeps:
+        assert kept is not None
+        ledger.end_keep(kept)
+    assert ledger.num_used == 1 and ledger.num_empty == 2
 
 
-def test_a_sink_that_fails_is_a_warning_and_loses_no_step() -> None:
-    def broken(event: LedgerEvent) -> None:
-        if event.event_id == 1:
-            raise OSError("nobody listens")
-
-    ledger = PageLedger(4, 4, sink=broken)
-    ledger.use(full(1))
-    with pytest.warns(RuntimeWarning, match="event 1 did not reach its sink"):
-        assert ledger.use(full(2))
-    ledger.use(full(3))
-    assert (ledger.num_events, ledger.num_failed_events, ledger.num_active) == (3, 1, 3)
+def test_a_choice_decides_what_goes() -> None:
+    ledger = Ledger((FULL,), 3, choose=lambda parts: max(parts, key=lambda part: part.name or b""))
+    release(ledger, stored(ledger, "c", "a", "b"))
+    taken(ledger)
+    assert happened(ledger)[3:] == [("evicted", "c", None)]
 
 
-def test_somebody_else_may_choose_what_is_evicted() -> None:
-    ledger = PageLedger(3, 4, choose=lambda blocks: max(blocks, key=lambda block: block.block_hash))
-    ledger.use(full(5, 7, 6))
-    ledger.deref(full(5, 7, 6))
-    ledger.keep(full(7))
-    ledger.use(full(1, 2))
-    assert ledger.inactive == full(7)
-    assert not ledger.use(full(3))
+@pytest.mark.parametrize("answer", ["held", "gone"])
+def test_a_choice_that_cannot_go_is_refused(answer: str) -> None:
+    ledger = Ledger((FULL,), 2, choose=lambda parts: choices[answer])
+    held, cached = stored(ledger, "a", "b")
+    choices = {"held": held, "gone": Part(0, stays=True)}
+    ledger.release(cached)
+    with pytest.raises(LedgerError, match="cannot be evicted"):
+        ledger.take(0)
+    assert ledger.num_used == 1 and ledger.num_cached == 1
 
 
-def test_signals_are_values_too(ledger: PageLedger) -> None:
-    assert ledger.process(Use([*full(1), partial(1)]))
-    assert ledger.process(Promote(UUID(int=1), FullBlock(2), parent_hash=1))
-    assert ledger.process(Deref(full(1, 2)))
-    assert ledger.process(Destroy(full(2)))
-    assert ledger.inactive == full(1)
-    assert ledger.process(Keep(full(1)))
-    assert ledger.num_used == 1
-    assert ledger.process(Unkeep(full(1)))
-    assert ledger.num_used == 0
-    assert not ledger.process(Use(full(*range(20, 31))))
+def test_misuse_is_refused() -> None:
+    ledger = Ledger((FULL,), 2)
+    (part,) = stored(ledger, "a")
+    with pytest.raises(LedgerError, match="has a name already"):
+        ledger.publish(part, b"b")
+    open_part = taken(ledger)
+    with pytest.raises(LedgerError, match="cannot be found"):
+        ledger.hold(open_part)
+    ledger.release(open_part)
+    with pytest.raises(LedgerError, match="is not held"):
+        ledger.release(open_part)
+    with pytest.raises(LedgerError, match="is not held"):
+        ledger.publish(open_part, b"b")
+    assert ledger.counts() == (1, 0)
 
 
-NAMES = st.one_of(st.integers(0, 7).map(FullBlock), st.integers(0, 3).map(partial))
+@pytest.mark.parametrize("value", [float("nan"), 1.5, True, "4", 0, -1, 2**63, None])
+def test_a_size_that_is_not_a_count_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError):
+        Ledger((FULL,), value)
 
 
 @pytest.mark.laws
 class TestAgainstLists(RuleBasedStateMachine):
-    """The ledger against two lists: what is held, with repetitions, and what is not, in order."""
+    """What is held and what is read, with repetitions, and what is cached, in order."""
 
-    CAPACITY = 6
+    NUM_BLOCKS = 9
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[LedgerEvent] = []
-        self.ledger = PageLedger(self.CAPACITY, 4, sink=self.events.append)
-        self.held: list[Block] = []
-        self.kept: list[FullBlock] = []
-        self.cached: list[Block] = []
-        self.findable: set[Any] = set()
+        self.ledger = Ledger(GROUPS, self.NUM_BLOCKS)
+        self.held: list[Part] = []
+        self.idle: list[Part] = []
+        self.reads: list[tuple[Keep, list[Part]]] = []
+        self.names: dict[Part, bytes] = {}
+        self.findable: set[tuple[int, bytes]] = set()
 
-    def before(self) -> tuple[Any, ...]:
-        return state(self.ledger)
+    def is_read(self, part: Part) -> bool:
+        return any(part in parts for _, parts in self.reads)
 
-    @rule(blocks=st.lists(NAMES, max_size=5))
-    def use(self, blocks: list[Block]) -> None:
-        before = self.before()
-        if len({*self.held, *self.kept, *blocks}) > self.CAPACITY:
-            assert not self.ledger.use(blocks)
-            assert self.before() == before
+    def num_used(self) -> int:
+        used = {*self.held, *(part for part in self.idle if self.is_read(part))}
+        return sum(GROUPS[part.group].part_blocks for part in used)
+
+    def num_cached(self) -> int:
+        return sum(GROUPS[part.group].part_blocks for part in self.idle if not self.is_read(part))
+
+    @rule(group=st.integers(0, 1))
+    def take(self, group: int) -> None:
+        num_blocks = GROUPS[group].part_blocks
+        part = self.ledger.take(group)
+        if self.num_used() + num_blocks > self.NUM_BLOCKS:
+            assert part is None
             return
-        assert self.ledger.use(blocks)
-        self.held += blocks
-        self.cached = [block for block in self.cached if block not in blocks]
-        while len({*self.held}) + len(self.cached) > self.CAPACITY:
-            self.cached.remove(next(block for block in self.cached if block not in self.kept))
+        while self.num_used() + self.num_cached() + num_blocks > self.NUM_BLOCKS:
+            oldest = next(part for part in self.idle if not self.is_read(part))
+            self.idle.remove(oldest)
+            del self.names[oldest]
+        assert part is not None
+        self.held.append(part)
 
-    @rule(blocks=st.lists(NAMES, max_size=4))
-    def deref(self, blocks: list[Block]) -> None:
-        before = self.before()
-        if any(blocks.count(block) > self.held.count(block) for block in blocks):
-            with pytest.raises(UnknownBlockError):
-                self.ledger.deref(blocks)
-            assert self.before() == before
-            return
-        self.ledger.deref(blocks)
-        for block in reversed(blocks):
-            self.held.remove(block)
-            if block not in self.held and isinstance(block, FullBlock):
-                self.cached.append(block)
-
-    @rule(blocks=st.lists(NAMES, max_size=3, unique=True))
-    def destroy(self, blocks: list[Block]) -> None:
-        before = self.before()
-        if any(block in self.kept or (self.held.count(block) != 1 and block not in self.cached) for block in blocks):
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), name=st.sampled_from([b"a", b"b", b"c"]))
+    def publish(self, data: st.DataObject, name: bytes) -> None:
+        part = data.draw(st.sampled_from(self.held))
+        if part in self.names:
             with pytest.raises(LedgerError):
-                self.ledger.destroy(blocks)
-            assert self.before() == before
+                self.ledger.publish(part, name)
             return
-        self.ledger.destroy(blocks)
-        self.held = [block for block in self.held if block not in blocks]
-        self.cached = [block for block in self.cached if block not in blocks]
+        is_first = (part.group, name) not in {(other.group, its) for other, its in self.names.items()}
+        assert self.ledger.publish(part, name) is is_first
+        self.names[part] = name
+        for _, parts in self.reads:
+            if (parts[0].group, self.names[parts[0]]) == (part.group, name):
+                parts.append(part)
 
-    @rule(number=st.integers(0, 3), block=st.integers(0, 7).map(FullBlock))
-    def promote(self, number: int, block: FullBlock) -> None:
-        before = self.before()
-        if self.held.count(partial(number)) != 1:
-            with pytest.raises((NotUniqueError, UnknownBlockError)):
-                self.ledger.promote(UUID(int=number), block)
-            assert self.before() == before
-            return
-        self.ledger.promote(UUID(int=number), block)
-        self.held.remove(partial(number))
-        self.held.append(block)
-        self.cached = [other for other in self.cached if other != block]
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        part = data.draw(st.sampled_from(list(self.names)))
+        self.ledger.hold(part)
+        self.held.append(part)
+        if part in self.idle:
+            self.idle.remove(part)
 
-    @rule(blocks=st.lists(st.integers(0, 7).map(FullBlock), max_size=3))
-    def keep(self, blocks: list[FullBlock]) -> None:
-        if any(block not in [*self.held, *self.cached] for block in blocks):
-            with pytest.raises(UnknownBlockError, match="cannot be kept"):
-                self.ledger.keep(blocks)
-            return
-        self.ledger.keep(blocks)
-        self.kept += blocks
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        part = data.draw(st.sampled_from(self.held))
+        self.ledger.release(part)
+        self.held.remove(part)
+        if part not in self.held and part in self.names:
+            self.idle.append(part)
 
-    @rule(blocks=st.lists(st.integers(0, 7).map(FullBlock), max_size=3))
-    def unkeep(self, blocks: list[FullBlock]) -> None:
-        if any(blocks.count(block) > self.kept.count(block) for block in blocks):
-            with pytest.raises(UnknownBlockError, match="is kept"):
-                self.ledger.unkeep(blocks)
-            return
-        self.ledger.unkeep(blocks)
-        for block in blocks:
-            self.kept.remove(block)
+    @rule(group=st.integers(0, 1), name=st.sampled_from([b"a", b"b", b"c"]))
+    def keep(self, group: int, name: bytes) -> None:
+        kept = self.ledger.keep(group, name)
+        parts = [part for part, its in self.names.items() if (part.group, its) == (group, name)]
+        assert (kept is None) == (not parts)
+        if kept is not None:
+            self.reads.append((kept, parts))
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def end_keep(self, data: st.DataObject) -> None:
+        read = data.draw(st.sampled_from(self.reads))
+        self.ledger.end_keep(read[0])
+        self.reads.remove(read)
+
+    @rule()
+    def clear(self) -> None:
+        self.ledger.clear()
+        for part in [part for part in self.idle if not self.is_read(part)]:
+            self.idle.remove(part)
+            del self.names[part]
 
     @invariant()
     def agrees(self) -> None:
-        assert self.ledger.num_used == len({*self.held, *self.kept})
-        assert self.ledger.active == {block: self.held.count(block) for block in self.held}
-        assert self.ledger.inactive == self.cached
-        assert self.ledger.num_active + self.ledger.num_inactive <= self.CAPACITY
+        ledger = self.ledger
+        assert (ledger.num_used, ledger.num_cached) == (self.num_used(), self.num_cached())
+        assert ledger.num_used + ledger.num_cached + ledger.num_empty == self.NUM_BLOCKS
+        assert list(ledger.evictable()) == [part for part in self.idle if not self.is_read(part)]
+        assert {part: part.refs for part in self.held} == {part: self.held.count(part) for part in self.held}
+        for group, name in ((group, name) for group in (0, 1) for name in (b"a", b"b", b"c")):
+            copies = [part for part, its in self.names.items() if (part.group, its) == (group, name)]
+            assert ledger.copies.get((group, name), []) == copies
+            assert ledger.find(group, name) is (copies[0] if copies else None)
 
     @invariant()
-    def events_tell_what_can_be_found(self) -> None:
-        for event in self.events:
-            assert event.event_id == self.num_seen
-            self.num_seen += 1
-            hashes = set(event.block_hashes)
-            if isinstance(event, BlocksStored):
-                assert not hashes & self.findable
-                self.findable |= hashes
-            else:
-                assert hashes <= self.findable
-                self.findable -= hashes
-        self.events.clear()
-        resident = [*self.held, *self.cached]
-        assert self.findable == {block.block_hash for block in resident if isinstance(block, FullBlock)}
-
-    num_seen = 0
+    def what_happened_is_what_can_be_found(self) -> None:
+        for one in self.ledger.happened:
+            key = one.group, one.name
+            if one.what == "stored":
+                assert key not in self.findable
+                self.findable.add(key)
+            elif one.copy is None:
+                self.findable.remove(key)
+        self.ledger.happened.clear()
+        assert self.findable == {(part.group, name) for part, name in self.names.items()}
 
 
 TestLedger = TestAgainstLists.TestCase
 del TestAgainstLists
-
-
-@pytest.mark.parametrize("value", [float("nan"), 1.5, True, "4", 0, -1, 2**63, None])
-def test_a_capacity_that_is_no_count_is_refused(value: Any) -> None:
-    for values in ((value, 16), (4, value)):
-        with pytest.raises(ConfigError):
-            PageLedger(*values)
-
-
-@pytest.mark.parametrize("answer", [None, 7, FullBlock(1), FullBlock(99), "x"])
-def test_a_choice_that_cannot_be_evicted_is_refused_and_nothing_has_changed(answer: Any) -> None:
-    events: list[LedgerEvent] = []
-    ledger = PageLedger(4, 16, sink=events.append, choose=lambda _: answer)
-    ledger.use(full(1, 2, 3, 4))
-    ledger.deref(full(2, 3, 4))
-    before = ledger.active, ledger.inactive, ledger.num_free, len(events)
-    with pytest.raises(LedgerError):
-        ledger.use(full(1, 5, 6))
-    assert (ledger.active, ledger.inactive, ledger.num_free, len(events)) == before
-
-
-def test_a_choice_that_raises_changes_nothing() -> None:
-    def choose(candidates: Any) -> FullBlock:
-        raise RuntimeError("no idea")
-
-    ledger = PageLedger(2, 16, choose=choose)
-    ledger.use(full(1, 2))
-    ledger.deref(full(1, 2))
-    with pytest.raises(RuntimeError, match="no idea"):
-        ledger.use(full(3))
-    assert ledger.inactive == [full(2)[0], full(1)[0]]
-
-
-def test_what_is_no_signal_is_refused() -> None:
-    with pytest.raises(LedgerError, match="is no signal"):
-        PageLedger(2, 16).process("use")  # type: ignore[arg-type]

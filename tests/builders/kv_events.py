@@ -59,7 +59,7 @@ def cached_blocks(engine: Any, names: Names) -> Blocks:
 
 
 def _runs(engine: Any) -> Iterator[tuple[str, Content, int, int]]:
-    for content, start, end, _ in engine.scheduler.cache.runs():
+    for _, content, start, end, _ in engine.scheduler.cache.runs():
         yield "GPU", content, start, end
     for tier in () if engine.tiers is None else engine.tiers.tiers:
         for run in tier.index.runs():

@@ -25,7 +25,7 @@ NAMES = {
         "AuditError",
         "Auditor",
         "Finding",
-        "PageLedger",
+        "Ledger",
     ),
     "calibrate": ("Calibration", "calibrate"),
     "config": ("EngineConfig",),

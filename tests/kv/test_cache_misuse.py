@@ -16,7 +16,7 @@ def content(*tokens: int, owner: int = 0) -> Content:
 
 
 def state(cache: PageCache) -> tuple[Any, ...]:
-    runs = [(each.owner, start, end, refs) for each, start, end, refs in cache.runs()]
+    runs = [(each.owner, start, end, refs) for _, each, start, end, refs in cache.runs()]
     counts = cache.num_used, cache.num_cached, cache.num_free, cache.num_released, cache.num_evicted
     return (*counts, cache.pool.num_empty, cache.pool.num_taken, runs)
 

@@ -128,7 +128,7 @@ def test_a_check_compares_with_generate(kvarts: Kvarts, directory: Path, monkeyp
         (["--kv-groups", "some"], "--kv-groups: must be off, all or tails, got 'some'"),
         pytest.param(
             ["--kv-groups", "all", "--host-memory", "1MiB", "--disk-memory", "1MiB", "--disk-path", "."],
-            "--disk-memory: is not counted by KV group yet: files keep whole pages",
+            "--disk-memory: does not go with KV groups: files keep whole pages",
             marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="needs kvarts.offload"),
         ),
         (["--kv-groups", "all", "--layers", "compiled"], "--layers: "),

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvarts.audit.auditor import AuditError, Finding
-from kvarts.audit.signals import FullBlock
-from kvarts.audit.tiers import EvictionsTold, Followers, TierBooks
+from kvarts.audit.ledger import Ledger, LedgerGroup, Part
+from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.config import EngineConfig
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
 from kvarts.offload.config import OffloadConfig
@@ -120,68 +120,51 @@ def test_a_tier_that_says_something_twice_is_found(kind: type[Any], what: str) -
     assert what in findings[0].what
 
 
-def told(used: str | None = None, **below: bool) -> tuple[EvictionsTold, dict[str, FullBlock], list[tuple[str, bytes]]]:
+def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str, Part], list[tuple[str, bytes]]]:
     """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
     books = TierBooks(full_prompt_hits=False)
-    blocks = {name: FullBlock(name.encode()) for name in "abc"}
-    copies = {name.encode(): [block] for name, block in blocks.items()}
-    in_use = None if used is None else blocks[used]
     findings: list[tuple[str, bytes]] = []
-    followers = Followers()
-    evictions = EvictionsTold(
-        books,
-        copies,
-        {block: name.encode() for name, block in blocks.items()},
-        followers,
-        lambda what, digest: findings.append((what, digest)),
-        is_evictable=lambda block: block is not in_use,
-    )
-    followers.born(b"a", None)
-    followers.born(b"b", b"a")
-    followers.born(b"c", b"a")
-    for name, is_below in below.items():
-        if is_below:
+    evictions = EvictionsTold(books, lambda what, group, name: findings.append((what, name)))
+    ledger = evictions.ledger = Ledger((LedgerGroup("full", 1),), 3, choose=evictions.choose)
+    parts = {}
+    for name, before in (("a", None), ("b", b"a"), ("c", b"a")):
+        part = parts[name] = taken(ledger)
+        ledger.publish(part, name.encode(), before=before)
+    for name, part in parts.items():
+        if name != used:
+            ledger.release(part)
+        if name in below:
             books.add("host", name.encode())
-    return evictions, blocks, findings
+    return evictions, parts, findings
+
+
+def taken(ledger: Ledger) -> Part:
+    part = ledger.take(0)
+    assert part is not None
+    return part
 
 
 @pytest.mark.parametrize(
     ("says", "below", "what"),
     [
-        ("b", {"b": True}, None),
-        ("c", {}, None),
-        ("c", {"b": True}, "was lost, and there was a page to evict that a tier below has"),
+        ("b", "b", None),
+        ("c", "", None),
+        ("c", "b", "was lost, and there was a page to evict that a tier below has"),
+        ("a", "abc", "was evicted before what follows it"),
+        ("b", "a", None),
     ],
 )
-def test_an_eviction_is_judged(says: str, below: dict[str, bool], what: str | None) -> None:
-    evictions, blocks, findings = told(None, **below)
-    evictions.told.append((says.encode(), 0))
-    assert evictions.choose(iter(blocks.values())) is blocks[says]
-    assert [digest for _, digest in findings] == ([] if what is None else [says.encode()])
-    assert all(what is not None and what in found for found, _ in findings)
-
-
-def test_an_eviction_is_judged_by_what_tiers_had_when_it_was_told() -> None:
-    evictions, blocks, findings = told(None, b=True)
-    books = evictions._books
-    assert books is not None
-    for name in ("b", "c"):
-        evictions.told.append((name.encode(), 0))
-        evictions.hear([name.encode()])
-    books.remove("host", b"b")  # it was there when its eviction was told
-    assert evictions.choose(iter(blocks.values())) is blocks["b"]
-    books.add("host", b"b")  # and it was not there when that of the other was
-    assert evictions.choose(iter(blocks.values())) is blocks["c"]
-    assert findings == []
-    evictions.begin()
-    evictions.told.append((b"c", 0))
-    evictions.hear([b"c"])
-    evictions.choose(iter(blocks.values()))
-    assert [digest for _, digest in findings] == [b"c"]
+def test_an_eviction_is_judged(says: str, below: str, what: str | None) -> None:
+    evictions, parts, findings = told(None, *below)
+    evictions.told.append((0, says.encode(), 0))
+    evictions.ledger.reserve(1)
+    assert parts[says].name is None
+    assert findings == ([] if what is None else [(what, says.encode())])
 
 
 def test_an_eviction_of_what_is_in_use_is_found() -> None:
-    evictions, blocks, findings = told(used="b")
-    evictions.told.append((b"b", 0))
-    assert evictions.choose(iter([blocks["c"]])) is blocks["c"]
+    evictions, parts, findings = told("b")
+    evictions.told.append((0, b"b", 0))
+    evictions.ledger.reserve(1)
+    assert parts["a"].name is None and parts["b"].name == b"b"
     assert findings == [("was evicted while it was in use", b"b")]

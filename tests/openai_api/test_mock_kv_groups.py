@@ -1,26 +1,31 @@
-"""Mocks that count KV groups: blocks in metrics, the longest request, and what is refused."""
+"""Mocks that count KV groups: blocks in metrics, the longest request, host memory and sessions."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvarts.errors import ConfigError
+from kvarts.clock import VirtualClock
+from kvarts.config import EngineConfig
 from kvarts.executor.cost import LinearCost
-from kvarts.kv.group_memory import PartGroup
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.openai_api.mock import mock_model
-from kvarts.sim.config import ReplayConfig
 
 from builders.grouped import FULL, WINDOW
 from builders.http_client import call
 
+STATE = PartGroup(KvLayer(kind="state", state_bytes=1), 2)
 GEMMA = ("--model", "gemma-3-27b", "--device", "h100-80gb", "--tensor-parallel", "2", "--kv-memory", "1GiB")
 
 
@@ -99,18 +104,42 @@ def test_host_memory_keeps_what_the_device_evicts() -> None:
     assert found and found[0] > 0
 
 
-def test_sessions_are_refused(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("mock", *GEMMA, "--kv-groups", "all", "--session-window", "64", "--port", "0") == 2
-    assert "a mock with --kv-groups keeps none of a session" in capsys.readouterr().err
-
-
-def test_sessions_of_python_are_refused() -> None:
+@pytest.mark.parametrize("kept", [{"sink": 3, "window": 10}, {"retention": "pin"}, {"retention": "host"}])
+@pytest.mark.parametrize("groups", [(PartGroup(FULL, 1), WINDOW), (PartGroup(FULL, 1), WINDOW, STATE)])
+def test_sessions_say_what_those_of_whole_pages_say(kept: dict[str, Any], groups: tuple[PartGroup, ...]) -> None:
+    """L6 and L12, with host memory below; at rest nothing is in use."""
     opening = pytest.importorskip("kvarts.session.opening")
+    offload = pytest.importorskip("kvarts.offload.config").OffloadConfig
     from kvarts.session.config import SessionsConfig
+    from kvarts.session.values import SessionSettings
 
-    config = ReplayConfig(
-        num_pages=8, page_size=4, cost=LinearCost(step_ms=1.0), kv_groups="all", groups=(PartGroup(FULL, 8), WINDOW)
-    )
-    host = mock_model(config, config.cost_model, groups=config.memory)
-    with pytest.raises(ConfigError, match="kv_groups: of a mock does not go with sessions yet"):
-        opening.sessions_on(host, SessionsConfig())
+    from builders.sessions import OWNER, check_at_rest, say
+
+    if STATE in groups and "window" in kept:
+        pytest.skip("a state has no window")
+    settings = SessionSettings(**{"window": None, **kept})
+    config = EngineConfig(num_pages=60, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
+
+    async def talk(sessions: Any) -> list[list[int]]:
+        random = Random(1)
+        names = [await sessions.create(OWNER, settings) for _ in range(3)]
+        answers = []
+        for turn in range(12):
+            said = [random.randrange(90) for _ in range(random.randrange(1, 20))]
+            answers.append(await say(sessions, names[turn % 3], said, 5))
+        for name in names:
+            info = await sessions.info(OWNER, name)
+            assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+            await sessions.close(OWNER, name)
+        await sessions.shut_down()
+        return answers
+
+    said = []
+    for memory in (GroupMemory(groups), None):
+        tiers = offload(host_pages=200, kv_bytes_per_token=100)
+        host = mock_model(
+            config, LinearCost(step_ms=1.0), token_bytes=100, groups=memory, clock=VirtualClock(), offload=tiers
+        )
+        said.append(asyncio.run(talk(opening.sessions_on(host, SessionsConfig(defaults=settings, chunk_tokens=16)))))
+        check_at_rest(host)
+    assert said[0] == said[1]

@@ -186,8 +186,8 @@ def test_layers_that_keep_a_state_are_served(tmp_path: Path) -> None:
         events = events_of(call(url, COMPLETIONS, {**then, "stream": True}).payload)
         assert "".join(event["choices"][0]["text"] for event in events) == expected[0]["text"]
     llm = LLM(directory, config=CONFIG, kv_groups="all")
-    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions for a model"):
-        sessions_on(llm.host(), SessionsConfig())
+    with pytest.raises(ConfigError, match="window: does not go with layers with a state"):
+        sessions_on(llm.host(), SessionsConfig())  # those of a window, by default
 
 
 def test_layers_that_keep_less_say_the_same(tmp_path: Path) -> None:

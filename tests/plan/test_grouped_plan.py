@@ -104,4 +104,4 @@ def test_what_is_planned_in_whole_pages_only_is_refused(
     assert run_command("plan", *MODEL, *option) == 2
     said = capsys.readouterr()
     assert not said.out
-    assert f"{option[0]}: is not counted by KV group yet" in said.err
+    assert f"{option[0]}: does not go with KV groups and a plan" in said.err

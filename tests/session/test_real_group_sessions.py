@@ -35,6 +35,7 @@ from kvarts.session.sessions import Sessions
 from kvarts.session.table import SessionTable
 from kvarts.session.values import SessionInfo, SessionSettings, Token
 
+from builders.real_models import undisturbed
 from builders.rooms import HAS_AUDIT, HAS_OFFLOAD, HAS_RECORD
 from builders.sessions import OWNER, greedy, say, sessions_on
 from oracles.late_rotation import late_greedy
@@ -363,16 +364,66 @@ def test_a_model_without_room_for_a_session_is_refused(windowed: Models) -> None
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers below the device")
-def test_sessions_beside_host_memory_are_refused(windowed: Models) -> None:
-    from kvarts.session.opening import sessions_on as opened
+@pytest.mark.parametrize("kept", [{"sink": 3, "window": 20}, {"retention": "pin"}, {"retention": "host"}])
+def test_sessions_beside_host_memory_say_the_same(windowed: Models, kept: dict[str, Any]) -> None:
+    """L6, in a memory for little more than one session: parts go to host memory and come back."""
+    model, reference = windowed("gemma2")
+    host_memory = getattr(kvarts, "OffloadConfig")(host_pages=300)  # noqa: B009  # the room may be missing
+    config = EngineConfig(num_pages=40, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
+    llm = LLM(model, None, config, kv_groups="all", offload=host_memory, audit=HAS_AUDIT)
+    settings_ = SessionSettings(**{"window": None, **kept})
+    sessions = sessions_on(llm.host(), SessionsConfig(defaults=settings_, chunk_tokens=16))
+    sees = {"sink": kept.get("sink", 0), "window": kept.get("window", 10_000)}
 
-    model, _ = windowed("gemma2")
-    host_memory = getattr(kvarts, "OffloadConfig")(host_pages=20)  # noqa: B009  # the room may be missing
-    llm = LLM(model, None, EngineConfig(num_pages=60, page_size=4), kv_groups="all", offload=host_memory)
-    with pytest.raises(ConfigError, match="kv_groups: does not go with sessions and host memory together yet"):
-        opened(llm.host(), SessionsConfig())
+    async def talk() -> None:
+        random = Random(1)
+        histories: dict[str, list[int]] = {await sessions.create(OWNER, settings_): [] for _ in range(2)}
+        for turn in range(6):
+            session = list(histories)[turn % 2]
+            said = ids(random, random.randrange(4, 20))
+            histories[session] += said
+            answer = await say(sessions, session, said, 4)
+            assert answer == masked_greedy(reference, histories[session], 4, **sees)
+            histories[session] += answer
+        for session in histories:
+            info = await sessions.info(OWNER, session)
+            assert (info.inv1_violations, info.inv2_violations) == (0, 0)
+        await sessions.shut_down()
+
+    asyncio.run(talk())
+    assert llm.transfers[0].counts["num_stores"] > 0
+
+
+def test_a_mock_without_a_model_counts_whole_pages() -> None:
     with pytest.raises(ConfigError, match="kv_groups: a mock counts whole pages"):
         open_sessions(mock=True, kv_groups="all")
+
+
+def test_a_session_of_a_model_with_states_says_what_an_undisturbed_run_says() -> None:
+    """L6: it goes on from snapshots. It has no window."""
+    from builders.stateful_models import stateful_pairs
+
+    model, reference = stateful_pairs()("qwen3_5_text")
+    config = EngineConfig(num_pages=300, page_size=4, max_num_batched_tokens=64, max_num_seqs=4)
+    llm = LLM(model, None, config, kv_groups="all", audit=HAS_AUDIT)
+    kept = SessionSettings(window=None, retention="pin")
+    sessions = sessions_on(llm.host(), SessionsConfig(defaults=kept, chunk_tokens=16))
+
+    async def talk() -> None:
+        random = Random(2)
+        session = await sessions.create(OWNER, kept)
+        history: list[int] = []
+        for length in (21, 9, 14):
+            said = ids(random, length)
+            history += said
+            answer = await say(sessions, session, said, 5)
+            assert answer == undisturbed(reference, history, 5)
+            history += answer
+        info = await sessions.info(OWNER, session)
+        assert info.num_computed_tokens < 2 * len(history), "it went on from what it had"
+        await sessions.shut_down()
+
+    asyncio.run(talk())
 
 
 @pytest.mark.skipif(not HAS_RECORD, reason="needs timelines")

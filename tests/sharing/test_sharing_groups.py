@@ -233,7 +233,7 @@ NUMBERS: dict[str, Any] = {"cost": "polynomial", "groups": GROUPS, "kv_groups": 
         ({"kv_groups": "some"}, {}, "kv_groups: must be 'off', 'all' or 'tails', got 'some'"),
         ({"kv_groups": "off"}, {}, r"models\.a\.groups: are given, and kv_groups is off"),
         ({"groups": (), "kv_bytes_per_token": 8}, {}, r"models\.a\.kv_groups: says nothing where a model does not say"),
-        ({}, {"profile": "mocker"}, "profile: is not counted by KV group yet"),
+        ({}, {"profile": "mocker"}, "profile: does not go with KV groups"),
         ({}, {"kv_groups": "all", "groups": GROUPS}, "kv_groups: is for a replay of one model"),
     ],
 )
@@ -251,7 +251,7 @@ def test_several_models_say_it_each(run_command: Callable[..., int], capsys: pyt
     assert said.startswith("kvarts: --kv-groups: is for a replay of one model. Say it of each: --model NAME=MODEL:kv_g")
     tiers = ["--model", "a=gemma-3-27b:kv_groups=all", *models[2:], "--host-memory", "1GiB"]
     assert run_command("replay", *tiers) == 2
-    assert "is not counted by KV group yet where models share a device" in capsys.readouterr().err
+    assert "does not go with KV groups and several models on a device" in capsys.readouterr().err
 
 
 def test_a_split_is_cut_in_blocks_and_lends_nothing() -> None:

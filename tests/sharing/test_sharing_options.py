@@ -13,7 +13,7 @@ from kvarts import ConfigError, ModelShare, ReplayConfig, SharingConfig
 from kvarts.cli.replay import all_sections
 from kvarts.hardware import load_geometry
 from kvarts.settings import given_in
-from kvarts.sharing.config import check_combination, resolve_shares
+from kvarts.sharing.config import check_each, resolve_shares
 
 from builders.command_line import parsed
 
@@ -108,10 +108,18 @@ def test_states_of_all_models_are_set_aside() -> None:
     ],
 )
 def test_what_several_models_do_not_combine_with_is_refused(values: dict[str, Any], field: str) -> None:
-    check_combination(ReplayConfig())
+    check_each(ReplayConfig())
     with pytest.raises(ConfigError, match="is for a replay of one model") as caught:
-        check_combination(ReplayConfig(**values))
+        check_each(ReplayConfig(**values))
     assert caught.value.field == field
+
+
+def test_sessions_of_several_models_are_refused() -> None:
+    """A window changed nothing, and nothing was said of it."""
+    sessions = pytest.importorskip("kvarts.session.replayed.config").SessionReplay(window=100)
+    models = {"a": ModelShare(cost="polynomial", kv_bytes_per_token=8)}
+    with pytest.raises(ConfigError, match="sessions: does not go with several models on a device"):
+        SharingConfig(models=models, kv_memory="1MiB", each=ReplayConfig(sessions=sessions))
 
 
 @pytest.mark.parametrize(

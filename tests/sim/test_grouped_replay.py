@@ -125,7 +125,7 @@ def test_what_never_fits_is_refused_with_what_it_needs() -> None:
     ("changes", "says"),
     [
         ({"groups": ()}, "kv_groups: says nothing without one model. Give a model and a"),
-        ({"profile": "mocker"}, "profile: is not counted by KV group yet: the mocker knows pages of one kind"),
+        ({"profile": "mocker"}, "profile: does not go with KV groups: Dynamo's mocker knows whole pages only"),
         ({"kv_groups": "some"}, "kv_groups: must be 'off', 'all' or 'tails', got 'some'"),
         ({"kv_groups": "off"}, "groups: are given, and kv_groups is off"),
         ({"num_pages": 1 << 40}, "num_pages: make 3,298,534,883,328 blocks of 1 bytes"),
@@ -141,7 +141,7 @@ def test_what_does_not_combine_is_refused(changes: dict[str, Any], says: str) ->
     ("arguments", "says"),
     [
         ("--kv-groups all", "--kv-groups: says nothing without one model. Give a model and a device, or"),
-        ("--model gemma-3-27b --device h100-80gb --kv-groups all --profile mocker", "--profile: is not counted by KV"),
+        ("--model gemma-3-27b --device h100-80gb --kv-groups all --profile mocker", "--profile: does not go with KV"),
         ("--model gemma-3-27b --device h100-80gb --kv-groups all --kv-memory 1MB", "--kv-memory: 1MB hold no page of"),
     ],
 )
@@ -157,7 +157,7 @@ def test_what_the_command_line_refuses(arguments: str, says: str) -> None:
 def test_files_below_host_memory_are_refused(run_command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all", "--host-memory", "1GB"]
     assert run_command("replay", *asked, "--disk-memory", "10GB") == 2
-    assert "--disk-memory: is not counted by KV group yet: files keep whole pages" in capsys.readouterr().err
+    assert "--disk-memory: does not go with KV groups: files keep whole pages" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")

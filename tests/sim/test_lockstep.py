@@ -18,10 +18,12 @@ from kvarts.sim.config import make_config
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, cases
+from builders.grouped import FULL, WINDOW
 from builders.kept import Kept
 from builders.live_groups import live_groups
 from builders.pages import paged
 from builders.rooms import HAS_AUDIT, ROUTERS
+from builders.session_traces import Talk, session_traces
 
 RANKS = RooflineCost(llm="qwen3-30b-a3b", device="rtx-pro-6000", data_parallel=2, expert_parallel=2)
 
@@ -143,6 +145,51 @@ def test_dense_ranks_are_engines_by_themselves() -> None:
     assert ranks.requests_jsonl() == apart.requests_jsonl()
 
 
+@pytest.mark.laws
+@given(
+    session_traces(),
+    st.fixed_dictionaries(
+        {
+            "page_size": st.sampled_from([1, 3, 4]),
+            "num_pages": st.sampled_from([70, 300]),
+            "max_num_batched_tokens": st.sampled_from([8, 512]),
+            "max_num_seqs": st.sampled_from([2, 8]),
+            "concurrency": st.sampled_from([None, 1, 3]),
+            "router": st.sampled_from(["round-robin", "prefix", "least-loaded"]),
+        }
+    ),
+    st.sampled_from([{"window": 7, "sink": 3}, {"window": 12, "at_capacity": "evict"}, {"retention": "pin"}]),
+    st.sampled_from([(), (PartGroup(FULL, 1), WINDOW)]),
+)
+def test_sessions_of_ranks_fast_forward_equals_step_by_step(
+    talk: Talk, settings: dict[str, Any], kept: dict[str, Any], groups: tuple[PartGroup, ...]
+) -> None:
+    """L5, and at rest only what sessions keep is in use."""
+    session_replay = pytest.importorskip("kvarts.session.replayed.config").SessionReplay
+    if groups:
+        settings |= {"kv_groups": "all", "groups": groups}
+    fast, slow = (
+        replay(
+            talk.trace(),
+            ReplayConfig(
+                cost=Together(2),
+                replicas=4,
+                sessions=session_replay(chunk_tokens=16, **kept),
+                step_by_step=slowly,
+                audit=slowly and HAS_AUDIT,
+                **settings,
+            ),
+        )
+        for slowly in (False, True)
+    )
+    assert fast.requests_jsonl() == slow.requests_jsonl()
+    assert fast.summary["sessions"] == slow.summary["sessions"]
+    for name, column in fast.steps.items():
+        assert column.tobytes() == slow.steps[name].tobytes(), name
+    for log in fast.step_logs:
+        assert (log.rests["used"] == log.rests["reserved"]).all()
+
+
 def test_experts_divided_leave_more_memory() -> None:
     settings = {"model": "qwen3-30b-a3b", "device": "rtx-pro-6000"}
     whole = make_config(settings).num_pages
@@ -159,7 +206,7 @@ def test_experts_divided_leave_more_memory() -> None:
         ({"expert_parallel": 2}, "expert_parallel: must be 1 or 1, got 2"),
         ({"expert_parallel": 2, "data_parallel": 4}, "expert_parallel: must be 1 or 4, got 2"),
         ({"model": "llama-3.1-8b", "data_parallel": 2, "expert_parallel": 2}, "llama-3.1-8b has no experts"),
-        ({"data_parallel": 2, "pipeline_parallel": 2}, "pipeline_parallel: is not modelled for ranks in lock step"),
+        ({"data_parallel": 2, "pipeline_parallel": 2}, "pipeline_parallel: does not go with ranks in lock step"),
         ({"pipeline_parallel": 49}, "pipeline_parallel: must be at most 48"),
         ({"device": "cpu:", "data_parallel": 2}, "data_parallel: cpu: has no link"),
         ({"data_parallel": 0}, "data_parallel"),

@@ -1,38 +1,47 @@
-"""Drive the page ledger and block keys of Python with random signals, and print all that they answer."""
+"""Drive the ledger and block keys of Python with random calls, and print all that they answer."""
 
 from __future__ import annotations
 
 import random
-from uuid import UUID
 
 from kvarts import load_mooncake
-from kvarts.audit.ledger import PageLedger
-from kvarts.audit.signals import FullBlock, LedgerError, PartialBlock
+from kvarts.audit.ledger import Keep, Ledger, LedgerError, LedgerGroup, Part
 from kvarts.keys import BlockKeys
 
 
 def drive(seed: int) -> None:
-    """Print every event of a ledger, and every refusal."""
+    """Print everything that happens to parts, and every refusal."""
     rng = random.Random(seed)
-    events: list[object] = []
-    ledger = PageLedger(capacity=12, block_size=16, sink=events.append)
+    ledger = Ledger((LedgerGroup("full", 1), LedgerGroup("window", 2, 32)), 12, keeps_all=bool(seed % 2))
+    held: list[Part] = []
+    keeps: list[Keep] = []
     for number in range(400):
-        start = rng.randrange(6) * 10
-        blocks = [FullBlock(start + depth) for depth in range(rng.randrange(1, 5))]
-        tail = PartialBlock(UUID(int=rng.randrange(4)))
-        signal = rng.choice(["use", "use", "deref", "destroy", "promote", "keep", "unkeep"])
+        call = rng.choice(["take", "take", "publish", "publish", "hold", "release", "release", "keep", "end_keep"])
+        name = bytes([rng.randrange(6)])
         try:
-            if signal == "use":
-                print(number, ledger.use([*blocks, tail] if rng.random() < 0.3 else blocks))
-            elif signal == "promote":
-                ledger.promote(tail.uuid, FullBlock(start + 7), parent_hash=start)
-            else:
-                getattr(ledger, signal)(blocks)
-        except (LedgerError, TypeError, ValueError) as error:
-            print(number, signal, type(error).__name__, error)
-        print(number, ledger.prefill_cost(blocks, 40), list(ledger.active), list(ledger.inactive))
-    for event in events:
-        print(event)
+            if call == "take":
+                part = ledger.take(rng.randrange(2))
+                print(number, part is not None)
+                held += [] if part is None else [part]
+            elif call == "publish" and held:
+                print(number, ledger.publish(rng.choice(held), name))
+            elif call == "hold":
+                part = ledger.find(rng.randrange(2), name)
+                if part is not None:
+                    ledger.hold(part)
+                    held.append(part)
+            elif call == "release" and held:
+                ledger.release(held.pop(rng.randrange(len(held))))
+            elif call == "keep":
+                kept = ledger.keep(rng.randrange(2), name)
+                keeps += [] if kept is None else [kept]
+            elif call == "end_keep" and keeps:
+                ledger.end_keep(keeps.pop(rng.randrange(len(keeps))))
+        except LedgerError as error:
+            print(number, call, type(error).__name__, error)
+        print(number, ledger.num_used, ledger.num_cached, ledger.counts())
+        while ledger.happened:
+            print(ledger.happened.popleft())
 
 
 def main() -> None:

@@ -1,28 +1,29 @@
-"""Checks an engine against a `PageLedger`: the same events, a second bookkeeping, and all differences.
+"""Checks an engine against a `Ledger`: the same events, a second bookkeeping, and all differences.
 
 The auditor knows of the engine only what its events say: which request arrived, was admitted with how many pages found,
-was preempted or ended, which tokens were computed, when a step began and ended. From that it works out, page by page,
-what every request must hold and what must be stored and evicted, and compares: with the page events that the engine
-told, in order; with the pages the engine counts as used and cached; and, where these differ, page by page.
+was preempted or ended, which tokens were computed, when a step began and ended. From that it works out, part by part,
+what every request must hold, and what must be found, stored and evicted, in what order; what a window gives back is
+taken from the events, and must be what no later token sees, all of it. It compares that with the page events of the
+engine, one after the other, with what a step says of itself, and with what the engine counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
-from kvarts.audit.beside import PagesBeside
-from kvarts.audit.comparison import PageAccount, find_different_pages, find_different_private
+from kvarts.audit.comparison import Account, find_different_pages, find_different_private
 from kvarts.audit.digests import PageDigests
-from kvarts.audit.drafts import DraftBooks
 from kvarts.audit.finding import AuditError, Finding, Findings
-from kvarts.audit.known import KnownRequest
-from kvarts.audit.resident import LOST, ResidentPages
-from kvarts.audit.signals import Block, LedgerError
-from kvarts.audit.tiers import TierBooks
+from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, Part
+from kvarts.audit.parts_below import PartsBelow
+from kvarts.audit.request_parts import KnownRequest, RequestParts
+from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,
     Arrived,
+    AtRest,
     CacheCleared,
     Cancelled,
     ChunkComputed,
@@ -39,69 +40,108 @@ from kvarts.events import (
     PagesReserved,
     PagesStored,
     PagesUnpinned,
+    PartsGivenBack,
     Preemption,
+    StepDone,
     StepEnded,
     StepStarted,
     StoreStarted,
     TransferEnded,
 )
 
-__all__ = ["AuditError", "Auditor", "Finding", "PageAccount"]
+__all__ = ["Account", "AuditError", "Auditor", "Finding"]
+
+OF_A_REQUEST = (
+    Admitted,
+    ChunkComputed,
+    DraftTaken,
+    DraftJudged,
+    Preemption,
+    Finished,
+    Cancelled,
+    LoadAwaited,
+    LoadStarted,
+    LoadWeighed,
+)
+"""Events of a request that has arrived and has not ended."""
+WHOLE_PAGES = (LedgerGroup("full", 1),)
+WORDS = {LOST: "removed while a transfer kept it"}
 
 
 class Auditor:
-    """A reader of the events of one engine with `num_pages` pages, from its beginning. `findings` grows.
+    """A reader of the events of one engine with `num_blocks` blocks, from its beginning. `findings` grows.
 
-    `safe_first`: the engine evicts first what a tier below has as well. `is_lru`: which page goes is known; under any
-    other order it is taken from what the engine says, and checked. `full_prompt_hits`: a load may bring a whole prompt.
-    `page_counts`: answers what the engine says of its pages; where it is given, `observe` compares with it, and nothing
-    else has to. Nothing is repaired.
+    `groups`: its KV groups; left out, its pages are whole, and a block is a page. `keeps_all`: what windows leave
+    behind is kept; else only the tails of prompts and requests. `safe_first`: the engine evicts first what a tier below
+    has as well; `stores_go_first`: of KV groups, it evicts next what was stored below. `is_lru`: which part goes is
+    known; under any other order it is taken from what the engine says, and checked. `full_prompt_hits`: a load may
+    bring a whole prompt. `account`: returns what the engine says of its memory; where it is given, `observe` compares
+    with it, and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
 
     def __init__(
         self,
-        num_pages: int,
+        num_blocks: int,
         page_size: int,
         *,
+        groups: tuple[LedgerGroup, ...] = (),
+        keeps_all: bool = True,
         safe_first: bool = False,
+        stores_go_first: bool = False,
         is_lru: bool = True,
         full_prompt_hits: bool = False,
-        page_counts: Callable[[], PageAccount] | None = None,
+        account: Callable[[], Account] | None = None,
     ) -> None:
-        self._page_counts = page_counts
+        self._account = account
+        self._page_size = page_size
+        self._has_groups = bool(groups)
+        self._unit = "blocks" if groups else "pages"
+        self._digests = PageDigests()
         self._found = Findings()
         self._books = TierBooks(full_prompt_hits=full_prompt_hits)
-        self._digests = PageDigests()
-        self._pages = ResidentPages(
-            num_pages,
-            page_size,
-            self._digests,
-            self._found,
-            books=self._books if safe_first else None,
-            is_told=safe_first or not is_lru,
+        self._evictions: EvictionsTold | None = None
+        if safe_first or not is_lru:
+            self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
+        choose = None if self._evictions is None else self._evictions.choose
+        # Parts in groups are evicted in the order of their release, whatever follows them.
+        self.ledger = Ledger(
+            groups or WHOLE_PAGES, num_blocks, keeps_all=keeps_all, keeps_prefixes=not groups, choose=choose
         )
-        self.ledger = self._pages.ledger
+        if self._evictions is not None:
+            self._evictions.ledger = self.ledger
+        self._has_states = any(group.kind == "state" for group in groups)
+        self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if group.kind != "state")
+        self._held = RequestParts(self.ledger, self._digests, self._found, page_size, names_private=self._has_groups)
+        self._below = PartsBelow(
+            self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
+        )
+        self._pinned: dict[int, list[list[Part]]] = {}
+        """By pin: its parts, group by group, in order of position."""
+        self._kept: dict[int, list[Keep]] = {}
+        """What each transfer reads."""
         self._leaders: dict[int, int] = {}
         """The request of each load under way."""
-        self._page_size = page_size
+        self._loaded: list[int] = []
+        """Requests with a load that has ended since the last step began."""
+        self._with_own_pages: set[int] = set()
+        """Requests that bring their pages along: these are reserved."""
         self._requests: dict[int, KnownRequest] = {}
+        self._holders: dict[int, KnownRequest] = {}
+        """The same by the owners of contents: turns of a session have one, and one at a time is under way."""
+        self._num_admitted = 0
         self._decoding: dict[int, None] = {}
         """In admission order."""
         self._completing: list[int] = []
         self._takers: list[int] = []
-        """Decodes that still need their page in this step."""
-        self._is_served = True
-        """Whether the decodes of the step were asked whether they need one."""
-        self._is_settled = True
-        """Whether the decodes of the step have computed their tokens."""
-        self._num_admitted = 0
-        self._loaded: list[int] = []
-        """Requests with a load that has ended since the last step began."""
-        self._with_own_pages: set[int] = set()
-        self._beside = PagesBeside(self._pages, self._digests, self._found)
-        self._drafts = DraftBooks(self._pages, self._found, page_size)
+        """Decodes that still need parts for a page in this step."""
+        self._is_served = self._is_settled = True
+        """Whether the decodes of the step were asked whether they need parts, and have computed their tokens."""
+        self._has_ended = False
+        """Whether a step has ended, and what its requests hold was not looked at since."""
+        self._mark: tuple[int, tuple[int, ...]] = -1, ()
+        """Blocks, and parts of each group, when most were in use in this step."""
 
     @property
     def findings(self) -> list[Finding]:
@@ -111,82 +151,131 @@ class Auditor:
     # Events -----------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Check `events` against the ledger. Raise AuditError for what does not add up, if page counts are compared."""
-        self._pages.hear(events)
+        """Check `events` against the ledger. Raise AuditError for what does not add up, if an account is compared."""
+        if self._evictions is not None:
+            self._look_ahead(self._evictions, events)
         for event in events:
             try:
                 self._follow(event)
             except LedgerError as error:
                 self._find(str(error))
-        self._pages.compare_events()
-        if self._page_counts is not None:
-            self.compare(self._page_counts())
+        self._look_at_held()
+        self._expect_nothing()
+        if self._account is not None:
+            self.compare(self._account())
+        self._digests.forget()
+
+    def _look_ahead(self, evictions: EvictionsTold, events: Sequence[Event]) -> None:
+        """Take from `events` what the engine says it evicted: the events before these say why."""
+        evictions.told.clear()
+        for event in events:
+            match event:
+                case CopiesRemoved(copy=copy):
+                    pass
+                case PagesRemoved(medium="device", is_held=False):
+                    copy = 0
+                case _:
+                    continue
+            digests = self._digests.upto(event.content, event.end_page)[event.start_page : event.end_page]
+            evictions.told.extend((event.group or 0, digest, copy) for digest in reversed(digests))
 
     def _follow(self, event: Event) -> None:
         match event:
-            case PagesStored() if event.medium == "device":
-                self._pages.hear_stored(event)
-            case PagesStored():
-                for page in range(event.start_page, event.end_page):
-                    if not self._books.add(event.medium, self._digest(event.content, page)):
-                        self._find(f"was stored in {event.medium} a second time", event.content.owner, page)
-            case PagesRemoved() if event.medium != "device":
-                for page in range(event.start_page, event.end_page):
-                    if not self._books.remove(event.medium, self._digest(event.content, page)):
-                        self._find(f"was removed from {event.medium}, and was not there", event.content.owner, page)
+            case PagesStored(medium="device"):
+                self._hear_stored(event)
+                return
+            case PagesStored() | PagesRemoved() if event.medium != "device":
+                if self._has_groups:
+                    self._below.hear(event)
+                else:
+                    self._hear_below(event)
+                return
             case PagesRemoved() | CopiesRemoved():
-                what = "copy removed"
-                if isinstance(event, PagesRemoved):
-                    what = LOST if event.is_held else "removed"
-                self._pages.hear_gone(what, event)
-            case CacheCleared():
-                self._settle()
-                self.ledger.clear()
-            case StoreStarted():
-                self._keep(event)
-            case TransferEnded():
-                self._end_transfer(event)
-            case PagesReserved():
-                self._settle()
-                self._beside.reserve(event.num_pages)
-            case PagesPinned():
-                self._settle()
-                self._beside.pin(event)
-            case PagesUnpinned():
-                # In a step, for a decode that found no free page, or for what is planned after the decodes.
+                self._hear_gone(event)
+                return
+            case PartsGivenBack():
+                self._expect_nothing()
+                self._give_back(event)
+                return
+            case _:
+                self._expect_nothing()
+        match event:
+            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
+                pass
+            case _:
+                self._look_at_held()
+        request = event.victim if isinstance(event, Preemption) else getattr(event, "request", None)
+        if request in self._with_own_pages and not isinstance(event, Arrived):
+            if isinstance(event, Finished | Cancelled):
+                self._with_own_pages.remove(request)
+            elif isinstance(event, ChunkComputed):
                 self._serve()
-                self._beside.unpin(event.pin)
-                self._serve_takers()
+            return
+        if isinstance(event, OF_A_REQUEST) and request not in self._requests:
+            self._find(f"is said to be {type(event).__name__}, and is not there", request)
+            return
+        match event:
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
-                self._requests[event.request] = KnownRequest(event.content, event.num_prompt_tokens)
-            case Finished() | Cancelled() if event.request in self._with_own_pages:
-                self._with_own_pages.remove(event.request)
-            case Admitted() | ChunkComputed() if event.request in self._with_own_pages:
-                pass  # the pages it brought are reserved
+                known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups))
+                self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():
                 self._pass_steps(event.step - 1)
                 self._begin(event.step)
+                self._below.drop_ended()
+            case StepDone():
+                self._pass_steps(event.step - 1)
+                if self._found.step < event.step:
+                    self._begin(event.step)
+                self._settle()
+                self._check_step(event)
             case StepEnded():
                 self._pass_steps(event.step)
-                for request in self._completing:
-                    if request in self._requests:
-                        self._requests[request].known += 1
-                        self._decoding[request] = None
-                self._completing = []
+                self._end_step()
             case Preemption():
                 self._serve()
                 self._preempt(event)
+            case DraftJudged():
+                self._held.judge(self._requests[event.request], event)
+            case Finished():
+                self._finish(event.request)
+            case Cancelled():
+                self._cancel(event.request)
+            case PagesUnpinned():
+                # In a step, for a decode that found nothing free, or for what is planned after the decodes.
+                self._serve()
+                self._unpin(event.pin)
+                self._serve_takers()
+            case StoreStarted() if self._has_groups:
+                self._below.begin_store(event)
+            case StoreStarted():
+                self._keep(event)
+            case TransferEnded() if self._has_groups:
+                self._settle()
+                self._below.end(event)
+            case TransferEnded():
+                self._end_transfer(event)
+            case AtRest():
+                self._rest()
+            case _:
+                self._follow_settled(event)
+
+    def _follow_settled(self, event: Event) -> None:
+        """Follow what happens after the decodes of a step have computed their tokens."""
+        match event:
             case Admitted():
                 self._settle()
                 self._admit(event)
-            case LoadWeighed():
+            case LoadWeighed() if not self._has_groups:
                 self._settle()
                 self._weigh(event)
-            case LoadAwaited():
+            case LoadAwaited() if not self._has_groups:
                 self._settle()
                 self._await(event)
+            case LoadStarted() if self._has_groups:
+                self._settle()
+                self._below.begin_load(self._requests[event.request], event)
             case LoadStarted():
                 self._settle()
                 self._load(event)
@@ -195,18 +284,96 @@ class Auditor:
                 self._compute(event)
             case DraftTaken():
                 self._settle()
-                known = self._requests[event.request]
-                is_decoding = event.request in self._decoding
-                self._take(known, self._drafts.take(known, event, is_decoding=is_decoding))
-            case DraftJudged():
-                self._drafts.judge(self._requests[event.request], event)
-            case Finished():
-                self._release(event.request)
-                del self._requests[event.request]
-            case Cancelled():
-                self._cancel(event.request)
+                self._held.draft(self._requests[event.request], event, is_decoding=event.request in self._decoding)
+            case PagesReserved():
+                self._settle()
+                if not self.ledger.reserve(event.num_pages):
+                    self._find(f"{self._unit} were reserved where none is free")
+            case PagesPinned():
+                self._settle()
+                self._pin(event)
+            case CacheCleared():
+                self._settle()
+                self.ledger.clear()
             case _:
                 pass
+
+    # Page events ------------------------------------------------------------------------------------------
+
+    def _hear_stored(self, event: PagesStored) -> None:
+        if not self.ledger.happened:
+            self._settle()
+        content, start = event.content, event.start_page
+        if start:
+            before = self._digest(content, start - 1)
+            parent = None if event.parent is None else self._digest(event.parent, start - 1)
+            if parent != before:
+                other = "no page" if parent is None else "page {1} of request {0}".format(*self._digests.place(parent))
+                self._find(f"was stored after {other}, which does not precede it", content.owner, start)
+        self._compare("stored", event.group, content, range(start, event.end_page), None)
+
+    def _hear_gone(self, event: PagesRemoved | CopiesRemoved) -> None:
+        if not self.ledger.happened:
+            self._serve()
+        what = "dropped" if event.is_dropped else "evicted"
+        copy = None
+        if isinstance(event, CopiesRemoved):
+            copy = event.copy
+        elif event.is_held:
+            what = LOST
+        self._compare(what, event.group, event.content, range(event.end_page - 1, event.start_page - 1, -1), copy)
+
+    def _hear_below(self, event: PagesStored | PagesRemoved) -> None:
+        """Take note of what a tier below has, or has no more."""
+        content, medium = event.content, event.medium
+        for page in range(event.start_page, event.end_page):
+            digest = self._digest(content, page)
+            if isinstance(event, PagesStored):
+                if not self._books.add(medium, digest):
+                    self._find(f"was stored in {medium} a second time", content.owner, page)
+            elif not self._books.remove(medium, digest):
+                self._find(f"was removed from {medium}, and was not there", content.owner, page)
+
+    def _compare(self, what: str, group: int | None, content: Content, pages: range, copy: int | None) -> None:
+        """Compare what an event says of the parts of `pages` with what comes next in the ledger."""
+        if group is None and not self._has_groups:
+            group = 0
+        digests = self._digests.upto(content, max(pages, default=-1) + 1)
+        happened, num_resident, where = self.ledger.happened, self.ledger.num_resident, self._digests.where
+        for page in pages:
+            digest = digests[page]
+            first = happened[0] if happened else None
+            if first is None or first.name != digest or (first.what, first.group, first.copy) != (what, group, copy):
+                self._find_told(what, group, content, page, copy)
+                continue
+            happened.popleft()
+            if digest not in num_resident:
+                where.pop(digest, None)
+
+    def _find_told(self, what: str, group: int | None, content: Content, page: int, copy: int | None) -> None:
+        """Find what an event says of a part, which is not what comes next in the ledger."""
+        happened, request = self.ledger.happened, content.owner
+        said = f"was {WORDS.get(what, what)}{self.ledger.words(group)}{_of(copy)}"
+        copies = [] if group is None else self.ledger.copies.get((group, self._digest(content, page)), [])
+        if what != "stored" and copies and all(part.refs for part in copies):
+            self._find(f"{said} while it is in use", request, page)
+        elif happened and what == happened[0].what:
+            turn = happened.popleft()
+            other, page_of_other = self._digests.place(turn.name)
+            was = f"page {page_of_other} of request {other}{self.ledger.words(turn.group)}{_of(turn.copy)}"
+            self._find(f"{said}, and it was the turn of {was}", request, page)
+        else:
+            self._find(f"{said}, says an event, and should not have been", request, page)
+
+    def _expect_nothing(self) -> None:
+        """Find what has happened in the ledger and was not told."""
+        happened = self.ledger.happened
+        while happened:
+            self._find_untold(happened.popleft())
+
+    def _find_untold(self, one: Happened) -> None:
+        what = f"was {WORDS.get(one.what, one.what)}{self.ledger.words(one.group)}{_of(one.copy)} and no event says so"
+        self._find(what, *self._digests.place(one.name))
 
     # Steps ------------------------------------------------------------------------------------------------
 
@@ -220,29 +387,28 @@ class Auditor:
     def _begin(self, step: int) -> None:
         self._found.step = step
         self._is_settled = self._is_served = False
+        self._mark = -1, ()
         loaded, self._loaded = self._loaded, []
         for request in loaded:
             known = self._requests[request]
             assert known.load is not None
-            self._pages.fill(known, known.load.stop)
+            self._held.name(known, known.load.stop)
             if known.is_cancelled:
-                self._release(request)
-                del self._requests[request]
+                self._close(request, self._requests.pop(request))
 
     def _serve(self) -> None:
-        """Take the pages of the decodes: after what loads brought, before all else and what is stored from now on."""
+        """Take what decodes need that begin a page: after what loads brought, before all else."""
         if self._is_served:
             return
         self._is_served = True
-        size = self._page_size
-        requests = self._requests
+        size, requests = self._page_size, self._requests
         self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
         self._serve_takers()
 
     def _serve_takers(self) -> None:
-        takers = self._takers
-        while takers and self.ledger.num_free:
-            self._take(self._requests[takers.pop(0)], 1)
+        while self._takers and self._page_blocks <= self.ledger.num_free:
+            known = self._requests[self._takers.pop(0)]
+            self._held.take_pages(known, known.computed + 1)
 
     def _settle(self) -> None:
         """Count the token that each decode of this step computes."""
@@ -251,92 +417,152 @@ class Auditor:
         self._serve()
         self._is_settled = True
         for request in self._takers:
-            place = request, len(self._requests[request].blocks)
-            self._find("needs a page, none is free, and no request was preempted", *place)
+            page = self._requests[request].computed // self._page_size
+            what = f"needs a page{'' if not self._has_groups else ' in every group'}, there is no room"
+            self._find(f"{what}, and no request was preempted", request, page)
         self._takers = []
         filled = []
         for request in self._decoding:
             known = self._requests[request]
-            self._drafts.look(request, known)
             known.computed += 1
             known.known += 1
             if known.computed % self._page_size == 0:
                 filled.append(known)
-        # Of two that fill the same page, the one that is further along and was admitted first goes first.
+        # Of two that fill a page, the one that is further along goes first, then the one admitted first.
         filled.sort(key=lambda known: (-known.computed, known.admission))
         for known in filled:
-            self._pages.fill(known, min(known.computed // self._page_size, known.content.num_known_pages))
+            self._held.name(known)
+
+    def _end_step(self) -> None:
+        for request in self._completing:
+            if request in self._requests:
+                self._requests[request].known += 1
+                self._decoding[request] = None
+        self._completing = []
+        self._has_ended = True
+
+    def _look(self) -> None:
+        num_used = self.ledger.num_used
+        if num_used > self._mark[0]:
+            self._mark = num_used, self.ledger.counts()
+
+    def _check_step(self, event: StepDone) -> None:
+        self._look()
+        num_used, parts = self._mark
+        told = event.tiers[-2 * len(self.ledger.groups) :]
+        if event.num_used != num_used or (self._has_groups and told != parts):
+            counts = f"{event.num_used} {self._unit} used, and parts {told}; the ledger {num_used} and {parts}"
+            if not self._has_groups:
+                counts = f"{event.num_used} pages used, the ledger {num_used}"
+            self._find(f"the step counts {counts}")
+
+    def _rest(self) -> None:
+        num_left = self.ledger.num_used - self._num_beside() - self._below.num_blocks
+        if num_left and not self._kept:
+            self._find(f"{num_left} {self._unit} are in use, and no request runs")
 
     # Requests ---------------------------------------------------------------------------------------------
 
     def _admit(self, event: Admitted) -> None:
-        known = self._requests[event.request]
+        known, size = self._requests[event.request], self._page_size
+        if known.is_running:
+            self._find("was admitted, and runs already", event.request)
         known.admission = self._num_admitted
         self._num_admitted += 1
+        if self._has_groups and event.by_tier is not None:
+            self._admit_loaded(known, event)
+            return
         if known.load is None:
-            self._hit(known, event.request, event.num_hit_pages)
-            below = self._found_below(known, known.num_full)
-            if below and known.offer != (known.num_full, ()):
-                self._find(f"is in {below[0][0]} and was not loaded", event.request, known.num_full)
+            self._hit(known, event.request, event.num_hit_pages, event.reach if self._has_groups else None)
+            below = self._found_below(known, known.num_named)
+            if below and known.offer != (known.num_named, ()):
+                self._find(f"is in {below[0][0]} and was not loaded", event.request, known.num_named)
         elif event.num_hit_pages != known.load.stop:
             self._find(f"was hit {event.num_hit_pages} pages far; it had {known.load.stop}", event.request)
         known.load = known.offer = None
         self._check_awaited(known, event.request)
         # Where a load brought the whole prompt, its last token is computed again.
-        known.computed = min(known.num_full * self._page_size, known.known - 1)
+        known.computed = min(known.num_named * size, known.known - 1)
+        known.is_running = True
 
-    def _hit(self, known: KnownRequest, request: int, num_hit_pages: int) -> None:
-        blocks: list[Block] = []
-        for page in range(num_hit_pages):
-            copies = self._pages.copies.get(self._digest(known.content, page))
-            if not copies:
-                self._find("was hit and is not resident", request, page)
-                break
-            blocks.append(copies[0])
-        limit = (known.known - 1) // self._page_size
-        hit = len(blocks)
-        if hit == num_hit_pages < limit and self._pages.copies.get(self._digest(known.content, hit)):
-            self._find("is resident and was not hit", request, hit)
-        if not self.ledger.use(blocks):
-            self._find("was hit where there is no room for it", request, 0)
-        known.blocks = blocks
-        known.num_full = hit
+    def _admit_loaded(self, known: KnownRequest, event: Admitted) -> None:
+        num_pages = self._below.admit(event.request)
+        if event.num_hit_pages != num_pages:
+            self._find(f"{num_pages} pages were loaded and found, and {event.num_hit_pages} were hit", event.request)
+        known.num_named = num_pages
+        known.computed = num_pages * self._page_size
+        known.is_running = True
 
-    def _cancel(self, request: int) -> None:
-        known = self._requests[request]
-        if known.load is not None and (request in self._loaded or known.num_full < known.load.stop):
-            known.is_cancelled = True  # a transfer still writes to its pages, or just did
-            return
-        self._release(request)
-        self._completing = [other for other in self._completing if other != request]
-        del self._requests[request]
+    def _hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
+        # The last token is always computed.
+        num_pages = (known.known - 1) // self._page_size
+        digests = self._digests.upto(known.content, num_pages)[:num_pages]
+        longest, by_group = self.ledger.reach(digests, self._page_size)
+        if num_hit < longest:
+            self._find(f"could be hit, {longest} pages far, and {num_hit} pages were", request, num_hit)
+        if reach is not None and tuple(by_group) != reach:
+            self._find(f"groups could go on from {by_group} pages, and the engine says {reach}", request)
+        self._held.hit(known, num_hit)
 
     def _compute(self, event: ChunkComputed) -> None:
-        known = self._requests[event.request]
-        if event.start != known.computed or event.num_known_tokens != known.known:
+        known, size = self._requests[event.request], self._page_size
+        if (event.start, event.num_known_tokens) != (known.computed, known.known) or not known.is_running:
             self._find(
-                f"computes tokens from {event.start} of {event.num_known_tokens}, and had "
-                f"{known.computed} of {known.known}",
+                f"computes tokens from {event.start} of {event.num_known_tokens}, and had {known.computed} of "
+                f"{known.known}",
                 event.request,
-                event.start // self._page_size,
+                event.start // size,
             )
-        self._take(known, -(-event.end // self._page_size) - len(known.blocks))
-        known.computed = event.end
-        self._pages.fill(known, min(event.end // self._page_size, known.content.num_known_pages))
-        if event.end == event.num_known_tokens:
+        if not event.start < event.end <= event.num_known_tokens:
+            self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
+        known.computed = event.start
+        is_end = event.end == event.num_known_tokens
+        page_end = event.end // size * size
+        if is_end and self._has_states and known.computed < page_end < event.end:
+            self._held.grow(known, page_end, is_end=True)
+        self._held.grow(known, event.end, is_end=is_end)
+        if is_end:
             self._completing.append(event.request)
 
+    def _give_back(self, event: PartsGivenBack) -> None:
+        known = self._holders.get(event.content.owner)
+        index, request = event.group, event.content.owner
+        words = self.ledger.words(index)
+        if known is None or index >= len(known.parts):
+            self._find(f"was given back{words}, and was not held", request, event.start_page)
+            return
+        needed = self.ledger.groups[index].needed(known.computed, self._page_size)
+        for page in range(event.end_page - 1, event.start_page - 1, -1):
+            part = known.parts[index].get(page)
+            if part is None:
+                self._find(f"was given back{words}, and was not held", request, page)
+                continue
+            if any(page in pages for pages in needed):
+                self._find(f"was given back{words}, and a later token sees it", request, page)
+            self.ledger.release(known.parts[index].pop(page))
+
+    def _look_at_held(self) -> None:
+        """Find what running requests hold though no later token sees it. After a step this is the last thing."""
+        if not self._has_ended:
+            return
+        self._has_ended = False
+        for known in self._requests.values():
+            if known.is_running:
+                self._held.look_at(known)
+
     def _preempt(self, event: Preemption) -> None:
-        if event.num_used_pages != self.ledger.num_used:
-            self._find(f"request {event.asker} saw {event.num_used_pages} pages used; they are {self.ledger.num_used}")
-        if event.num_pages_asked <= self.ledger.num_free:
-            self._find(
-                f"request {event.victim} gave way to {event.num_pages_asked} pages for {event.asker} that were free"
-            )
-        self._release(event.victim)
-        known = self._requests[event.victim]
+        ledger, known, unit = self.ledger, self._requests[event.victim], self._unit
+        self._look()
+        if not known.is_running:
+            self._find("was preempted, and does not run", event.victim)
+        if event.num_used_pages != ledger.num_used:
+            self._find(f"request {event.asker} saw {event.num_used_pages} {unit} used; they are {ledger.num_used}")
+        if event.num_pages_asked <= ledger.num_free:
+            asked = f"{event.num_pages_asked} {unit} for {event.asker} that were free"
+            self._find(f"request {event.victim} gave way to {asked}")
         if event.num_computed_tokens != known.computed:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
+        self._close(event.victim, known)
         known.computed = 0
         if event.victim == event.asker and not event.model:
             # As in vLLM, that ends the step: decodes that were admitted later compute nothing, and chunks follow.
@@ -345,27 +571,41 @@ class Auditor:
         self._takers = [request for request in self._takers if request in self._decoding]
         self._serve_takers()
 
-    def _release(self, request: int) -> None:
+    def _finish(self, request: int) -> None:
+        known = self._requests.pop(request)
+        if request not in self._decoding:
+            self._find(f"finished with {known.computed} of {known.known} known tokens computed", request)
+        self._close(request, known)
+
+    def _cancel(self, request: int) -> None:
         known = self._requests[request]
+        if known.load is not None and (request in self._loaded or known.num_named < known.load.stop):
+            known.is_cancelled = True  # a transfer still writes to its pages, or just did
+            return
+        self._completing = [other for other in self._completing if other != request]
+        known = self._requests.pop(request)
+        if self._below.cancel(request):
+            self._holders.pop(known.content.owner, None)
+        else:
+            self._close(request, known)
+
+    def _close(self, request: int, known: KnownRequest) -> None:
         self._decoding.pop(request, None)
-        self._pages.fill(known, known.computed // self._page_size)
-        full, partial = known.blocks[: known.num_full], known.blocks[known.num_full :]
-        known.blocks = []
-        known.num_full = 0
-        self.ledger.deref(full)
-        self.ledger.destroy(partial)
+        self._held.close(known)
+        if request not in self._requests:
+            self._holders.pop(known.content.owner, None)
 
     # Transfers --------------------------------------------------------------------------------------------
 
     def _found_below(self, known: KnownRequest, start: int) -> tuple[tuple[str, int], ...]:
         last_token = 0 if self._books.full_prompt_hits else 1
         limit = min((known.known - last_token) // self._page_size, known.content.num_known_pages)
-        return self._books.found([self._digest(known.content, page) for page in range(start, limit)])
+        return self._books.found(self._digests.upto(known.content, limit)[start:limit])
 
     def _load(self, event: LoadStarted) -> None:
         known = self._requests[event.request]
-        self._hit(known, event.request, event.num_hit_pages)
-        self._take(known, event.num_held_pages - len(known.blocks))
+        self._hit(known, event.request, event.num_hit_pages, None)
+        self._held.take_pages(known, event.num_held_pages * self._page_size)
         below = self._found_below(known, event.num_hit_pages)
         if known.offer is not None and known.offer[0] == event.num_hit_pages:
             below = known.offer[1]
@@ -413,11 +653,15 @@ class Auditor:
             return  # from host memory, which keeps its own pages
         for content, start, end in event.runs:
             for page in range(start, end):
-                if not self._pages.kept.keep(event.transfer, self._digest(content, page)):
+                kept = self.ledger.keep(0, self._digest(content, page))
+                if kept is None:
                     self._find("is to be stored and is not resident", content.owner, page)
+                else:
+                    self._kept.setdefault(event.transfer, []).append(kept)
 
     def _end_transfer(self, event: TransferEnded) -> None:
-        self._pages.kept.end(event.transfer)
+        for kept in self._kept.pop(event.transfer, ()):
+            self.ledger.end_keep(kept)
         self._leaders.pop(event.transfer, None)
         if event.request >= 0:
             known = self._requests[event.request]
@@ -425,40 +669,60 @@ class Auditor:
             known.load = range(known.load.start, known.load.start + event.num_good_pages)
             self._loaded.append(event.request)
 
-    # Pages ------------------------------------------------------------------------------------------------
+    # Memory in use beside that of requests ------------------------------------------------------------------
 
-    def _take(self, known: KnownRequest, count: int) -> None:
-        for _ in range(count):
-            block = self._pages.take()
-            if block is None:
-                self._find("was taken where none is free", known.content.owner, len(known.blocks))
-                return
-            known.blocks.append(block)
+    def _num_beside(self) -> int:
+        """Return the blocks that are reserved, or of parts that are pinned."""
+        parts = {part for groups in self._pinned.values() for part in chain(*groups)}
+        return self.ledger.num_reserved + sum(self.ledger.groups[part.group].part_blocks for part in parts)
+
+    def _pin(self, event: PagesPinned) -> None:
+        """Hold the parts from which every group can go on after the pinned pages, the copies that are found first."""
+        holder = KnownRequest(event.content, 0, len(self.ledger.groups))
+        self._held.hit(holder, event.num_pages, how="pinned")
+        self._pinned[event.pin] = [list(parts.values()) for parts in holder.parts]
+
+    def _unpin(self, pin: int) -> None:
+        """Drop the references of a pin, the last page first. Another sequence may go on from what it held."""
+        for parts in self._pinned.pop(pin):
+            for part in reversed(parts):
+                part.stays = True
+                self.ledger.release(part)
 
     # Comparing --------------------------------------------------------------------------------------------
 
-    def compare(self, account: PageAccount) -> None:
-        """Compare what the engine says of its pages with the ledger. Raise AuditError for all findings so far."""
+    def compare(self, account: Account) -> None:
+        """Compare what the engine says of its memory with the ledger. Raise AuditError for all findings so far."""
         ledger = self.ledger
-        num_used = ledger.num_used
-        num_cached = ledger.num_evictable
-        if account.num_used != num_used or account.num_cached != num_cached:
-            self._find(
-                f"the engine counts {account.num_used} pages used and {account.num_cached} cached, "
-                f"the ledger {num_used} and {num_cached}"
-            )
+        num_used, num_cached = ledger.num_used, ledger.num_cached
+        theirs, mine = account.counts(), ledger.counts()
+        what = ""
+        if self._has_groups and theirs != mine:
+            what = f"the engine counts {theirs} parts used and cached, group by group; the ledger {mine}"
+        elif account.num_used != num_used or account.num_cached != num_cached:
+            counts = f"{account.num_used} {self._unit} used and {account.num_cached} cached"
+            what = f"the engine counts {counts}, the ledger {num_used} and {num_cached}"
+        if what:
+            self._find(what)
             # Name the pages that the engine and the ledger do not hold alike.
-            find_different_pages(account, ledger, self._pages.copies, self._digests, self._find)
-            find_different_private(account, ledger, self._requests, self._find)
-        num_reserved = self._beside.num_pages
+            find_different_pages(account, ledger, self._digests, self._find)
+            find_different_private(account, ledger, self._requests.values(), self._find)
+        num_reserved = self._num_beside()
         if account.num_reserved != num_reserved:
-            self._find(f"the engine counts {account.num_reserved} pages reserved or pinned, the ledger {num_reserved}")
-        if self.findings:
-            raise AuditError(self.findings)
-        self._digests.forget()
+            counts = f"{account.num_reserved} {self._unit} reserved or pinned"
+            self._find(f"the engine counts {counts}, the ledger {num_reserved}")
+        if self._found.all:
+            raise AuditError(self._found.all)
 
     def _digest(self, content: Content, page: int) -> bytes:
         return self._digests.of(content, page)
 
+    def _find_page(self, what: str, group: int, digest: bytes) -> None:
+        self._find(f"{what}{self.ledger.words(group)}", *self._digests.place(digest))
+
     def _find(self, what: str, request: int | None = None, page: int | None = None) -> None:
         self._found.add(what, request, page)
+
+
+def _of(copy: int | None) -> str:
+    return "" if copy is None else f" (copy {copy})"

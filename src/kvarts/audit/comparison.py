@@ -1,106 +1,92 @@
-"""Compares what an engine says of its pages with a ledger: event by event, and page by page."""
+"""Compares what an engine says of its memory with a ledger, page by page."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvarts.audit.digests import PageDigests
-from kvarts.audit.finding import Finding
-from kvarts.audit.known import KnownRequest
-from kvarts.audit.ledger import PageLedger
-from kvarts.audit.signals import FullBlock, PartialBlock
+from kvarts.audit.ledger import Ledger
+from kvarts.audit.request_parts import KnownRequest
 from kvarts.content import Content
 
-__all__ = ["PageAccount", "find_different_event", "find_different_pages", "find_different_private"]
+__all__ = ["Account", "find_different_pages", "find_different_private"]
 
 MAX_PAGES_NAMED = 20
 
 
-class PageAccount(Protocol):
-    """What an engine says of its pages now."""
+class Account(Protocol):
+    """What an engine says of its memory now, in blocks."""
 
     @property
     def num_used(self) -> int:
-        """Pages that a request references or a transfer holds."""
+        """Blocks that a request references or a transfer holds."""
 
     @property
     def num_cached(self) -> int:
-        """Pages that hold a prefix and are not used."""
+        """Blocks that hold a prefix and are not used."""
 
     @property
     def num_reserved(self) -> int:
-        """Pages in use that stay in use when no request runs."""
+        """Blocks in use that stay in use when no request runs."""
 
-    def runs(self) -> Iterable[tuple[Content, int, int, int]]:
-        """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
+    def counts(self) -> tuple[int, ...]:
+        """Return the parts used and the parts cached in each KV group, one pair a group; nothing for whole pages."""
 
+    def runs(self) -> Iterable[tuple[int, Content, int, int, int]]:
+        """Return parts that can be found, and their copies.
 
-def find_different_event(
-    expected: Sequence[tuple[int, str, bytes]], told: Sequence[tuple[int, str, bytes]], digests: PageDigests
-) -> Finding:
-    """Return the first difference between page events, each a step, what happened, and a page. There is one."""
-    index = next((i for i, pair in enumerate(zip(expected, told, strict=False)) if pair[0] != pair[1]), None)
-    if index is None:
-        index = min(len(expected), len(told))
-    if index < len(expected) and (index >= len(told) or expected[index] not in told[index:]):
-        step, what, digest = expected[index]
-        return Finding(step, f"was {what} and no event says so", *digests.place(digest))
-    step, what, digest = told[index]
-    return Finding(step, f"was {what}, says an event, and should not have been", *digests.place(digest))
+        A group, 0 for whole pages, a content, the first page, the page after the last, how often they are referenced.
+        """
 
 
 def find_different_pages(
-    account: PageAccount,
-    ledger: PageLedger,
-    copies_of: Mapping[bytes, list[FullBlock]],
-    digests: PageDigests,
-    find: Callable[[str, int | None, int | None], object],
+    account: Account, ledger: Ledger, digests: PageDigests, find: Callable[[str, int | None, int | None], object]
 ) -> None:
     """Call `find` for the pages that the engine and the ledger do not hold alike: what, the request, the page."""
-    theirs: Counter[tuple[bytes, int]] = Counter()
-    for content, start, end, refs in account.runs():
+    theirs: Counter[tuple[int, bytes, int]] = Counter()
+    for group, content, start, end, refs in account.runs():
         for page in range(start, end):
-            theirs[digests.of(content, page), refs] += 1
-    mine: Counter[tuple[bytes, int]] = Counter()
-    for digest, blocks in copies_of.items():
-        for block in blocks:
-            mine[digest, ledger.refs(block)] += 1
-    pages = sorted({digest for digest, _ in (theirs - mine) + (mine - theirs)}, key=digests.place)
-    for digest in pages[:MAX_PAGES_NAMED]:
+            theirs[group, digests.of(content, page), refs] += 1
+    mine: Counter[tuple[int, bytes, int]] = Counter()
+    for (group, digest), parts in ledger.copies.items():
+        for part in parts:
+            mine[group, digest, part.refs] += 1
+    different = {(group, digest) for group, digest, _ in (theirs - mine) + (mine - theirs)}
+    pages = sorted(different, key=lambda page: (digests.place(page[1]), page[0]))
+    for group, digest in pages[:MAX_PAGES_NAMED]:
         says = [
             " and ".join(
                 f"{refs} times"
-                for (name, refs), count in sorted(counter.items())
-                if name == digest
+                for (of_group, name, refs), count in sorted(counter.items())
+                if (of_group, name) == (group, digest)
                 for _ in range(count)
             )
             or "not at all"
             for counter in (theirs, mine)
         ]
-        find(f"the engine holds it {says[0]}, the ledger {says[1]}", *digests.place(digest))
+        find(f"the engine holds it {says[0]}, the ledger {says[1]}{ledger.words(group)}", *digests.place(digest))
     if len(pages) > MAX_PAGES_NAMED:
         find(f"and {len(pages) - MAX_PAGES_NAMED} pages more", None, None)
 
 
 def find_different_private(
-    account: PageAccount,
-    ledger: PageLedger,
-    requests: Mapping[int, KnownRequest],
+    account: Account,
+    ledger: Ledger,
+    requests: Iterable[KnownRequest],
     find: Callable[[str, int | None, int | None], object],
 ) -> None:
-    """Call `find` for pages that nothing else can find, where the engine and the ledger count them differently."""
-    num_partial = sum(isinstance(block, PartialBlock) for block in ledger.active)
-    num_shared = sum(end - start for _, start, end, refs in account.runs() if refs)
-    num_kept = ledger.num_used - ledger.num_active
-    num_private = account.num_used - num_shared - num_kept
-    if num_private == num_partial:
+    """Call `find` for a page that only its request knows, if the engine and the ledger count such pages differently."""
+    sizes = [group.part_blocks for group in ledger.groups]
+    found = ledger.copies.values()
+    mine = ledger.num_used - sum(sizes[part.group] for parts in found for part in parts if part.refs or part.keeps)
+    only_kept = sum(sizes[part.group] for parts in found for part in parts if part.keeps and not part.refs)
+    theirs = account.num_used - only_kept
+    theirs -= sum((end - start) * sizes[group] for group, _, start, end, refs in account.runs() if refs)
+    if theirs == mine:
         return
-    for request, known in requests.items():
-        if len(known.blocks) > known.num_full:
-            what = (
-                f"the engine counts {num_private} pages that nothing else can find, the ledger {num_partial}; this is "
-                "one of them"
-            )
-            find(what, request, len(known.blocks) - 1)
+    for known in requests:
+        if known.num_taken > known.num_named:
+            what = f"the engine counts {theirs} blocks that nothing else can find, the ledger {mine}"
+            find(f"{what}; this is one of them", known.content.owner, known.num_taken - 1)

@@ -15,35 +15,52 @@ class PageDigests:
     def __init__(self) -> None:
         self.where: dict[bytes, tuple[int, int]] = {}
         """A request and page that each resident digest names."""
-        self._spoken_of: dict[bytes, tuple[int, int]] = {}
-        """And each that was asked for since `forget`."""
+        self._spoken_of: dict[int, Content] = {}
+        """Contents, by owner, of which digests were asked for since `forget`."""
 
     def of(self, content: Content, page: int) -> bytes:
-        """Name a page: of its tenant and all tokens up to its end, or of its owner if some are unknown."""
+        """Return the digest of a page, see `upto`."""
+        return self.upto(content, page + 1)[page]
+
+    def upto(self, content: Content, end: int) -> list[bytes]:
+        """Return the digests of the pages of a content, at least the first `end`. The list is not to be changed.
+
+        A digest is of the tenant and all tokens up to the end of the page, or of the owner if some are unknown.
+        """
         digests: list[bytes] | None = content.noted(self)
         if digests is None:
             digests = []
             content.note(self, digests)
+        self._spoken_of[content.owner] = content
+        num_digests = len(digests)
+        if num_digests >= end:
+            return digests
         size = content.page_size
-        while len(digests) <= page:
-            index = len(digests)
-            before = digests[-1] if digests else repr(content.salt).encode()
-            if index < content.num_known_pages:
-                own = content.tokens(index * size, (index + 1) * size).tobytes()
-            else:
-                own = f"private {content.owner}".encode()
-            digests.append(blake2b(before + own, digest_size=16).digest())
-        digest = digests[page]
-        self._spoken_of[digest] = content.owner, page
-        return digest
-
-    def backwards(self, content: Content, start: int, end: int) -> list[bytes]:
-        """Return the digests of pages [start, end), the last page first."""
-        return [self.of(content, page) for page in range(end - 1, start - 1, -1)]
+        before = digests[-1] if digests else repr(content.salt).encode()
+        num_known = min(end, content.num_known_pages)
+        if num_digests < num_known:
+            tokens = content.tokens(num_digests * size, num_known * size)
+            page_bytes = size * tokens.itemsize
+            known = memoryview(tokens).cast("B")
+            for start in range(0, len(known), page_bytes):
+                before = blake2b(before + known[start : start + page_bytes], digest_size=16).digest()
+                digests.append(before)
+        private = f"private {content.owner}".encode()
+        while len(digests) < end:
+            before = blake2b(before + private, digest_size=16).digest()
+            digests.append(before)
+        return digests
 
     def place(self, digest: bytes) -> tuple[int, int]:
         """Return a request and page that `digest` names; it is resident, or was asked for since `forget`."""
-        return self.where.get(digest) or self._spoken_of[digest]
+        place = self.where.get(digest)
+        if place is not None:
+            return place
+        for owner, content in self._spoken_of.items():
+            digests: list[bytes] = content.noted(self) or []
+            if digest in digests:
+                return owner, digests.index(digest)
+        raise KeyError(digest)
 
     def forget(self) -> None:
         """Forget what was asked for and is not resident."""

@@ -1,383 +1,436 @@
-"""A page ledger: KV blocks by hash, moved by six signals. A second bookkeeping, on purpose a block at a time.
+"""A ledger of the parts of pages, all of which draw on one memory. A second bookkeeping, on purpose one part at a time.
 
-A block is *active* while it is held, which is counted, and *inactive*, in order of use, while it is not and can still
-be found. Both together never exceed the capacity; an inactive block is evicted, the least recently used first, where a
-new one needs its place.
+A page has a part in every KV group; a model whose layers keep every token has one full group, and a part is the whole
+page. A part is *held* while sequences reference it or transfers read it. Once its page is full it is *published* under
+a name, and can be found. A published part that nothing holds is *cached*, in the order of release, and evicted when a
+new part needs its room:
 
-* `use`: holds blocks, found or new; all of them or none.
-* `deref`: drops one hold of each, from the last block to the first. A full block that is no longer held becomes
-  inactive; a partial one is gone, since it could not be found.
-* `destroy`: forgets blocks that nothing else holds.
-* `promote`: a partial block, known by its uuid, is full now and known by its hash from now on.
-* `keep`: full blocks are being copied elsewhere: they are not evicted, and keep their place, until `unkeep`.
-* `lose`: kept blocks that nothing holds cannot be found any more; they have their room until `free_lost`.
+    take     a new part, held once; evicts what it needs          hold, release      one reference more, or less
+    publish  let a part be found under the name of its page       keep, end_keep     references of a transfer
+    reserve  blocks that are not parts                            clear              evict everything cached
 
-It shares no code with the engine. `Auditor` checks one against the other; a test of another router or engine can do the
-same.
+The ledger shares no code with the caches that it is compared with, and knows nothing of the engine. `Auditor` checks
+one against the other; a test of another router or engine can do the same.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from uuid import UUID
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Literal
 
-from kvarts.audit.signals import (
-    Block,
-    BlockInUseError,
-    BlocksRemoved,
-    BlocksStored,
-    Deref,
-    Destroy,
-    FullBlock,
-    Keep,
-    LedgerError,
-    LedgerEvent,
-    NotUniqueError,
-    PartialBlock,
-    PrefillCost,
-    Promote,
-    Signal,
-    Unkeep,
-    UnknownBlockError,
-    Use,
-)
+import msgspec
+
+from kvarts.errors import KvartsError
 from kvarts.limits import MOST_PAGES, check_whole
 
-__all__ = ["PageLedger"]
+__all__ = ["LOST", "Happened", "Keep", "Ledger", "LedgerError", "LedgerGroup", "Part"]
+
+LOST = "lost"
+"""What happened to a part that only a transfer held when the page before it was evicted."""
 
 
-class PageLedger:
-    """Owner of the two pools. `sink` is a function that receives events, numbered from 0 without a gap.
+class LedgerError(KvartsError):
+    """A call that cannot be. The ledger is as it was before."""
 
-    `choose`: which of the blocks that can be evicted goes next; it gets them with the least recently used first, which
-    is what goes if it is left out. What it raises, or a LedgerError for an answer that is none of them, ends a `use`,
-    and the ledger is as it was. An error that `sink` raises becomes a warning, counted in `num_failed_events`: the
-    ledger goes on. Raises ConfigError for a capacity or a block size that is no whole number from 1.
+
+class LedgerGroup(msgspec.Struct, frozen=True):
+    """A KV group as the ledger has to know it: what its layers keep, and the blocks per part.
+
+    `span`: tokens of a window or a chunk, None for others; `sink`: first tokens that a window keeps as well.
+    """
+
+    kind: Literal["full", "latent", "window", "chunk", "state"]
+    part_blocks: int
+    span: int | None = None
+    sink: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.span is None else f"{self.kind} {self.span}"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether running sequences give parts back."""
+        return self.kind in ("window", "chunk")
+
+    @property
+    def has_every_page(self) -> bool:
+        """Whether a page is of use only together with all pages before it."""
+        return self.kind in ("full", "latent")
+
+    def seen(self, position: int) -> tuple[range, range]:
+        """Return what the token at `position`, and with it all later ones, sees of the positions before it."""
+        if self.span is None:
+            return range(0), range(position)
+        first = position // self.span * self.span if self.kind == "chunk" else position + 1 - self.span
+        return range(min(self.sink, position)), range(max(0, first), position)
+
+    def needed(self, num_tokens: int, page_size: int) -> tuple[range, range]:
+        """Return the pages of the first `num_tokens` tokens that tokens from there on need: of the sink, and after it.
+
+        The page that the next token goes to is one of these, unless it begins there. A snapshot of a state is read at
+        the end of its page only.
+        """
+        if self.kind == "state":
+            page = num_tokens // page_size - 1
+            return range(0), range(page, page + 1) if num_tokens and num_tokens % page_size == 0 else range(0)
+        sink, others = self.seen(num_tokens)
+        first = others.start // page_size
+        return range(min(first, -(-sink.stop // page_size))), range(first, -(-num_tokens // page_size))
+
+
+class Part:
+    """The part of a page in a group, or a state.
+
+    `name`: that of the page while the part can be found, else None. `refs`: references of sequences; `keeps`: those of
+    transfers. `stays`: it is cached when nothing holds it any more, if it has a name.
+    """
+
+    __slots__ = ("group", "keeps", "name", "refs", "stays")
+
+    def __init__(self, group: int, *, stays: bool) -> None:
+        self.group = group
+        self.stays = stays
+        self.name: bytes | None = None
+        self.refs = 1
+        self.keeps = 0
+
+
+class Keep:
+    """What a transfer holds of a page in a group: all copies, also those that are made later."""
+
+    __slots__ = ("key", "parts")
+
+    def __init__(self, key: tuple[int, bytes], parts: list[Part]) -> None:
+        self.key = key
+        self.parts = parts
+
+
+class Happened(msgspec.Struct, frozen=True):
+    """What happened to a part that can be found: `what` is stored, evicted, dropped or lost.
+
+    `copy`: which of several copies, counted from 0 in the order in which they were made; None for the only one.
+    """
+
+    what: str
+    group: int
+    name: bytes
+    copy: int | None = None
+
+
+class Ledger:
+    """Owner of the parts in `num_blocks` blocks. `keeps_all`: also what windows leave behind can be found.
+
+    `keeps_prefixes`: in groups whose layers need every page, a page is evicted after those that follow it.
+
+    `happened`: what happened to parts that can be found, until it is taken from there. `choose`: which of the parts
+    that can be evicted goes next; it gets them in the order of release. Left out, that is the first of them without
+    which no other is lost. Raise ConfigError for a number of blocks that is not a whole number from 1.
     """
 
     def __init__(
         self,
-        capacity: int,
-        block_size: int,
+        groups: tuple[LedgerGroup, ...],
+        num_blocks: int,
         *,
-        sink: Callable[[LedgerEvent], object] | None = None,
-        choose: Callable[[Iterator[FullBlock]], FullBlock] = next,
+        keeps_all: bool = True,
+        keeps_prefixes: bool = True,
+        choose: Callable[[Iterator[Part]], Part] | None = None,
     ) -> None:
-        check_whole(capacity, "capacity", most=MOST_PAGES)
-        check_whole(block_size, "block_size")
-        self.capacity = capacity
-        self.block_size = block_size
-        self.num_events = 0
-        self.num_failed_events = 0
-        self._sink = sink
+        check_whole(num_blocks, "num_blocks", most=MOST_PAGES)
+        self.groups = groups
+        self.num_blocks = num_blocks
+        self.num_empty = num_blocks
+        self.copies: dict[tuple[int, bytes], list[Part]] = {}
+        """By group and name, the oldest first."""
+        self.num_resident: dict[bytes, int] = {}
+        """Parts of each page that can be found, in all groups."""
+        self.happened: deque[Happened] = deque()
+        self.num_used = 0
+        """Blocks of parts that are held, and blocks that are reserved."""
+        self.num_reserved = 0
+        """Blocks that were taken for what is not a part."""
+        self.num_promised = 0
+        """Free blocks that are kept for requests which wait for a load."""
+        self._keeps_all = keeps_all
+        self._keeps_prefixes = keeps_prefixes
         self._choose = choose
-        self._kept: dict[Block, int] = {}
-        self._num_kept_inactive = 0
-        self.num_lost = 0
-        """Blocks that cannot be found any more, and still have their room."""
-        self._active: dict[Block, int] = {}
-        self._inactive: OrderedDict[FullBlock, None] = OrderedDict()  # the least recently used first
+        self._idle: OrderedDict[Part, None] = OrderedDict()
+        """Without references and with a name, in the order of release."""
+        self._num_held = [0] * len(groups)
+        self._num_cached = [0] * len(groups)
+        self._after: dict[tuple[int, bytes], dict[bytes, None]] = {}
+        """Resident pages by the page right before them, of groups that need every page."""
+        self._before: dict[tuple[int, bytes], bytes] = {}
+        self._kept: dict[tuple[int, bytes], list[Keep]] = {}
+        """What transfers hold of pages that can be found."""
 
     # Questions --------------------------------------------------------------------------------------------
 
     @property
-    def num_active(self) -> int:
-        """Blocks that are held."""
-        return len(self._active)
-
-    @property
-    def num_inactive(self) -> int:
-        """Blocks that are not held and can be found."""
-        return len(self._inactive)
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that are held or kept, or lost and not yet free."""
-        return len(self._active) + self._num_kept_inactive + self.num_lost
-
-    @property
-    def num_evictable(self) -> int:
-        """Blocks that are inactive and not kept."""
-        return len(self._inactive) - self._num_kept_inactive
-
-    def evictable(self) -> Iterator[FullBlock]:
-        """Return every block that is inactive and not kept, the least recently used first."""
-        return (block for block in self._inactive if block not in self._kept)
-
-    @property
     def num_free(self) -> int:
-        """Blocks that `use` could make room for."""
-        return self.capacity - self.num_used
-
-    def refs(self, block: Block) -> int:
-        """Return how often `block` is held; 0 if it is inactive or unknown."""
-        return self._active.get(block, 0)
-
-    def is_resident(self, block: Block) -> bool:
-        """Return whether `block` is active or inactive."""
-        return block in self._active or block in self._inactive
-
-    def is_evictable(self, block: FullBlock) -> bool:
-        """Whether `block` is inactive and not kept."""
-        return block in self._inactive and block not in self._kept
+        """Blocks that anyone can take: empty, or of parts that nothing holds."""
+        return self.num_blocks - self.num_used - self.num_promised
 
     @property
-    def active(self) -> dict[Block, int]:
-        """Every active block and how often it is held: a copy."""
-        return dict(self._active)
+    def num_cached(self) -> int:
+        """Blocks of parts that can be found and are not held."""
+        return self.num_blocks - self.num_used - self.num_empty
 
-    @property
-    def inactive(self) -> list[FullBlock]:
-        """Every inactive block, the next to be evicted first: a copy."""
-        return list(self._inactive)
+    def counts(self) -> tuple[int, ...]:
+        """Return the parts held and the parts cached, one pair per group."""
+        return tuple(count for pair in zip(self._num_held, self._num_cached, strict=True) for count in pair)
 
-    def probe_new_blocks(self, blocks: Sequence[Block]) -> int:
-        """Return how many different ones of `blocks` are not resident."""
-        return sum(not self.is_resident(block) for block in dict.fromkeys(blocks))
+    def words(self, group: int | None) -> str:
+        """Return in which group something is, for people; nothing where there is one."""
+        if group is None or not 0 <= group < len(self.groups):
+            return f" in group {group}, which is not there"
+        return "" if len(self.groups) == 1 else f" in group {group} ({self.groups[group]})"
 
-    def prefill_cost(self, blocks: Sequence[Block], num_tokens: int) -> PrefillCost:
-        """Return what a prompt of `num_tokens` tokens in `blocks` would cost. What is found ends at the first miss."""
-        num_found = 0
-        for block in blocks:
-            if not self.is_resident(block):
-                break
-            num_found += 1
-        # The last block may be partial: what is found is never more than there is.
-        return PrefillCost(len(blocks) - num_found, num_tokens - min(num_found * self.block_size, num_tokens))
+    def find(self, group: int, name: bytes) -> Part | None:
+        """Return the oldest copy of the part of a page; None if there is none."""
+        copies = self.copies.get((group, name))
+        return copies[0] if copies else None
 
-    # Signals ----------------------------------------------------------------------------------------------
+    def evictable(self) -> Iterator[Part]:
+        """Return every part that can be evicted, in the order of release."""
+        return (part for part in self._idle if not part.keeps)
 
-    def process(self, signal: Signal) -> bool:
-        """Carry out a signal. Return False if it was a `Use` without room; then nothing has changed.
+    def is_evictable(self, part: Part) -> bool:
+        """Return whether a part can be found and nothing holds it."""
+        return part in self._idle and not part.keeps
 
-        Raise LedgerError for what is no signal.
+    def is_alone(self, part: Part) -> bool:
+        """Return whether no other part is of less use without this copy of it."""
+        assert part.name is not None
+        key = part.group, part.name
+        return key not in self._after or len(self.copies[key]) > 1
+
+    def after(self, group: int, name: bytes) -> list[bytes]:
+        """Return the resident pages right after a page in a group of which layers need every page."""
+        return list(self._after.get((group, name), ()))
+
+    def reach(self, names: list[bytes], page_size: int) -> tuple[int, list[int]]:
+        """Return from how many of these pages all groups can go on, and from how many each by itself.
+
+        As far as any group has the last of them.
         """
-        if isinstance(signal, Use):
-            return self.use(signal.blocks, parent_hash=signal.parent_hash)
-        if isinstance(signal, Promote):
-            self.promote(signal.uuid, signal.block, parent_hash=signal.parent_hash)
-        elif isinstance(signal, Deref):
-            self.deref(signal.blocks)
-        elif isinstance(signal, Keep):
-            self.keep(signal.blocks)
-        elif isinstance(signal, Unkeep):
-            self.unkeep(signal.blocks)
-        elif isinstance(signal, Destroy):
-            self.destroy(signal.blocks)
-        else:
-            raise LedgerError(f"{type(signal).__name__} is no signal", field="process")
-        return True
+        num_pages = len(names)
+        while num_pages and names[num_pages - 1] not in self.num_resident:
+            num_pages -= 1
+        lacks = [
+            [0, *accumulate((group, name) not in self.copies for name in names[:num_pages])]
+            for group in range(len(self.groups))
+        ]
 
-    def use(self, blocks: Sequence[Block], *, parent_hash: int | bytes | None = None) -> bool:
-        """Hold `blocks`, in order, once for each time they are named; new ones evict what is needed.
+        def has_needed(index: int, length: int) -> bool:
+            missing = lacks[index]
+            sink, others = self.groups[index].needed(length * page_size, page_size)
+            return missing[sink.stop] == 0 and missing[others.stop] == missing[others.start]
 
-        Return False, and change nothing, if there is no room for all of them.
+        longest = [
+            bisect_right(lacks[index], 0) - 1
+            if group.has_every_page
+            else next((length for length in range(num_pages, 0, -1) if has_needed(index, length)), 0)
+            for index, group in enumerate(self.groups)
+        ]
+        for length in range(min(longest), 0, -1):
+            is_there = names[length - 1] in self.num_resident
+            if is_there and all(has_needed(index, length) for index in range(len(self.groups))):
+                return length, longest
+        return 0, longest
+
+    # Parts ------------------------------------------------------------------------------------------------
+
+    def take(self, group: int) -> Part | None:
+        """Take a part, held once; evict what it needs. None, and nothing changes, if it does not fit."""
+        num_blocks = self.groups[group].part_blocks
+        if num_blocks > self.num_free:
+            return None
+        self._make_room(num_blocks)
+        self.num_empty -= num_blocks
+        self.num_used += num_blocks
+        self._num_held[group] += 1
+        return Part(group, stays=self._keeps_all or not self.groups[group].is_bounded)
+
+    def publish(self, part: Part, name: bytes, *, before: bytes | None = None) -> bool:
+        """Let a part be found under the name of its page. Return whether no other has that name in its group.
+
+        `before`: the page before it, if there is one. Raise LedgerError for a part that has a name or is not held.
         """
-        active, inactive, kept = self._active, self._inactive, self._kept
-        different = dict.fromkeys(blocks)
-        # What is kept is in use already, held or not.
-        num_unused = sum(block not in active and block not in kept for block in different)
-        if self.num_used + num_unused > self.capacity:
+        if part.name is not None or not part.refs:
+            raise LedgerError("has a name already, or is not held", field="part")
+        key = part.group, name
+        copies = self.copies.setdefault(key, [])
+        copies.append(part)
+        part.name = name
+        self.num_resident[name] = self.num_resident.get(name, 0) + 1
+        for kept in self._kept.get(key, ()):
+            kept.parts.append(part)
+            part.keeps += 1
+        if len(copies) > 1:
             return False
-        new = [block for block in different if not self.is_resident(block)]
-        num_too_many = len(active) + len(inactive) + len(new) + self.num_lost - self.capacity
-        # What is found is never evicted for its own sequel. Choosing may fail, so it comes before any change.
-        evicted = self._chosen(num_too_many, set(different)) if num_too_many > 0 else []
-        for victim in evicted:
-            del inactive[victim]
-        for block in blocks:
-            if isinstance(block, FullBlock) and block in inactive:
-                del inactive[block]
-                self._num_kept_inactive -= block in kept
-            active[block] = active.get(block, 0) + 1
-        self._removed(evicted)
-        if new:
-            self._stored_among(blocks, set(new), parent_hash)
+        if before is not None and self._keeps_prefixes and self.groups[part.group].has_every_page:
+            self._before[key] = before
+            self._after.setdefault((part.group, before), {})[name] = None
+        self.happened.append(Happened("stored", part.group, name))
         return True
 
-    def deref(self, blocks: Sequence[Block]) -> None:
-        """Drop one hold of each, the last block first. Raise UnknownBlockError for what is not held as often."""
-        active = self._active
-        counts: dict[Block, int] = {}
-        for block in blocks:
-            counts[block] = counts.get(block, 0) + 1
-        for block, count in counts.items():
-            if active.get(block, 0) < count:
-                raise UnknownBlockError(
-                    f"is held {active.get(block, 0)} times and cannot be dropped {count} times", field=_name(block)
-                )
-        for block in reversed(blocks):
-            if active[block] > 1:
-                active[block] -= 1
+    def hold(self, part: Part) -> None:
+        """Reference a part that can be found. Raise LedgerError for another."""
+        if part.name is None:
+            raise LedgerError("cannot be found", field="part")
+        if not part.refs:
+            del self._idle[part]
+            if not part.keeps:
+                self._count_cached(part, -1)
+        part.refs += 1
+
+    def release(self, part: Part, *, goes_first: bool = False) -> None:
+        """End a reference. Raise LedgerError if there is none.
+
+        A part that nothing holds is cached if it has a name and stays, else it is empty. `goes_first`: it is evicted
+        next.
+        """
+        if not part.refs:
+            raise LedgerError("is not held", field="part")
+        part.refs -= 1
+        if part.refs:
+            return
+        if part.name is not None and part.stays:
+            self._idle[part] = None
+            if goes_first:
+                self._idle.move_to_end(part, last=False)
+            if not part.keeps:
+                self._count_cached(part, 1)
+            return
+        if part.name is not None:
+            self._forget(part, "dropped")
+        self._free(part)
+
+    def keep(self, group: int, name: bytes) -> Keep | None:
+        """Hold all copies of the part of a page, each in its place of the order, until `end_keep` of what is returned.
+
+        Return None, and change nothing, if there is none.
+        """
+        key = group, name
+        copies = self.copies.get(key)
+        if not copies:
+            return None
+        kept = Keep(key, list(copies))
+        for part in kept.parts:
+            if not (part.refs or part.keeps):
+                self._count_cached(part, -1)
+            part.keeps += 1
+        self._kept.setdefault(key, []).append(kept)
+        return kept
+
+    def end_keep(self, kept: Keep) -> None:
+        """End what `keep` began. Copies that cannot be found any more are empty when nothing holds them."""
+        for part in kept.parts:
+            part.keeps -= 1
+            if part.keeps or part.refs:
                 continue
-            del active[block]
-            if isinstance(block, FullBlock):
-                self._inactive[block] = None
-                self._num_kept_inactive += block in self._kept
+            if part.name is None:
+                self._free(part)
+            else:
+                self._count_cached(part, 1)
+        of_page = self._kept.get(kept.key, [])
+        if kept in of_page:
+            of_page.remove(kept)
+            if not of_page:
+                del self._kept[kept.key]
 
-    def destroy(self, blocks: Sequence[Block]) -> None:
-        """Forget `blocks`, the last first: inactive ones, or held by the caller alone.
-
-        Raise UnknownBlockError for what is not there, BlockInUseError for what is held more than once, or kept.
-        """
-        if len(dict.fromkeys(blocks)) < len(blocks):
-            raise UnknownBlockError("names a block twice: it can be destroyed once", field="destroy")
-        for block in blocks:
-            if not self.is_resident(block):
-                raise UnknownBlockError("is not there", field=_name(block))
-            if self.refs(block) > 1:
-                raise BlockInUseError(f"is held {self.refs(block)} times", field=_name(block))
-            if block in self._kept:
-                raise BlockInUseError("is kept", field=_name(block))
-        removed = []
-        for block in reversed(blocks):
-            self._active.pop(block, None)
-            if isinstance(block, FullBlock):
-                self._inactive.pop(block, None)
-                removed.append(block)
-        self._removed(removed)
-
-    def promote(self, uuid: UUID, block: FullBlock, *, parent_hash: int | bytes | None = None) -> None:
-        """Turn the partial block `uuid` into `block`. If that is resident already, both are one from now on.
-
-        Raise UnknownBlockError for a uuid that is not held, NotUniqueError for one held more than once.
-        """
-        partial = PartialBlock(uuid)
-        refs = self.refs(partial)
-        if not refs:
-            raise UnknownBlockError("is not there", field=_name(partial))
-        if refs > 1:
-            raise NotUniqueError(f"is held {refs} times and cannot become a full block", field=_name(partial))
-        del self._active[partial]
-        is_new = not self.is_resident(block)
-        if block in self._inactive:
-            del self._inactive[block]
-            self._num_kept_inactive -= block in self._kept
-        self._active[block] = self.refs(block) + 1
-        if is_new:
-            self._stored([block], parent_hash)
-
-    def keep(self, blocks: Sequence[FullBlock]) -> None:
-        """Keep `blocks` from being evicted, once for each time they are named.
-
-        Raise UnknownBlockError for what is not there.
-        """
-        for block in blocks:
-            if not self.is_resident(block):
-                raise UnknownBlockError("is not there and cannot be kept", field=_name(block))
-        for block in blocks:
-            if block not in self._kept:
-                self._num_kept_inactive += block in self._inactive
-            self._kept[block] = self._kept.get(block, 0) + 1
-
-    def unkeep(self, blocks: Sequence[FullBlock]) -> None:
-        """End one `keep` of each of `blocks`. Raise UnknownBlockError for what is not kept as often."""
-        kept = self._kept
-        for block in dict.fromkeys(blocks):
-            if kept.get(block, 0) < blocks.count(block):
-                raise UnknownBlockError(f"is kept {kept.get(block, 0)} times", field=_name(block))
-        for block in blocks:
-            kept[block] -= 1
-            if not kept[block]:
-                del kept[block]
-                self._num_kept_inactive -= block in self._inactive
+    def reserve(self, num_blocks: int) -> bool:
+        """Take blocks for what is not a part, or give some back, until there are `num_blocks`; return if they fit."""
+        num_new = num_blocks - self.num_reserved
+        if num_new > self.num_free:
+            return False
+        self._make_room(num_new)
+        self.num_empty -= num_new
+        self.num_used += num_new
+        self.num_reserved = num_blocks
+        return True
 
     def clear(self) -> None:
-        """Evict every inactive block that is not kept, one after the other: what was chosen decides what is next."""
-        while len(self._inactive) > self._num_kept_inactive:
-            (block,) = self._chosen(1, set())
-            del self._inactive[block]
-            self._removed([block])
+        """Evict every part that can be evicted."""
+        while next(self.evictable(), None) is not None:
+            self._evict()
 
-    def lose(self, blocks: Sequence[FullBlock]) -> None:
-        """Forget kept blocks, and end all that keeps them; their room is free after `free_lost`.
+    # Inside -----------------------------------------------------------------------------------------------
 
-        Raise UnknownBlockError for what is not kept or is held.
-        """
-        for block in blocks:
-            if block not in self._inactive or block not in self._kept:
-                raise UnknownBlockError("is not kept, or is held as well", field=_name(block))
-        for block in blocks:
-            del self._inactive[block]
-            del self._kept[block]
-        self._num_kept_inactive -= len(blocks)
-        self.num_lost += len(blocks)
+    def _make_room(self, num_blocks: int) -> None:
+        while self.num_empty < num_blocks:
+            self._evict()
 
-    def free_lost(self, count: int) -> None:
-        """Free the room of `count` lost blocks."""
-        self.num_lost -= count
+    def _evict(self) -> None:
+        """Evict the next part; what comes after it and is being read is lost with it."""
+        part = self._next() if self._choose is None else self._choose(self.evictable())
+        if not self.is_evictable(part):
+            raise LedgerError("was chosen and cannot be evicted", field="choose")
+        if not self.is_alone(part):
+            assert part.name is not None
+            self._lose_after(part.group, part.name)
+        del self._idle[part]
+        self._count_cached(part, -1)
+        self._forget(part, "evicted")
+        self._free(part)
 
-    def _chosen(self, count: int, needed: set[Block]) -> list[FullBlock]:
-        """Return which `count` blocks are evicted, none of them `needed`. Raise LedgerError for a wrong choice."""
-        kept = self._kept
-        candidates = (block for block in self._inactive if block not in kept and block not in needed)
-        if self._choose is next:
-            return list(islice(candidates, count))
-        if count == 1:
-            block = self._choose(candidates)
-            if not isinstance(block, FullBlock) or not self.is_evictable(block) or block in needed:
-                raise LedgerError(f"chose {block!r:.60}, which cannot be evicted", field="choose")
-            return [block]
-        left = dict.fromkeys(candidates)
-        chosen = []
-        for _ in range(count):
-            block = self._choose(iter(tuple(left)))
-            if not isinstance(block, FullBlock) or block not in left:
-                raise LedgerError(f"chose {block!r:.60}, which cannot be evicted", field="choose")
-            del left[block]
-            chosen.append(block)
-        return chosen
+    def _next(self) -> Part:
+        first = next(self.evictable())
+        if self.is_alone(first):
+            return first
+        return next((part for part in self.evictable() if self.is_alone(part)), first)
 
-    # Events -----------------------------------------------------------------------------------------------
+    def _lose_after(self, group: int, name: bytes) -> None:
+        """Lose what comes after a page, the last first, as far as only transfers hold it."""
+        for follower in reversed(self.after(group, name)):
+            self._lose_after(group, follower)
+            copies = self.copies[group, follower]
+            if any(part.refs or not part.keeps for part in copies):
+                continue
+            for part in copies[1:]:
+                del self._idle[part]
+                part.name = None
+            self.num_resident[follower] -= len(copies) - 1
+            del copies[1:], self._idle[copies[0]]
+            self._forget(copies[0], LOST)
 
-    def _stored_among(self, blocks: Sequence[Block], new: set[Block], parent_hash: int | bytes | None) -> None:
-        """Return the events for the full ones of `new`, a run at a time."""
-        run: list[FullBlock] = []
-        run_parent = before = parent_hash
-        for block in blocks:
-            if isinstance(block, FullBlock) and block in new:
-                new.discard(block)
-                if not run:
-                    run_parent = before
-                run.append(block)
-            elif run:
-                self._stored(run, run_parent)
-                run = []
-            if isinstance(block, FullBlock):
-                before = block.block_hash
-        if run:
-            self._stored(run, run_parent)
+    def _forget(self, part: Part, what: str) -> None:
+        """Let a part be found no more."""
+        name = part.name
+        assert name is not None
+        key = part.group, name
+        copies = self.copies[key]
+        copy = None if len(copies) == 1 else copies.index(part)
+        copies.remove(part)
+        part.name = None
+        if not copies:
+            del self.copies[key]
+            self._kept.pop(key, None)
+            before = self._before.pop(key, None)
+            if before is not None:
+                after = self._after[part.group, before]
+                after.pop(name, None)
+                if not after:
+                    del self._after[part.group, before]
+        self.num_resident[name] -= 1
+        if not self.num_resident[name]:
+            del self.num_resident[name]
+        self.happened.append(Happened(what, part.group, name, copy))
 
-    def _stored(self, blocks: list[FullBlock], parent_hash: int | bytes | None) -> None:
-        self._emit(
-            BlocksStored(
-                self.num_events,
-                parent_hash,
-                tuple(block.block_hash for block in blocks),
-                tuple(block.tokens_hash for block in blocks),
-            )
-        )
+    def _count_cached(self, part: Part, count: int) -> None:
+        self._num_cached[part.group] += count
+        self._num_held[part.group] -= count
+        self.num_used -= count * self.groups[part.group].part_blocks
 
-    def _removed(self, blocks: list[FullBlock]) -> None:
-        if blocks:
-            self._emit(BlocksRemoved(self.num_events, tuple(block.block_hash for block in blocks)))
-
-    def _emit(self, event: LedgerEvent) -> None:
-        self.num_events += 1
-        if self._sink is None:
+    def _free(self, part: Part) -> None:
+        """Count a part that cannot be found as empty, unless a transfer reads it."""
+        if part.keeps:
             return
-        try:
-            self._sink(event)
-        except Exception as error:
-            self.num_failed_events += 1
-            warnings.warn(f"event {event.event_id} did not reach its sink: {error!r}", RuntimeWarning, stacklevel=4)
-
-
-def _name(block: Block) -> str:
-    if isinstance(block, PartialBlock):
-        return f"partial block {block.uuid}"
-    value = block.block_hash
-    return f"block {value.hex() if isinstance(value, bytes) else value}"
+        num_blocks = self.groups[part.group].part_blocks
+        self._num_held[part.group] -= 1
+        self.num_used -= num_blocks
+        self.num_empty += num_blocks

@@ -11,8 +11,8 @@ import msgspec
 
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import Findings
-from kvarts.audit.held_parts import HeldParts, PartHolder
-from kvarts.audit.part_ledger import AuditedPart, PartLedger
+from kvarts.audit.ledger import Ledger, Part
+from kvarts.audit.request_parts import KnownRequest, RequestParts
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 
 __all__ = ["PartsBelow"]
@@ -21,9 +21,9 @@ __all__ = ["PartsBelow"]
 class _Load(msgspec.Struct, eq=False):
     """A load for `known`, which has `num_pages` pages then. `incoming`: the parts that it fills, each with its page."""
 
-    known: PartHolder
+    known: KnownRequest
     num_pages: int
-    incoming: list[tuple[int, AuditedPart]]
+    incoming: list[tuple[int, Part]]
     num_promised: int = 0
     is_dropped: bool = False
     """The request was cancelled, or not all of it arrived."""
@@ -37,8 +37,8 @@ class PartsBelow:
 
     def __init__(
         self,
-        held: HeldParts,
-        ledger: PartLedger,
+        held: RequestParts,
+        ledger: Ledger,
         digests: PageDigests,
         found: Findings,
         page_size: int,
@@ -52,7 +52,7 @@ class PartsBelow:
         self._page_size = page_size
         self._goes_first = goes_first
         self._stored: set[tuple[str, int | None, bytes]] = set()
-        self._stores: dict[int, list[list[AuditedPart]]] = {}
+        self._stores: dict[int, list[list[Part]]] = {}
         """By transfer: the runs that it holds."""
         self._loads: dict[int, _Load] = {}
         """By request: loads under way, and those that ended and of which the request does not run yet."""
@@ -80,21 +80,21 @@ class PartsBelow:
 
     def begin_store(self, event: StoreStarted) -> None:
         """Hold the parts that are copied; of copies the oldest."""
-        runs: list[list[AuditedPart]] = []
+        runs: list[list[Part]] = []
         for (content, start, end), group in zip(event.runs, event.groups, strict=True):
             run = []
             for page in range(start, end):
-                copies = self._ledger.copies.get((group, self._digests.of(content, page)))
-                if not copies:
-                    what = f"is on its way to {event.medium}, and {self._ledger.name(group)} has no part of it"
+                part = self._ledger.find(group, self._digests.of(content, page))
+                if part is None:
+                    what = f"is to be stored in {event.medium} and is not resident{self._ledger.words(group)}"
                     self._found.add(what, content.owner, page)
                     continue
-                self._ledger.hold(copies[0])
-                run.append(copies[0])
+                self._ledger.hold(part)
+                run.append(part)
             runs.append(run)
         self._stores[event.transfer] = runs
 
-    def begin_load(self, known: PartHolder, event: LoadStarted) -> None:
+    def begin_load(self, known: KnownRequest, event: LoadStarted) -> None:
         """Hold what the device has of what all groups need, and take parts for the rest."""
         ledger, size = self._ledger, self._page_size
         num_pages = event.num_hit_pages + sum(count for _, count in event.by_tier)
@@ -106,18 +106,18 @@ class PartsBelow:
         for index, group in enumerate(ledger.groups):
             for page in chain(*group.needed(num_pages * size, size)):
                 digest = self._digests.of(known.content, page)
-                copies = ledger.copies.get((index, digest))
-                if copies:
-                    ledger.hold(copies[0])
-                    known.parts[index][page] = copies[0]
+                part = ledger.find(index, digest)
+                if part is not None:
+                    ledger.hold(part)
+                    known.parts[index][page] = part
                     continue
                 if not any((medium, index, digest) in self._stored for medium in media):
-                    self._found.add(f"is loaded, and no tier has it in {ledger.name(index)}", event.request, page)
+                    self._found.add(f"is loaded, and no tier has it{ledger.words(index)}", event.request, page)
                 missing.append((index, page))
         for index, page in missing:
             part = ledger.take(index)
             if part is None:
-                self._found.add(f"a part in {ledger.name(index)} was taken where none is free", event.request, page)
+                self._found.add(f"was taken{ledger.words(index)} where none is free", event.request, page)
                 continue
             known.parts[index][page] = part
             load.incoming.append((page, part))
@@ -129,6 +129,7 @@ class PartsBelow:
         load.num_promised = event.num_held_pages - num_held
         ledger.num_promised += load.num_promised
         known.computed = num_pages * size
+        known.num_taken = known.num_named = num_pages  # what arrives is published when the load ends
 
     def end(self, event: TransferEnded) -> None:
         """End a transfer: let go of what a store held, or let be found what a load has filled."""
@@ -145,7 +146,7 @@ class PartsBelow:
             if num_left < 0:
                 load.is_dropped = True
                 break
-            part.is_kept = True
+            part.stays = True
             self._held.publish(load.known, part.group, page, part)
         if load.is_dropped:
             self._ended.append(event.request)
@@ -161,7 +162,7 @@ class PartsBelow:
         load = self._loads.get(request)
         if load is None:
             return False
-        if all(part.digest is not None for _, part in load.incoming):
+        if all(part.name is not None for _, part in load.incoming):
             self._end_promise(self._loads.pop(request))
             return False
         load.is_dropped = True

@@ -13,6 +13,7 @@ from kvarts.cli.http_options import need_http, say
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import DIRECTORY
 from kvarts.cli.sessions import WINDOW
+from kvarts.combines import why_not
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes
 
@@ -115,18 +116,12 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     """Return why the server can have no sessions; empty if it can."""
     if values["no_sessions"]:
         return "--no-sessions was given"
+    given = ["sessions"]
     if len(opened.models) > 1:
-        return "they are of a server with one model"
-    host = opened.served.host
-    if host.kv_groups != "off" and host.memory is None:
-        return "a mock with --kv-groups keeps none of a session between its turns"
-    if host.memory is not None and host.core.tiers is not None:
-        return "with --kv-groups, host memory keeps parts of pages"
-    if host.memory is not None and host.memory.has_states:
-        return "layers of this model keep a state"
+        given.append("several")
     if values["record"] is not None:
-        return "what --record writes is replayed request by request"
-    return ""
+        given.append("record")
+    return why_not(*given)
 
 
 def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[Beside]:

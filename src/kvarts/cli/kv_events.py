@@ -13,6 +13,7 @@ import click
 
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.parts import Part
+from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -166,8 +167,8 @@ class KvEventsPart(Part):
                 if places[name]:
                     raise ConfigError("needs --kv-events", field=name)
             return None
-        if model is not None:
-            raise ConfigError("is for one model", field="kv_events", hint="Replay each model for itself.")
+        several = {} if model is None else {"several": "--model"}
+        check_combination({"kv_events": "--kv-events", **config.features, **several})
         if config.kv_groups != "off":
             published = _with_groups(published, config.memory.to_builtins()["kv_groups"])
         return Publishing(published, config.replicas, places)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import COEFFICIENTS, HeldOut, shipped_constants
 from kvarts.executor.step_parts import StepParts, format_of
@@ -156,7 +157,7 @@ class RooflineCost(
                 field="cost.pipeline_parallel",
             )
         if self.pipeline_parallel > 1 and self.num_ranks > 1:
-            raise ConfigError("is not modelled for ranks in lock step", field="cost.pipeline_parallel")
+            check_combination({"pipeline": "cost.pipeline_parallel", "ranks": "cost.data_parallel"})
 
     def _check_drafts(self) -> None:
         check_whole(self.speculative_tokens, "cost.speculative_tokens", least=0, most=MOST_DRAFTED)

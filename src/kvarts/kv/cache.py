@@ -317,6 +317,13 @@ class Cache:
         """Undo a `keep`; return how many blocks nothing keeps any more."""
         raise NotImplementedError
 
+    def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
+        """Return parts that can be found, and their copies.
+
+        A group, 0 for whole pages, a content, the first page, the page after the last, how often they are referenced.
+        """
+        raise NotImplementedError
+
     # Laws -----------------------------------------------------------------------------------------------------
 
     def is_check_due(self, *, at_rest: bool) -> bool:

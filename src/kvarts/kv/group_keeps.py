@@ -12,7 +12,7 @@ from math import gcd
 
 import msgspec
 
-from kvarts.errors import ConfigError
+from kvarts.combines import check_combination
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.sink_window import SinkWindow
@@ -118,17 +118,9 @@ def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[Grou
     """
     for group in memory.groups:
         if group.is_state:
-            raise ConfigError(
-                "layers of this model keep a state of all tokens, which has no window",
-                field="window",
-                hint="Leave the window out: then the session keeps all of its history.",
-            )
+            check_combination({"windows": "window", "states": "kv_groups"})
         if group.layer.sink:
-            raise ConfigError(
-                f"layers of this model keep a sink of {group.layer.sink} tokens of their own",
-                field="window",
-                hint="Leave the window out: then the session keeps all of its history.",
-            )
+            check_combination({"windows": "window", "sinks": "kv_groups"})
     return [(GroupKeeps(whole, group.layer), group.part_bytes // memory.block_bytes) for group in memory.groups]
 
 

@@ -411,6 +411,10 @@ class GroupPages(PartPages):
         holding.is_open = False
         self.count()
 
+    def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
+        """Return findable parts and their copies."""
+        return self.parts.runs()
+
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
         """Assert laws L1 and L2 for every part, and that every block has one owner."""
         every = [cast(PartHolding, holding) for holding, _ in holdings]

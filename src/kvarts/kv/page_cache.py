@@ -358,9 +358,9 @@ class PageCache(Cache):
                     num_freed += node.end - node.start
             yield num_freed
 
-    def runs(self) -> Iterator[tuple[Content, int, int, int]]:
-        """Return findable pages and their copies: content, first page, page after the last, how often referenced."""
-        return ((node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
+    def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
+        """Return findable pages and their copies, of group 0: content, first and last page, how often referenced."""
+        return ((0, node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
 
     # Laws -------------------------------------------------------------------------------------------------
 

@@ -537,6 +537,16 @@ class RunCache(RunAccount):
                         pages.append((stream.group, page))
         return pages
 
+    def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
+        """Return findable parts and their copies: group, content, first page, page after the last, how often held."""
+        todo = list(self.tree.roots.values())
+        while todo:
+            span = todo.pop()
+            todo += span.children.values()
+            for index, runs in enumerate(span.parts):
+                for run in runs:
+                    yield index, span.content, run.start, run.end, len(run.holders)
+
     def check(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId] = ()) -> None:
         """Assert that bytes are conserved, and that runs are held exactly as often as sequences say.
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, WallClock
+from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
@@ -129,9 +130,7 @@ class LLM:
         page_size = page_size if config is None else config.page_size
         room = KVRoom(model, page_size, kv_groups)
         if room.has_states and speculation is not None:
-            raise ConfigError(
-                "does not go with layers that keep a state", field="speculative_config", hint="Leave it off."
-            )
+            check_combination({"speculation": "speculative_config", "states": "model"})
         if config is None:
             config = EngineConfig(
                 num_pages=room.num_pages(kv_memory),
@@ -150,7 +149,7 @@ class LLM:
         elif self.offload is not None and room.cut is not None:
             self.tiers = self.offload.group_tiers(room.cut.memory, config.page_size)
         if self.tiers and model.device.type != "cpu":
-            raise ConfigError("only a model on a CPU has tiers below its pages", field="offload")
+            check_combination({"tiers": "offload", "gpu": "device"})
         if ("disk" in self.tiers) != (disk_path is not None):
             raise ConfigError(
                 "a tier of files needs both its size and its directory",

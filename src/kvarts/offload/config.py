@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_MS, MOST_PAGES, check_number, check_whole
@@ -225,18 +226,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raise ConfigError for what knows whole pages only.
         """
+        given = {"kv_groups": "kv_groups"}
         if self.num_disk_pages(page_size):
-            raise SettingError(
-                "is not counted by KV group yet: files keep whole pages",
-                "disk_pages",
-                "disk_memory",
-                of=self,
-                hint="Leave it out, or set kv_groups to off.",
-            )
+            given["files"] = "disk_pages" if self.disk_memory is None else "disk_memory"
         if self.full_prompt_hits:
-            raise SettingError(
-                "is not counted by KV group: the last token of a prompt may see what no hit needs", "full_prompt_hits"
-            )
+            given["full_prompt_hits"] = "full_prompt_hits"
+        check_combination(given)
         if self.host_pages is not None:
             num_blocks = memory.num_blocks(self.host_pages)
         elif self.host_memory is None:

@@ -89,7 +89,7 @@ class MockParts(msgspec.Struct, frozen=True):
         *,
         token_bytes: int,
         max_positions: int | None,
-        kv_groups: str,
+        groups: GroupMemory | None,
     ) -> ModelHost:
         """Return the model that `core` computes, moved by `loop`. The rest as of ModelHost."""
         return ModelHost(
@@ -104,7 +104,8 @@ class MockParts(msgspec.Struct, frozen=True):
             vocab_size=VOCABULARY_SIZE,
             max_positions=max_positions,
             fingerprint=lambda: f"mock {self.seed}",
-            kv_groups=kv_groups,
+            kv_groups="off" if groups is None else groups.keeps,
+            memory=groups,
         )
 
 
@@ -165,5 +166,5 @@ def mock_model(
         clock,
         token_bytes=token_bytes,
         max_positions=max_positions,
-        kv_groups="off" if groups is None else groups.keeps,
+        groups=groups,
     )

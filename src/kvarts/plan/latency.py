@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvarts.combines import check_combination
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS, between, first_from, first_that, ladder_of, lowest_known
 from kvarts.plan.options import cheapest_option, other_option
 from kvarts.plan.replays import Replays, Step
-from kvarts.settings import SettingError
 from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent
 
@@ -61,10 +61,7 @@ class LatencyPlan:
         cost_error: float | None = None,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
-        if getattr(config.cost, "num_ranks", 1) > 1:
-            raise SettingError(
-                "is not planned for: ranks in lock step", "data_parallel", hint="Replay the options you have in mind."
-            )
+        check_combination({**config.features, "plan": "command"})
         self._plan = plan
         self._config = config
         self._slo_share = slo_share

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.plan.cache import CachePlan
@@ -200,11 +201,7 @@ def _check_groups(policies: Sequence[str], prices: Mapping[str, float] | None) -
     """Raise ConfigError for what is planned in whole pages only."""
     for field, value in {"policy": policies, "price": prices}.items():
         if value:
-            raise SettingError(
-                "is not counted by KV group yet: only replays are",
-                field,
-                hint="Leave it out, or set {kv_groups} to off.",
-            )
+            check_combination({"prices": field, "kv_groups": "kv_groups", "plan": field})
 
 
 def _league(

@@ -11,6 +11,7 @@ import msgspec
 
 from kvarts.build import build_engine
 from kvarts.clock import Clock, VirtualClock, WallClock
+from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
@@ -188,18 +189,6 @@ def sessions_on(
     say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
     """Return sessions on a model that may do other things as well. Raise what `open_sessions` raises."""
-    if host.kv_groups != "off" and host.memory is None:
-        raise ConfigError("of a mock does not go with sessions yet", field="kv_groups", hint="Leave one of them out.")
-    if host.memory is not None and host.core.tiers is not None:
-        raise ConfigError(
-            "does not go with sessions and host memory together yet", field="kv_groups", hint="Leave one of them out."
-        )
-    if host.memory is not None and host.memory.has_states:
-        raise ConfigError(
-            "does not go with sessions for a model of which layers keep a state",
-            field="kv_groups",
-            hint="Serve it without sessions.",
-        )
     # Room for chunks is taken from sessions: of a small memory, less.
     memory = memory_of(host)
     total = memory.total if config.max_pages is None else min(config.max_pages, memory.total)
@@ -235,7 +224,7 @@ def _eager(host_memory: str | int) -> Any:
 def _attention(attention: str, device: str) -> str:
     """Return the backend: of those for a GPU only one reads a sink and a window."""
     if attention in ("flash", "flex"):
-        raise ConfigError(f"{attention!r} reads no sinks", field="attention", hint="Take sdpa, or numba on a CPU.")
+        check_combination({"fused": "attention", "windows": "window"})
     if attention == "auto" and device != "cpu":
         import torch
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
+from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
@@ -39,7 +40,7 @@ __all__ = [
     "ModelShare",
     "ObserversOf",
     "SharingConfig",
-    "check_combination",
+    "check_each",
     "resolve_shares",
 ]
 
@@ -154,9 +155,6 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("data_parallel", "expert_parallel", "pipeline_parallel"):
-            if getattr(self, field) > 1:
-                raise SettingError("is not modelled for several models on a device", field)
         if not self.models:
             raise SettingError("names no model", "models", hint="Give --model NAME=MODEL for each.")
         if not self.reclaim_after_s >= 0:
@@ -172,13 +170,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                             f"models.{name}.{field}",
                             hint="Say it with a weight, or give {turns} tokens.",
                         )
-        check_combination(self.each)
-        if self.each.offload is not None and self.has_groups:
-            raise SettingError(
-                "is not counted by KV group yet where models share a device",
-                "offload",
-                hint="Leave it out, or kv_groups=.",
-            )
+        check_each(self.each)
+        check_combination(self._features)
         if self.each.profile == "mocker":
             for name, share in self.models.items():
                 if share.priority:
@@ -239,6 +232,16 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                 hint="Name a model, and no kv_bytes_per_token=.",
             )
         return counted_groups(self._placed[name], self.each, self, share.kv_dtype)
+
+    @property
+    def _features(self) -> dict[str, str]:
+        """What this replay has of the features of `combines`, each with the setting that asks for it."""
+        parallel = ("data_parallel", "expert_parallel", "pipeline_parallel")
+        asked = {field: "pipeline" if field == "pipeline_parallel" else "ranks" for field in parallel}
+        given = {name: field for field, name in asked.items() if getattr(self, field) > 1}
+        if self.each.offload is not None and self.has_groups:
+            given["kv_groups"] = "kv_groups"
+        return {"several": "models", **self.each.features, **given}
 
     @property
     def has_groups(self) -> bool:
@@ -405,8 +408,8 @@ def _errors_of(name: str, names: Sequence[str]) -> Iterator[None]:
         raise SettingError(what, *full, hint=hint) from error
 
 
-def check_combination(each: ReplayConfig) -> None:
-    """Raise ConfigError for settings of one model's replay that several models do not combine with yet."""
+def check_each(each: ReplayConfig) -> None:
+    """Raise ConfigError for settings of a replay of one model that several models have one each of."""
     default = ReplayConfig()
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 
+from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.limits import MOST_MS, MOST_PAGES, MOST_REPLICAS, MOST_SECONDS, check_number, check_whole
@@ -302,6 +303,7 @@ class ReplayConfig(
             raise SettingError(f"{self.cost!r} is neither a cost model nor callable", "cost")
         self._check_ranks()
         self._check_groups()
+        check_combination(self.features)
         for field in ("eviction", "admission"):
             if not callable(getattr(self, field)):
                 raise SettingError(
@@ -309,6 +311,19 @@ class ReplayConfig(
                     field,
                     hint="Give a class, or a function that makes one: each replica gets its own.",
                 )
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What this replay has of the features of `combines`, each with the setting that asks for it."""
+        of_field = {
+            "kv_groups": self.kv_groups != "off" and "kv_groups",
+            "tiers": self.offload is not None and "offload",
+            "orders": self.eviction is not _default_eviction() and "eviction",
+            "mocker": self.profile == "mocker" and "profile",
+            "sessions": self.sessions is not None and "sessions",
+            "ranks": getattr(self.cost, "num_ranks", 1) > 1 and "data_parallel",
+        }
+        return {name: field for name, field in of_field.items() if field}
 
     @property
     def routing_settings(self) -> RoutingSettings:
@@ -360,19 +375,6 @@ class ReplayConfig(
             raise SettingError(
                 "says nothing without one model", "kv_groups", hint="Give a model and a device, or leave it out."
             )
-        refused = {
-            "sessions": self.sessions is not None
-            and self.sessions.holds_pages
-            and self.offload is not None
-            and "beside tiers, sessions keep whole pages in use",
-            "profile": self.profile != "default" and "the mocker knows pages of one kind",
-            "eviction": self.eviction is not _default_eviction() and "parts are evicted in one list",
-        }
-        for field, reason in refused.items():
-            if reason:
-                raise SettingError(
-                    f"is not counted by KV group yet: {reason}", field, hint="Leave it out, or set {kv_groups} to off."
-                )
         if self.offload is not None:
             self.offload.group_tiers(self.memory, self.page_size)  # refuses what keeps whole pages
         if self.num_blocks > MOST_PAGES:
@@ -422,9 +424,6 @@ class ReplayConfig(
             return
         if self.replicas % ranks:
             raise SettingError(f"must be a multiple of the {ranks} ranks in lock step, got {self.replicas}", "replicas")
-        for field in ("offload", "sessions"):
-            if getattr(self, field) is not None:
-                raise SettingError("is not modelled for ranks in lock step", field, hint="Leave out {data_parallel}.")
 
     @property
     def cost_model(self) -> CostModel:

@@ -107,7 +107,7 @@ def open_several(
             clock,
             token_bytes=config.page_bytes[name] // of_model.page_size,
             max_positions=limits[name].max_model_len,
-            kv_groups=of_model.kv_groups,
+            groups=None if of_model.kv_groups == "off" else of_model.memory,
         )
         facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": of_model.to_builtins()["cost"]}
         served.append(

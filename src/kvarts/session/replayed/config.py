@@ -115,8 +115,6 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 field="sessions",
                 hint="Leave the options of sessions out, or give requests a session_id.",
             )
-        if config.profile == "mocker":
-            raise ConfigError("the profile 'mocker' knows no sessions", field="sessions", hint="Take another profile.")
         if self.retention == "host" and config.offload is None:
             raise ConfigError("'host' needs host memory", field="sessions.retention", hint="Set offload.")
         groups = None if config.kv_groups == "off" else config.memory

@@ -1,4 +1,7 @@
-"""The audit of KV groups finds what is damaged, rule by rule, and any event that is changed, lost or told twice."""
+"""The auditor finds what is damaged, rule by rule, and any event that is changed, lost or told twice.
+
+Of whole pages, which are the parts of one full group, as of other KV groups.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
-from kvarts.audit.finding import AuditError, Finding
-from kvarts.audit.group_auditor import GroupAuditor
-from kvarts.audit.part_ledger import AuditedGroup, PartLedger
+from kvarts.audit.auditor import AuditError, Auditor, Finding
+from kvarts.audit.ledger import LedgerGroup
 from kvarts.events import (
     Admitted,
     ChunkComputed,
@@ -33,17 +35,26 @@ from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, part_groups, told_by
+from builders.outcome import run_kvarts
 from oracles.naive_grouped import needed_pages
 
 STATE = PartGroup(KvLayer(kind="state", state_bytes=1), 2)
 GROUPS = (PartGroup(FULL, 2), WINDOW, STATE)
 
 
+WHOLE: tuple[PartGroup, ...] = ()
+"""Pages that are whole."""
+
+
 def audited(groups: Sequence[PartGroup], case: Case, keeps: str, events: Sequence[Event]) -> list[Finding]:
     """What the audit finds in what one engine told."""
+    if not groups:
+        auditor = Auditor(case.num_pages, case.page_size)
+        auditor.observe(events)
+        return auditor.findings
     memory = GroupMemory(tuple(groups))
     facts = tuple(
-        AuditedGroup(
+        LedgerGroup(
             group.layer.kind,  # type: ignore[arg-type]  # of layers that keep something
             group.part_bytes // memory.block_bytes,
             group.layer.span,
@@ -51,7 +62,7 @@ def audited(groups: Sequence[PartGroup], case: Case, keeps: str, events: Sequenc
         )
         for group in groups
     )
-    auditor = GroupAuditor(facts, memory.num_blocks(case.num_pages), case.page_size, keeps_all=keeps == "all")
+    auditor = Auditor(memory.num_blocks(case.num_pages), case.page_size, groups=facts, keeps_all=keeps == "all")
     auditor.observe(events)
     return auditor.findings
 
@@ -62,7 +73,7 @@ def test_what_tokens_need_is_what_a_look_at_every_token_says(
 ) -> None:
     for group in groups:
         kind: Any = group.layer.kind
-        sink, others = AuditedGroup(kind, 1, group.layer.span, group.layer.sink).needed(num_tokens, page_size)
+        sink, others = LedgerGroup(kind, 1, group.layer.span, group.layer.sink).needed(num_tokens, page_size)
         assert not set(sink) & set(others)
         needed = set(needed_pages(group.layer, num_tokens, page_size))
         if num_tokens % page_size and not group.is_state:
@@ -78,9 +89,15 @@ CASE = Case([Row(0, PROMPT, 16, 16, None, 0, None), *LONGER], 1, 2, 20, 16, 3, "
 """Prompts that share their beginning, in a memory that is short: hits, preemptions, evictions, snapshots."""
 
 
+def events_of(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> list[Event]:
+    return told_by(case, groups, keeps)[1][0].events if groups else run_kvarts(case).events[0]
+
+
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[Event]]:
-    return {keeps: told_by(CASE, GROUPS, keeps)[1][0].events for keeps in ("all", "tails")}
+    """By what windows leave behind, and of whole pages."""
+    of_groups = {keeps: events_of(CASE, GROUPS, keeps) for keeps in ("all", "tails")}
+    return {**of_groups, "whole": events_of(CASE, WHOLE, "all")}
 
 
 def first(events: Sequence[Event], kind: type, is_it: Callable[[Any], bool] = lambda event: True) -> int:
@@ -105,11 +122,11 @@ def damage(events: list[Event], index: int, **fields: Any) -> list[Event]:
 DAMAGES: dict[str, tuple[Callable[[list[Event]], list[Event]], str]] = {
     "a hit that is longer than a window can go on from": (
         lambda events: damage(events, hit(events), num_hit_pages=events[hit(events)].num_hit_pages + 1),  # type: ignore[union-attr]
-        "has no part of it",
+        "was hit and is not resident in group",
     ),
     "a hit that is shorter than it might be": (
         lambda events: damage(events, hit(events), num_hit_pages=0),
-        "every group could go on from",
+        "could be hit,",
     ),
     "a group that is said to end a hit and did not": (
         lambda events: damage(events, hit(events), reach=(0, 0, 0)),
@@ -163,9 +180,13 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], list[Event]], str]] = {
         lambda events: damage(events, first(events, StepDone), tiers=(1, 0, 1, 0, 1, 0)),
         "the step counts",
     ),
+    "a step that counts other memory": (
+        lambda events: damage(events, at := first(events, StepDone), num_used=events[at].num_used + 1),  # type: ignore[union-attr]
+        "the step counts",
+    ),
     "a page that does not follow the one before": (
         lambda events: damage(events, later(events), parent=None),
-        "after a page that does not precede it",
+        "was stored after no page, which does not precede it",
     ),
     "a group that is not there": (
         lambda events: damage(events, first(events, PagesStored), group=3),
@@ -180,6 +201,22 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], list[Event]], str]] = {
         "and was not held",
     ),
 }
+
+
+DAMAGES_OF_WHOLE_PAGES: dict[str, str] = {
+    "a hit that is longer than a window can go on from": "was hit and is not resident",
+    "a hit that is shorter than it might be": "",
+    "a part that is evicted out of turn": "",
+    "a part that is evicted and not told": "was evicted and no event says so",
+    "a part that is evicted while it is in use": "",
+    "a preemption for what was free": "",
+    "tokens that a preemption did not lose": "",
+    "prompt tokens that are counted twice": "",
+    "a step that counts other memory": "",
+    "a page that does not follow the one before": "",
+    "a group that is not there": "",
+}
+"""Those that whole pages can have, and what is said of them where that differs."""
 
 
 def hit(events: Sequence[Event]) -> int:
@@ -243,6 +280,15 @@ def test_damage_is_found(told: dict[str, list[Event]], name: str) -> None:
     assert findings and says in str(findings[0]), [str(finding) for finding in findings[:3]]
 
 
+@pytest.mark.parametrize("name", DAMAGES_OF_WHOLE_PAGES)
+def test_damage_of_whole_pages_is_found(told: dict[str, list[Event]], name: str) -> None:
+    make, says = DAMAGES[name]
+    findings = audited(WHOLE, CASE, "all", make(told["whole"]))
+    says = DAMAGES_OF_WHOLE_PAGES[name] or says
+    assert findings and says in str(findings[0]), [str(finding) for finding in findings[:3]]
+    assert "group" not in str(findings[0]) or name == "a group that is not there"
+
+
 def test_what_is_not_kept_must_be_told(told: dict[str, list[Event]]) -> None:
     events = told["tails"]
     index = first(events, PagesRemoved, lambda event: event.is_dropped)
@@ -255,12 +301,6 @@ def test_an_engine_that_counts_other_parts_fails_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(RunCache, "settle_group", lambda cache, holding, index, num_tokens: None)
     with pytest.raises(AuditError, match="no later token sees it"):
         replay(CASE.trace(), CASE.config(kv_groups="all", groups=GROUPS, audit=True))
-
-
-def test_a_part_does_not_fit_where_all_is_held() -> None:
-    ledger = PartLedger((AuditedGroup("full", 2),), 4, keeps_all=True)
-    parts = [ledger.take(0) for _ in range(3)]
-    assert parts[1] is not None and parts[2] is None
 
 
 # Any change -----------------------------------------------------------------------------------------------
@@ -281,13 +321,13 @@ NUMBERS = (
 
 
 @pytest.mark.laws
-@given(cases(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]), st.data())
+@given(cases(max_requests=12), st.just(WHOLE) | part_groups(), st.sampled_from(["all", "tails"]), st.data())
 def test_any_event_that_is_changed_lost_or_told_twice_is_found(
     case: Case, groups: tuple[PartGroup, ...], keeps: str, data: st.DataObject
 ) -> None:
     case.profile, case.replicas = "default", 1
     case.num_pages = max(1, case.num_pages * 2 // 3)
-    events = told_by(case, groups, keeps)[1][0].events
+    events = events_of(case, groups, keeps)
     assert audited(groups, case, keeps, events) == []
     places = [index for index, event in enumerate(events) if isinstance(event, AUDITED)]
     assume(places)

@@ -1,0 +1,217 @@
+"""What requests hold of parts, as the audit has it: what they take, let be found, keep for others, and release."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from kvarts.audit.digests import PageDigests
+from kvarts.audit.finding import Findings
+from kvarts.audit.ledger import Ledger, Part
+from kvarts.content import Content
+from kvarts.events import DraftJudged, DraftTaken
+
+__all__ = ["KnownRequest", "RequestParts"]
+
+
+class KnownRequest:
+    """What the auditor knows of one request. Its first `num_named` pages can be found, as far as it has parts of them.
+
+    `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
+    order of admission. `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until
+    it is admitted, else None; `offer`: from which page on so many pages of each tier are loaded, if not all that is
+    below; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when its
+    load has ended.
+    """
+
+    __slots__ = (
+        "admission",
+        "awaited",
+        "computed",
+        "content",
+        "drafted",
+        "is_cancelled",
+        "is_running",
+        "known",
+        "load",
+        "num_named",
+        "num_taken",
+        "offer",
+        "parts",
+        "states",
+    )
+
+    def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int) -> None:
+        self.content = content
+        self.known = num_prompt_tokens
+        self.computed = self.num_named = self.num_taken = self.drafted = 0
+        self.parts: list[dict[int, Part]] = [{} for _ in range(num_groups)]
+        self.states: dict[int, Part] = {}
+        self.is_running = False
+        self.admission = self.awaited = -1
+        self.load: range | None = None
+        self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
+        self.is_cancelled = False
+
+
+class RequestParts:
+    """Moves parts in `ledger` for requests. `found` receives what does not add up.
+
+    `names_private`: a full page of unknown tokens can be found at once; else when its request releases it.
+    """
+
+    def __init__(
+        self, ledger: Ledger, digests: PageDigests, found: Findings, page_size: int, *, names_private: bool
+    ) -> None:
+        self._ledger = ledger
+        self._digests = digests
+        self._found = found
+        self._page_size = page_size
+        self._names_private = names_private
+
+    def hit(self, known: KnownRequest, num_pages: int, *, how: str = "hit") -> None:
+        """Hold what tokens after the first `num_pages` pages need of them: the copies that are found first."""
+        ledger, digests = self._ledger, self._digests.upto(known.content, num_pages)
+        for index, group in enumerate(ledger.groups):
+            for page in chain(*group.needed(num_pages * self._page_size, self._page_size)):
+                part = ledger.find(index, digests[page])
+                if part is None:
+                    what = f"was {how} and is not resident{self._ledger.words(index)}"
+                    self._found.add(what, known.content.owner, page)
+                    continue
+                ledger.hold(part)
+                known.parts[index][page] = part
+        known.num_named = known.num_taken = num_pages
+
+    def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool) -> None:
+        """Take what tokens up to there need, and let what they fill be found. `is_end`: of the known tokens."""
+        self.take_pages(known, num_tokens)
+        known.computed = num_tokens
+        self.name(known)
+        if is_end:
+            self._keep_tails(known)
+            if num_tokens % self._page_size == 0:
+                self._take_snapshots(known)
+
+    def take_pages(self, known: KnownRequest, num_tokens: int) -> None:
+        """Take what tokens up to there need, beside what the request has."""
+        pages = range(known.num_taken, max(known.num_taken, -(-num_tokens // self._page_size)))
+        for index, group in enumerate(self._ledger.groups):
+            if group.kind != "state":
+                parts = known.parts[index]
+                for page in pages:
+                    part = self._take(known, index, page)
+                    if part is not None:
+                        parts[page] = part
+            elif index not in known.states:
+                part = self._take(known, index, pages.start)
+                if part is not None:
+                    known.states[index] = part
+        known.num_taken = pages.stop
+
+    def _take(self, known: KnownRequest, group: int, page: int) -> Part | None:
+        part = self._ledger.take(group)
+        if part is None:
+            what = f"was taken{self._ledger.words(group)} where none is free"
+            self._found.add(what, known.content.owner, page)
+        return part
+
+    def name(self, known: KnownRequest, num_pages: int | None = None) -> None:
+        """Let parts of the first `num_pages` pages be found: if left out, of those that are full and may be found."""
+        if num_pages is None:
+            num_pages = known.computed // self._page_size
+            if not self._names_private:
+                num_pages = min(num_pages, known.content.num_known_pages)
+        if num_pages <= known.num_named:
+            return
+        for index, parts in enumerate(known.parts):
+            if self._ledger.groups[index].kind != "state":
+                for page in range(known.num_named, num_pages):
+                    if page in parts:
+                        self.publish(known, index, page, parts[page])
+        known.num_named = num_pages
+
+    def publish(self, known: KnownRequest, group: int, page: int, part: Part) -> None:
+        """Let a part be found."""
+        digests = self._digests.upto(known.content, page + 1)
+        self._digests.where.setdefault(digests[page], (known.content.owner, page))
+        self._ledger.publish(part, digests[page], before=digests[page - 1] if page else None)
+
+    def _keep_tails(self, known: KnownRequest) -> None:
+        """Keep what the token after the last full page sees."""
+        full_tokens = known.computed // self._page_size * self._page_size
+        for index, group in enumerate(self._ledger.groups):
+            if group.is_bounded:
+                for page in chain(*group.needed(full_tokens, self._page_size)):
+                    if page in known.parts[index]:
+                        known.parts[index][page].stays = True
+
+    def _take_snapshots(self, known: KnownRequest) -> None:
+        """Copy the states at the end of a page, as far as no such copies can be found, if all of them fit."""
+        page = known.computed // self._page_size - 1
+        digest = self._digests.of(known.content, page)
+        groups = self._ledger.groups
+        missing = [
+            index
+            for index, group in enumerate(groups)
+            if group.kind == "state" and self._ledger.find(index, digest) is None
+        ]
+        if sum(groups[index].part_blocks for index in missing) > self._ledger.num_free:
+            return
+        for index in missing:
+            part = self._ledger.take(index)
+            assert part is not None, "all of them fit"
+            self.publish(known, index, page, part)
+            self._ledger.release(part)
+
+    def draft(self, known: KnownRequest, event: DraftTaken, *, is_decoding: bool) -> None:
+        """Take what drafted tokens need, which follow the one that the decode computes in this step."""
+        if not is_decoding or known.drafted or event.start != known.computed or event.end <= event.start:
+            what = f"drafts tokens {event.start} to {event.end}, and had {known.computed} computed"
+            self._found.add(what, event.request, event.start // self._page_size)
+        known.drafted = event.end - event.start
+        self.take_pages(known, event.end)
+
+    def judge(self, known: KnownRequest, event: DraftJudged) -> None:
+        """Count accepted tokens, and give back the parts of pages that only others were in."""
+        if event.num_drafted != known.drafted or not 0 <= event.num_accepted <= known.drafted:
+            what = f"accepts {event.num_accepted} of {event.num_drafted} tokens, and {known.drafted} were drafted"
+            self._found.add(what, event.request)
+        known.drafted = 0
+        known.computed += event.num_accepted
+        known.known += event.num_accepted
+        num_pages = max(known.num_named, -(-known.computed // self._page_size))
+        for parts in known.parts:
+            for page in range(known.num_taken - 1, num_pages - 1, -1):
+                if page in parts:
+                    self._ledger.release(parts.pop(page))
+        known.num_taken = min(known.num_taken, num_pages)
+        self.name(known)
+
+    def close(self, known: KnownRequest) -> None:
+        """Release all that a request holds, group by group, its state and then the last page first."""
+        self.name(known, known.computed // self._page_size)
+        self._keep_tails(known)
+        for index, parts in enumerate(known.parts):
+            if index in known.states:
+                self._ledger.release(known.states.pop(index))
+            for page in sorted(parts, reverse=True):
+                self._ledger.release(parts.pop(page))
+        known.num_named = known.num_taken = 0
+        known.is_running = False
+
+    def look_at(self, known: KnownRequest) -> None:
+        """Find what a running request holds between two steps though no later token sees it, and drafts not judged."""
+        if known.drafted:
+            self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
+            known.drafted = 0
+        for index, group in enumerate(self._ledger.groups):
+            if group.has_every_page:
+                continue
+            sink, others = group.needed(known.computed, self._page_size)
+            for page in known.parts[index]:
+                if page in others:
+                    break  # pages are in order
+                if page not in sink:
+                    what = f"is held{self._ledger.words(index)}, and no later token sees it"
+                    self._found.add(what, known.content.owner, page)
+                    break

@@ -1,0 +1,121 @@
+"""Which features do not combine, and why: one table. Every such refusal is raised from it, and docs/limits.md has it.
+
+Features that are not in a row together combine. Places are features as well: a row with a place is refused only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvarts.settings import SettingError
+
+__all__ = ["FEATURES", "PLACES", "REFUSED", "Feature", "Refusal", "check_combination", "sentence", "why_not"]
+
+PLACES = {
+    "replay": "a replay",
+    "plan": "a plan",
+    "mock": "a mock",
+    "model": "a real model",
+    "sessions": "sessions",
+    "several": "several models on a device",
+}
+"""Where features are used: the columns of the table, and their words. `sessions`: of a replay or a server."""
+
+
+class Feature(NamedTuple):
+    """Something that can be asked for in some places: its words, and the places."""
+
+    words: str
+    places: tuple[str, ...] = tuple(PLACES)
+
+
+FEATURES = {
+    "kv_groups": Feature("KV groups"),
+    "states": Feature("layers with a state"),
+    "sinks": Feature("layers with a sink of their own"),
+    "tiers": Feature("host memory"),
+    "files": Feature("files below host memory"),
+    "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
+    "orders": Feature("an eviction order other than LRU", ("replay", "plan", "sessions", "several")),
+    "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several")),
+    "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
+    "speculation": Feature("speculation", ("model", "sessions")),
+    "kv_events": Feature("KV events of one replay", ("replay", "several")),
+    "prices": Feature("policies and prices of memory", ("plan",)),
+    "record": Feature("a journal of what a server was asked", ("mock", "model")),
+    "ranks": Feature("ranks in lock step", ("replay", "sessions")),
+    "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions")),
+    "gpu": Feature("a GPU", ("model", "sessions")),
+    "fused": Feature("FlashAttention and FlexAttention", ("model",)),
+}
+"""What can be asked for: the rows of the table."""
+
+
+class Refusal(NamedTuple):
+    """Features that are refused `together`. The error names the setting of the first.
+
+    `why` ends the sentence that says so. `{name}` in `hint` stands for a setting.
+    """
+
+    together: tuple[str, ...]
+    why: str
+    hint: str = "Leave one of them out."
+
+
+WHOLE = "Leave it out, or set {kv_groups} to off."
+NO_WINDOW = "Leave the window out: then the session keeps all of its history."
+REFUSED = (
+    Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
+    Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
+    Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
+    Refusal(("orders", "kv_groups"), "parts are evicted in the order of their release", WHOLE),
+    Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
+    Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
+    Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),
+    Refusal(("windows", "sinks"), "it would be kept beside that of the session", NO_WINDOW),
+    Refusal(("fused", "windows"), "it reads no sinks", "Take sdpa, or numba on a CPU."),
+    Refusal(("speculation", "states"), "a rejected token cannot be taken out of a state", "Leave it off."),
+    Refusal(("sessions", "mocker"), "Dynamo's mocker knows no sessions", "Take another profile."),
+    Refusal(("sessions", "several"), "sessions are of one model"),
+    Refusal(("record", "sessions"), "it is replayed request by request"),
+    Refusal(("kv_events", "several"), "a stream of events is of one model", "Replay each model for itself."),
+    Refusal(("tiers", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
+    Refusal(("pipeline", "ranks"), "it is not modelled"),
+    Refusal(("ranks", "several"), "it is not modelled"),
+    Refusal(("pipeline", "several"), "it is not modelled"),
+    Refusal(("ranks", "plan"), "a plan asks for replicas", "Replay the options you have in mind."),
+    Refusal(("tiers", "gpu"), "only pages of a model on a CPU are copied there", "Leave it out."),
+)
+
+
+def check_combination(given: Mapping[str, str]) -> None:
+    """Raise SettingError if some of `given` are refused together: features and places, each with its setting."""
+    refusal = _refusal(given)
+    if refusal is not None:
+        blamed, *others = refusal.together
+        raise SettingError(f"does not go with {_words(others)}: {refusal.why}", given[blamed], hint=refusal.hint)
+
+
+def sentence(refusal: Refusal) -> str:
+    """Return the sentence that `refusal` is, for the docs."""
+    blamed, *others = refusal.together
+    return f"{_words([blamed])} with {_words(others)}: {refusal.why}"
+
+
+def why_not(*given: str) -> str:
+    """Return why some of `given` are refused together, as a clause; empty if they combine."""
+    refusal = _refusal(dict.fromkeys(given, ""))
+    if refusal is None:
+        return ""
+    blamed, *others = refusal.together
+    return f"{_words([blamed])} do not go with {_words(others)}, since {refusal.why}"
+
+
+def _refusal(given: Mapping[str, str]) -> Refusal | None:
+    return next((refusal for refusal in REFUSED if all(name in given for name in refusal.together)), None)
+
+
+def _words(names: list[str]) -> str:
+    *first, last = [FEATURES[name].words if name in FEATURES else PLACES[name] for name in names]
+    return f"{', '.join(first)} and {last}" if first else last
