@@ -18,7 +18,7 @@ class RoundRobin(msgspec.Struct):
     next_turn: int = 0
 
     def choose(self, asked: Asked, view: View) -> int:
-        """Return the worker whose turn it is."""
+        """Return the worker after the one chosen last."""
         place = self.next_turn % len(view.workers)
         self.next_turn = place + 1
         return view.workers[place]

@@ -130,7 +130,7 @@ class PolicyRouter:
         self.view.metrics.report(worker, running, waiting, used_pages, waiting_pages, usage)
 
     def reader_of(self, worker: int) -> CacheFeed | None:
-        """Return what reads the cache events of a worker; None if nobody needs them."""
+        """Return what reads the cache events of a worker; None if the policy does not need them."""
         if self.index is None:
             return None
 

@@ -1,8 +1,8 @@
 """A tree of what several workers have of many prompts: runs of pages, and per run and worker a number.
 
 A span is a run of pages that no prompt in the tree leaves half-way. What is known of a worker is in the span, so a
-lookup walks one path however many workers there are. The tree knows no worker's memory: what is written here is what
-somebody said, and may be wrong.
+lookup walks one path however many workers there are. The tree knows no worker's memory: what is written here was told,
+and may be wrong.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class View:
         self.num_requests: list[int] = []
         """Requests in flight per worker."""
         self.prefill_tokens: list[int] = []
-        """Prompt tokens per worker that were not cached at placement, of requests whose prompt is not computed yet."""
+        """Prompt tokens per worker that were not cached at placement, of requests that are not prefilled yet."""
         self.num_blocks: list[int] = []
         """Full blocks of prompts in flight per worker, those of each request by themselves."""
         self.num_tied = 0

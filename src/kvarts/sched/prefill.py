@@ -46,7 +46,7 @@ class Prefill:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
         self.computed: list[int] | None = None
-        """Requests whose prompt was computed, by index, until somebody takes them; None if nobody does."""
+        """Indexes of requests that have computed their prompt, until they are taken; None if they are not."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages

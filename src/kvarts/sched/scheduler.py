@@ -156,7 +156,7 @@ class Scheduler:
         return None
 
     def take_computed(self) -> list[int]:
-        """Return the requests, by index, whose prompt was computed since the last call; they are kept from then on."""
+        """Return the indexes of requests that computed their prompt since the last call, and keep them from then on."""
         computed, self._prefill.computed = self._prefill.computed, []
         return computed or []
 

@@ -1,4 +1,4 @@
-"""Prefixes of workers whose events do not tell of pages: KV groups, and several models on one device."""
+"""Prefixes of workers of which events do not tell: KV groups, and several models on one device."""
 
 from __future__ import annotations
 

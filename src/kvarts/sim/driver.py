@@ -279,7 +279,7 @@ class Driver:
             self._tell(len(finished))
 
     def _give_up(self, now_ns: int) -> None:
-        """Drop the request whose client is the next to give up, at `now_ns`."""
+        """Drop the request with the next deadline, at `now_ns`."""
         _, number, _, request = heappop(self._deadlines)
         if self._arrivals[number].holds(request):
             self._arrivals[number].withdraw(request, now_ns)

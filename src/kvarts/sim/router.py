@@ -1,4 +1,4 @@
-"""The seam of routers: which worker a request goes to, by one who is told of workers and never looks at them.
+"""The seam of routers: a router places requests on workers; it is told of them, and never looks at them.
 
 The room `routers` answers it with policies by name. What needs no room is here: turns, and turns of groups in lock
 step.
@@ -58,7 +58,7 @@ class Routed(Protocol):
 class Router(Protocol):
     """Places requests on workers. Promises: it knows of them what it is told, and what it did itself.
 
-    Workers are numbered in the order in which they joined. Whoever drives it tells everything up to the time of a
+    Workers are numbered in the order in which they joined. The driver tells everything up to the time of a
     request before it asks for a place.
     """
 
@@ -160,7 +160,7 @@ class RoundRobin:
         self._num_joined = num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the worker whose turn it is."""
+        """Return the worker after the one chosen last."""
         place = self.next_turn % len(self.workers)
         self.next_turn = place + 1
         return self.workers[place]
