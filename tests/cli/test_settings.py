@@ -47,6 +47,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "offload.d2h": ("7GB/s", "7GB/s"),
     "offload.disk_read": ("7GB/s", "7GB/s"),
     "offload.disk_write": ("7GB/s", "7GB/s"),
+    "routing.staleness": ("50ms", "50ms"),
+    "routing.event_lag": ("50ms", "50ms"),
 }
 """What is written, and read, for settings whose type does not say it."""
 
@@ -54,6 +56,7 @@ VALUES: dict[str, tuple[str, Any]] = {
 CHOICES = (
     *("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm", "missing"),
     "worker",
+    "lcfs",
 )
 """Values that are not the default, of settings with a few."""
 
