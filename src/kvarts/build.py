@@ -140,7 +140,7 @@ def build_engine(
     is_lazy = with_tiers and offload is not None and offload.is_lazy
     if audit and cache is None and not hands_over:
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
-            config.num_pages if num_blocks is None else num_blocks,
+            config.num_pages if memory is None else num_blocks,
             config.page_size,
             groups=() if memory is None else _audited_groups(memory),
             keeps_all=memory is None or memory.keeps == "all",
