@@ -1,6 +1,6 @@
 """A ledger of the parts of pages, all of which draw on one memory. A second bookkeeping, on purpose one part at a time.
 
-A page has a part in every KV group; a model whose layers keep every token has one full group, and a part is the whole
+A page has a part in every KV group; a model with layers that all keep every token has one full group, and a part is the whole
 page. A part is *held* while sequences reference it or transfers read it. Once its page is full it is *published* under
 a name, and can be found. A published part that nothing holds is *cached*, in the order of release, and evicted when a
 new part needs its room:
@@ -123,7 +123,7 @@ class Happened(msgspec.Struct, frozen=True):
 class Ledger:
     """Owner of the parts in `num_blocks` blocks. `keeps_all`: also what windows leave behind can be found.
 
-    `keeps_prefixes`: in groups whose layers need every page, a page is evicted after those that follow it.
+    `keeps_prefixes`: in groups of layers that need every page, a page is evicted after those that follow it.
 
     `happened`: what happened to parts that can be found, until it is taken from there. `choose`: which of the parts
     that can be evicted goes next; it gets them in the order of release. Left out, that is the first of them without
