@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,9 @@ from cases.case import Case, Command
 from cases.inputs import write_inputs
 from outcome import Artefacts, first_difference, read_files
 from renamed import RENAMED, Renamed
+
+PROGRESS = re.compile(rb"^kvarts: [^\n]*: [\d,]+( s|( of [\d,]+)? \w+)\n", re.MULTILINE)
+"""What is said after two seconds depends on the machine."""
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
@@ -116,7 +120,7 @@ def run_side(case: Case, side: Checkout, folder: Path, inputs: Path) -> tuple[Ar
             unexpected.append(f"{side.name}: {command} exited with {done.returncode}: {tail}")
         artefacts[f"{place}exit code"] = str(done.returncode).encode()
         artefacts[f"{place}stdout"] = done.stdout
-        artefacts[f"{place}stderr"] = done.stderr.replace(str(side.path).encode(), b"CHECKOUT")
+        artefacts[f"{place}stderr"] = PROGRESS.sub(b"", done.stderr).replace(str(side.path).encode(), b"CHECKOUT")
     artefacts.update(read_files(folder))
     shutil.rmtree(folder)
     return artefacts, unexpected
