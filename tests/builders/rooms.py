@@ -59,6 +59,7 @@ SPELLINGS = {
     "llm": ("kvarts generate", "kvarts profile", "kvarts model tiny", "kvarts model check", "kvarts.executor.torch"),
     "offload": ("--host-memory", "--host-pages", "[offload]"),
     "openai_api": ("kvarts mock", "kvarts serve --model", "kvarts.openai_api", "kvarts_server"),
+    "fleet": ("kvarts.fleet", "--prefill-replicas", "--decode-replicas", "[prefill]", "[decode]", "[transfer]"),
     "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),
     "record": ("--events", "--run-dir", "--timeline", "--kv-timeline"),
     "routers": ("--router", "[routing]", "router=", "router =", "kvarts.routers"),

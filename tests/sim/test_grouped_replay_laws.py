@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.sim.replay import replay
@@ -56,6 +57,25 @@ def test_requests_that_begin_to_decode_give_back_in_the_order_of_admission() -> 
         Row(200, [*prefix, *[4] * 16], 28, 1, None, 0, None),
     ]
     assert_grouped_as_in_naive(Case(rows, 1, 4, 8, 64, 8, "default", 1), (PartGroup(FULL, 1), WINDOW), "all")
+
+
+def test_a_span_is_split_where_a_stream_has_evicted_what_comes_before() -> None:
+    """Windows of one token: the run before the place of the split was evicted, and is still in the list of its span."""
+    rows = [
+        Row(529, [0, 3, 3], 3, 12, [0, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0], -1, "a"),
+        Row(536, [2, 2, 2, 3, 3], 5, 6, [0, 0, 0, 1, 0, 1], -1, None),
+        Row(745, [0], 1, 1, None, 0, "a"),
+        Row(745, [2], 1, 10, [1, 1, 1, 1, 1, 1, 0, 0, 0, 0], 0, None),
+        Row(745, [0, 1, 3, 3, 2], 5, 9, None, -1, "a"),
+        Row(745, [2, 1, 2], 3, 9, None, 0, None),
+    ]
+    case = Case(rows, 1, 1, 22, 16, 1, "default", 1)
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1), 2)
+    fast, slow = (
+        replay(case.trace(), case.config(step_by_step=slowly, kv_groups="all", groups=(window,), concurrency=3))
+        for slowly in (False, True)
+    )
+    assert fast.to_json() == slow.to_json()
 
 
 @given(cases(max_requests=40), part_groups(), st.sampled_from(["all", "tails"]))

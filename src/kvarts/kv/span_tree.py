@@ -252,6 +252,8 @@ class SpanTree:
                     first = run
                 elif run.start < page:
                     first = run.split(page)
+                    if first.span is None:
+                        continue  # its stream had evicted it
                 else:
                     continue
                 runs.remove(first)
