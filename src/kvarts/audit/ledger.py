@@ -1,6 +1,6 @@
 """A ledger of the parts of pages, all of which draw on one memory. A second bookkeeping, on purpose one part at a time.
 
-A page has a part in every KV group; a model with layers that all keep every token has one full group, and a part is the whole
+A page has a part in every KV group; where all layers keep every token there is one full group, and a part is the whole
 page. A part is *held* while sequences reference it or transfers read it. Once its page is full it is *published* under
 a name, and can be found. A published part that nothing holds is *cached*, in the order of release, and evicted when a
 new part needs its room:

@@ -10,8 +10,8 @@
 
 None of them says what was in a prompt. Requests that failed, and those of a warm-up, are left out and counted. So are
 those that were cancelled, except where AIPerf says how long their prompts were (`error_isl`) and when they were
-cancelled (`cancellation_time_ns`): these are requests that their clients give up as long after sending them. How many tokens
-they would have got is not recorded; as many as the longest output of the file.
+cancelled (`cancellation_time_ns`): these are requests that their clients give up as long after sending them. How many
+tokens they would have got is not recorded; as many as the longest output of the file.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ class ClosedLoop(_Loop):
 
 
 class Retrying:
-    """Another source, of which the clients send a request that they gave up again: `after_ns` later, `most` times each."""
+    """Another source, with clients that send a request again that they gave up: `after_ns` later, `most` times each."""
 
     is_reactive = True
 
