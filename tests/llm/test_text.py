@@ -93,3 +93,45 @@ def test_special_tokens_have_text_where_they_are_asked_for() -> None:
     assert (plain.text, told.text) == ("as", "as<s>")
     assert told.take(2) and told.text == "as<s>"
     assert not plain.take(2) and plain.text == "as"
+
+
+@given(st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), min_size=1, max_size=12), st.integers(0, 4), st.data())
+def test_the_stop_text_that_is_whole_first_ends_the_text_however_it_comes(
+    pieces: list[str], min_tokens: int, data: st.DataObject
+) -> None:
+    """Against the search after each character; of those that are whole at once, the first of the list."""
+    stops = data.draw(st.lists(st.sampled_from(["ab", "b", "aa", "bab", "abb"]), max_size=3, unique=True))
+    expected: tuple[str, str | None] = ("".join(pieces), None)
+    text = ""
+    for character, place in ((each, place) for place, piece in enumerate(pieces) for each in piece):
+        text += character
+        found = next((stop for stop in stops if text.endswith(stop)), None)
+        if found is not None and place >= min_tokens:
+            expected = text.removesuffix(found), found
+            break
+    made = generation(Pieces(pieces), stop=tuple(stops), min_tokens=min_tokens)
+    told = ""
+    for place in range(len(pieces)):
+        is_over = made.take(place)
+        assert made.final_text.startswith(told)
+        told = made.final_text
+        if is_over:
+            break
+    assert (made.text, made.stop_reason) == expected
+
+
+@pytest.mark.parametrize(("own_ends", "reason"), [((), 7), ((7,), None)])
+def test_a_stop_token_is_told_unless_it_is_the_own_end_of_the_model(
+    own_ends: tuple[int, ...], reason: int | None
+) -> None:
+    request = Request(0, Content.from_tokens([1], page_size=4, owner=0), num_prompt_tokens=1, max_tokens=100)
+    made = Generation(request, SamplingParams(stop_token_ids=(7, 8)), None, own_ends=own_ends)
+    assert made.take(7, is_end=True)
+    assert made.completion().stop_reason == reason
+
+
+class Pieces:
+    """A tokenizer that has these texts for the tokens 0, 1, and so on."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.piece = pieces.__getitem__

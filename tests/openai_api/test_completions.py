@@ -130,6 +130,29 @@ def test_a_stop_text_ends_an_answer_and_is_not_in_it(server: RunningServer) -> N
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == told["text"]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_stopped_an_answer_is_told_as_the_text_or_the_token(
+    server: RunningServer, path: str, streams: bool
+) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "why"}]} if path == CHAT else {"prompt": "why"}
+    asked["max_tokens"] = 20
+
+    def last(**more: Any) -> Any:
+        if streams:
+            *before, end = (event["choices"][0] for event in streamed(server, path, {**asked, **more}))
+            assert all("stop_reason" not in choice for choice in before)
+            return end
+        return call(server.url, path, {**asked, **more}).json["choices"][0]
+
+    whole = call(server.url, path, asked).json["choices"][0]
+    text = whole["text"] if path == COMPLETIONS else whole["message"]["content"]
+    word, token = text.split()[6], WordTokenizer().encode(text)[4]
+    told = [last(), last(stop=["no such word", word]), last(stop_token_ids=[token]), last(stop=word, min_tokens=20)]
+    reasons = [(choice["finish_reason"], choice["stop_reason"]) for choice in told]
+    assert reasons == [("length", None), ("stop", word), ("stop", token), ("length", None)]
+
+
 def test_a_stop_token_ends_an_answer_unless_it_is_too_short(server: RunningServer) -> None:
     text = complete(server, "token", max_tokens=10)["choices"][0]["text"]
     token = WordTokenizer().encode(text)[4]

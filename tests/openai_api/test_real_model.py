@@ -120,6 +120,7 @@ def test_penalties_and_min_tokens_change_what_is_chosen(url: str) -> None:
     ).json["tokens"]
     told = complete(url, prompt="aaaa", max_tokens=6, ignore_eos=True, stop_token_ids=[first])
     assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (1, "stop")
+    assert told["choices"][0]["stop_reason"] == first
     told = complete(url, prompt="aaaa", max_tokens=6, min_tokens=6, ignore_eos=True, stop_token_ids=[first])
     assert told["usage"]["completion_tokens"] == 6
 

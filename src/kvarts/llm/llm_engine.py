@@ -155,7 +155,7 @@ class LLMEngine:
             prompt = request.content.tokens(0, request.num_prompt_tokens) if needs_prompt else ()
             own_ids = frozenset() if params.ignore_eos else self._eos_ids
             self._sampling.add(index, params, prompt, own_ids.union(stop_ids))
-            self._generations.add(Generation(request, params, tokenizer))
+            self._generations.add(Generation(request, params, tokenizer, own_ends=own_ids))
         except KvartsError:
             self._forget(index)
             raise

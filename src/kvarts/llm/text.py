@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -20,7 +22,8 @@ UNFINISHED = "\ufffd"
 
 class Completion(msgspec.Struct, frozen=True):
     """The outcome of a prompt. `tokens`: generated, the one that ended it included. `finish_reason`: `stop`, `length`,
-    `cancelled` or `error`; `error` then names what went wrong. `cached_tokens`: prompt tokens found in the cache.
+    `cancelled` or `error`; `error` then names what went wrong. `stop_reason`: the text or the token, of those that were
+    asked for, that ended it; None for the model's own end. `cached_tokens`: prompt tokens found in the cache.
 
     Log-probabilities are there where they were asked for: `logprobs` of each token, `top_logprobs` of the likeliest
     tokens in its place, and `prompt_logprobs` of the prompt.
@@ -36,19 +39,24 @@ class Completion(msgspec.Struct, frozen=True):
     top_logprobs: tuple[TopLogprobs, ...] = ()
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
+    stop_reason: int | str | None = None
 
 
 class Generation:
-    """A request under way: its tokens and its text so far."""
+    """A request under way: its tokens and its text so far. `own_ends`: tokens that are the model's own end."""
 
-    def __init__(self, request: Request, params: SamplingParams, tokenizer: Any) -> None:
+    def __init__(
+        self, request: Request, params: SamplingParams, tokenizer: Any, *, own_ends: Collection[int] = ()
+    ) -> None:
         self.request = request
         self.params = params
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self.error: Exception | None = None
         """What went wrong in making text, which ended the request."""
         self.tokens: list[int] = []
         self.text = ""
+        self._own_ends = own_ends
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._piece = getattr(tokenizer, "piece", None)
@@ -66,6 +74,8 @@ class Generation:
         self.tokens.append(token)
         if is_end:
             self.finish_reason = "stop"
+            if token in self.params.stop_token_ids and token not in self._own_ends:
+                self.stop_reason = token
         elif self._tokenizer is not None:
             try:
                 self._extend_text(token)
@@ -82,7 +92,7 @@ class Generation:
     def clear(self) -> None:
         """Forget what was generated: nothing was asked for."""
         self.tokens.clear()
-        self.text, self.finish_reason = "", None
+        self.text, self.finish_reason, self.stop_reason = "", None, None
 
     def finish(self, reason: str) -> None:
         """End the request, if it has not ended already."""
@@ -104,6 +114,7 @@ class Generation:
             () if told is None else tuple(told.top),
             prompt_logprobs,
             None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            self.stop_reason if self.finish_reason == "stop" else None,
         )
 
     @property
@@ -153,10 +164,14 @@ class Generation:
         if not self.params.stop or len(self.tokens) <= self.params.min_tokens:
             self.text = text
             return
-        # The text before has been searched already.
-        begin = max(0, len(self.text) - max(map(len, self.params.stop), default=0))
-        places = [place for stop in self.params.stop if (place := text.find(stop, begin)) >= 0]
-        if places:
-            text = text[: min(places)]
-            self.finish_reason = "stop"
+        # The text before has been searched already, or is too early to be.
+        ends: list[tuple[int, str]] = []
+        for stop in self.params.stop:
+            place = text.find(stop, max(0, len(self.text) - len(stop) + 1))
+            if place >= 0:
+                ends.append((place + len(stop), stop))
+        if ends:
+            end, stop = min(ends, key=itemgetter(0))  # the first to be whole, as if the text came by characters
+            text = text[: end - len(stop)]
+            self.finish_reason, self.stop_reason = "stop", stop
         self.text = text

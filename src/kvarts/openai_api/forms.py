@@ -69,8 +69,9 @@ class Form(Protocol):
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprob],
         usage: Mapping[str, Any] | None,
+        more: bytes = b"",
     ) -> bytes:
-        """Return the chunk of a piece of a choice."""
+        """Return the chunk of a piece of a choice. `more`: its members beside the text, each after a comma."""
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
         """Return the chunk that has the usage and no choice."""
@@ -141,20 +142,27 @@ class CompletionForm:
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprob],
         usage: Mapping[str, Any] | None,
+        more: bytes = b"",
     ) -> bytes:
         """Return the chunk of a piece."""
-        if finish_reason is None and usage is None and not logprobs:  # most are such
+        if finish_reason is None and usage is None and not logprobs and not more:  # most are such
             return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._head, number, encode(text))
         told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
-        return self._piece(number, text, finish_reason, told, usage)
+        return self._piece(number, text, finish_reason, told, usage, more)
 
     def _piece(
-        self, number: int, text: str, finish_reason: str | None, logprobs: bytes, usage: Mapping[str, Any] | None
+        self,
+        number: int,
+        text: str,
+        finish_reason: str | None,
+        logprobs: bytes,
+        usage: Mapping[str, Any] | None,
+        more: bytes = b"",
     ) -> bytes:
         reason = b"null" if finish_reason is None else encode(finish_reason)
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._head, number, encode(text), logprobs, reason, tail
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b' % (
+            self._head, number, encode(text), logprobs, reason, more, tail
         )  # fmt: skip
 
     def last(self, usage: Mapping[str, Any]) -> bytes:
@@ -174,7 +182,7 @@ class CompletionForm:
                 "text": (self._echoes[number].text if self._echoes else "") + choice.text,
                 "logprobs": merged,
                 "finish_reason": choice.finish_reason,
-                "stop_reason": None,
+                "stop_reason": None if choice.completion is None else choice.completion.stop_reason,
             }
             if self._ids_of and choice.completion is not None:
                 one["token_ids"] = choice.completion.tokens
@@ -263,17 +271,18 @@ class ChatForm:
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprob],
         usage: Mapping[str, Any] | None,
+        more: bytes = b"",
     ) -> bytes:
         """Return the chunk of a piece. What is made into something else comes at its end, all at once."""
         if self._shape is None:
-            if finish_reason is None and usage is None and not logprobs:  # most are such
+            if finish_reason is None and usage is None and not logprobs and not more:  # most are such
                 return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
                     self._head, number, encode(text)
                 )  # fmt: skip
             delta = b'{"content":' + encode(text) + b"}"
         else:
             change, reason_now = self._shaped(self._shape, number, text, is_last=finish_reason is not None)
-            if not change and finish_reason is None:
+            if not change and finish_reason is None and not more:
                 if logprobs:
                     self._held.setdefault(number, []).extend(logprobs)
                 return b""
@@ -283,7 +292,9 @@ class ChatForm:
         reason = b"null" if finish_reason is None else encode(finish_reason)
         told = encode({"content": self._logprobs(logprobs)}) if logprobs else b"null"
         tail = b"}]}\n\n" if usage is None else b'}],"usage":' + encode(usage) + b"}\n\n"
-        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (self._head, number, delta, told, reason, tail)
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b%b' % (
+            self._head, number, delta, told, reason, more, tail
+        )  # fmt: skip
 
     def _shaped(self, shape: Shape, number: int, text: str, *, is_last: bool) -> tuple[dict[str, Any], str | None]:
         """Return what a piece adds to the message, and why the choice ended, where that is changed."""
@@ -320,7 +331,7 @@ class ChatForm:
                 "message": message,
                 "logprobs": {"content": self._logprobs(choice.logprobs)} if choice.logprobs else None,
                 "finish_reason": reason,
-                "stop_reason": None,
+                "stop_reason": None if choice.completion is None else choice.completion.stop_reason,
             }
             if self._ids_of and choice.completion is not None:
                 one["token_ids"] = choice.completion.tokens

@@ -559,12 +559,15 @@ class _Stream:
         if number not in self._begun:
             self._begun.add(number)
             parts.append(self._form.first(number, choice.prompt_logprobs))
+        more = b""
         if finish_reason is not None:
             self._num_open -= 1
             finish_reason = _told_reason(finish_reason)
             if self._exchange.failure.drops_finish_reason:
                 finish_reason = None
+            elif choice.completion is not None:
+                more = b',"stop_reason":' + msgspec.json.encode(choice.completion.stop_reason)
         usage = None
         if self._tells_usage_always:
             usage = usage_of(self._prompt_lengths[number], num_tokens, choice.cached_tokens)
-        parts.append(self._form.piece(number, text, finish_reason, logprobs, usage))
+        parts.append(self._form.piece(number, text, finish_reason, logprobs, usage, more))

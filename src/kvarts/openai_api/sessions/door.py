@@ -113,7 +113,9 @@ class SessionsDoor:
             num_prompt_tokens=len(ask.tokens),
             max_tokens=max(1, ask.params.max_tokens),
         )
-        generation = Generation(request, ask.params, self._served.text.generation_tokenizer)
+        text = self._served.text
+        own_ends = () if ask.params.ignore_eos else text.end_ids
+        generation = Generation(request, ask.params, text.generation_tokenizer, own_ends=own_ends)
         choice.request = request
         task = asyncio.ensure_future(self._answer(owner, name, ask, choice, generation))
 
