@@ -19,6 +19,9 @@ pytest.importorskip("zmq")
 from builders.kv_event_client import open_client
 from oracles.naive_kv_events import NaiveConsumer
 
+VLLM_FIELDS = {"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "buffer_steps", "hwm", "topic"}
+"""Of vLLM's KVEventsConfig, but for the length of a queue that is not here."""
+
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
@@ -38,7 +41,7 @@ def test_events_of_a_mock_with_kv_groups_name_the_group() -> None:
             found = re.search(r"http://[\d.:]+", server.stderr.readline())
             assert found is not None
             threading.Thread(target=server.stderr.read, daemon=True).start()
-            (source,) = ask(f"{found[0]}/kv_event_sources")
+            (source,) = ask(f"{found[0]}/kv_event_sources").values()
             body = {"model": "gemma-3-27b", "prompt": list(range(100, 140)), "max_tokens": 2}
             assert ask(f"{found[0]}/v1/completions", body)["usage"]["prompt_tokens"] == 40
             stored = []
@@ -66,7 +69,10 @@ def test_a_consumer_holds_what_the_mock_has_computed() -> None:
             assert found is not None, line
             threading.Thread(target=server.stderr.read, daemon=True).start()
             base = found[0]
-            (source,) = ask(f"{base}/kv_event_sources")
+            by_rank = ask(f"{base}/kv_event_sources")
+            source = by_rank["0"]
+            assert list(by_rank) == ["0"] and ask(f"{base}/kv_event_sources?form=list") == [source]
+            assert set(source) >= VLLM_FIELDS
             assert source["data_parallel_rank"] == 0 and source["topic"] == ""
             prompt = list(range(100, 120))
             model = ask(f"{base}/v1/models")["data"][0]["id"]

@@ -235,7 +235,12 @@ def test_what_vllm_tells_of_itself_is_told(server: RunningServer) -> None:
     (model,) = call(server.url, "/v1/models").json["data"]
     assert (model["id"], model["object"]) == ("mock", "model")
     assert call(server.url, "/v1/models/mock").json == model
-    assert call(server.url, "/server_info").json["block_size"] == 16
+    told = call(server.url, "/get_server_info").json
+    assert told["block_size"] == 16 and told == call(server.url, "/server_info").json
+    # A router reads `cost` as a number, and nothing at all where it is none.
+    assert "cost" not in told and isinstance(told["cost_model"], dict)
+    refused = call(server.url, "/kv_event_sources?form=tree")
+    assert refused.status == 400 and refused.json["error"]["param"] == "form"
     tokens = call(server.url, "/tokenize", {"prompt": "hello the world"}).json
     assert tokens["count"] == len(tokens["tokens"])
     assert call(server.url, "/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": "hello the world"}

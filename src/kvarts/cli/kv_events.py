@@ -88,9 +88,12 @@ def server_readers(
         sources.append(
             {
                 "data_parallel_rank": of_model.rank,
+                "enable_kv_cache_events": True,
                 "publisher": "zmq",
                 "endpoint": publisher.endpoint,
                 "replay_endpoint": publisher.replay_endpoint,
+                "buffer_steps": of_model.buffer_steps,
+                "hwm": of_model.high_water_mark,
                 "topic": of_model.topic,
                 "model_name": name,
             }

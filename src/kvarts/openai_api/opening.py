@@ -100,7 +100,7 @@ def open_mock(
         clock=clock,
         groups=None if config.kv_groups == "off" else config.memory,
     )
-    facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": config.to_builtins()["cost"]}
+    facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
     served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
     return open_app([served], door, speedup=speedup, watcher=watcher)
 

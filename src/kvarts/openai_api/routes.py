@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from kvarts import __version__
+from kvarts.limits import brief
 from kvarts.openai_api.access import Access, Handler, Route
 from kvarts.openai_api.bodies import APART, MAX_NAME_CHARS, ChatBody, CompletionBody, messages_of
 from kvarts.openai_api.budget import INLINE_BYTES
@@ -155,8 +156,15 @@ class Routes:
         await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
 
     async def tell_event_sources(self, exchange: Exchange) -> None:
-        """Tell where KV events are published."""
-        await self._tell(exchange, self.event_sources)
+        """Tell where KV events are published: by rank, as vLLM does; as a list, which other consumers read, if asked.
+
+        Of several models, each is at the rank of its place.
+        """
+        form = parse_qs(exchange.request.query).get("form", ["map"])[0]
+        if form not in ("map", "list"):
+            raise ApiError(400, f"form must be map or list, got {brief(form)}", param="form")
+        sources = self.event_sources
+        await self._tell(exchange, sources if form == "list" else dict(enumerate(sources)))
 
     # Tokens -----------------------------------------------------------------------------------------------
 

@@ -99,7 +99,8 @@ def test_each_model_is_told_at_the_next_port(topic: str) -> None:
             url = re.search(r"http://[\d.:]+", line)
             assert url is not None, line
             threading.Thread(target=server.stderr.read, daemon=True).start()
-            sources = call(url[0], "/kv_event_sources").json
+            sources = call(url[0], "/kv_event_sources?form=list").json
+            assert call(url[0], "/kv_event_sources").json == {"0": sources[0], "1": sources[1]}
             assert [source["model_name"] for source in sources] == ["chat", "code"]
             assert [source["endpoint"] for source in sources] == [f"tcp://127.0.0.1:{port + k}" for k in range(2)]
             assert [source["topic"] for source in sources] == [

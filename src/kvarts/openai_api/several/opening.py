@@ -109,7 +109,7 @@ def open_several(
             max_positions=limits[name].max_model_len,
             groups=None if of_model.kv_groups == "off" else of_model.memory,
         )
-        facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost": of_model.to_builtins()["cost"]}
+        facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": of_model.to_builtins()["cost"]}
         served.append(
             make_served(
                 host,
