@@ -24,7 +24,7 @@ from kvarts.cli.http_options import (
 )
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
-from kvarts.errors import ConfigError
+from kvarts.errors import ConfigError, MissingFileError
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def mock_command(**params: Any) -> None:
     speedup = params["speedup"]
     if not 0.0 < speedup < float("inf"):
         raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
+    if "model" in given:
+        _check_model(str(given["model"]))
     given = _over_default(given, sections)
     need_http()
     from kvarts.openai_api.opening import Door, open_mock
@@ -133,6 +135,17 @@ def mock_command(**params: Any) -> None:
         opened.routes.event_sources += sources
         http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened))
+
+
+def _check_model(name: str) -> None:
+    """Raise MissingFileError for a model of which nothing is known, which may be meant as the name of the mock."""
+    from kvarts.hardware.model_config import load_geometry
+
+    try:
+        load_geometry(name)
+    except MissingFileError as error:
+        hint = f"To serve a mock by this name: --served-model-name {name}. {error.hint}"
+        raise MissingFileError(error.what, path=name, hint=hint) from None
 
 
 def _no_readers(name: str) -> list[EventReader]:
