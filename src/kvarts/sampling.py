@@ -84,15 +84,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `temperature` 0 is greedy: then only the repetition penalty changes which token is chosen. `top_k` 0, `top_p` 1 and
     `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; without one, a request is
-    seeded by its index. `stop`: a text, or texts, that end the request and are not part of the answer.
-    `stop_token_ids`: tokens that end it. `min_tokens`: nothing but `max_tokens` ends the request before it has so many.
-    `ignore_eos`: the model's own end is a token like any other. `presence_penalty` and `frequency_penalty`: of tokens
-    that were generated, once and for each time. `logprobs`: return the log-probability of each token; `top_logprobs`:
-    and of so many of the likeliest tokens in its place. `prompt_logprobs`: return them of the tokens of the prompt, and
-    of so many of the likeliest in their places; all of the prompt is computed then, whatever is cached. `max_tokens`
-    may be 0 with it. `skip_special_tokens`: special tokens have no text; a stop text that is one is never found then.
-    `structured_outputs`: a grammar that the text keeps to, as long as `max_tokens` allows; its end comes before
-    `min_tokens` and in spite of `ignore_eos`.
+    seeded by its index. `stop`: a text, or texts, that end the request and are not part of the answer, but for
+    `include_stop_str_in_output`. `stop_token_ids`: tokens that end it. `min_tokens`: nothing but `max_tokens` ends the
+    request before it has so many. `ignore_eos`: the model's own end is a token like any other. `presence_penalty` and
+    `frequency_penalty`: of tokens that were generated, once and for each time. `logprobs`: return the log-probability
+    of each token; `top_logprobs`: and of so many of the likeliest tokens in its place. `prompt_logprobs`: return them
+    of the tokens of the prompt, and of so many of the likeliest in their places; all of the prompt is computed then,
+    whatever is cached. `max_tokens` may be 0 with it. `skip_special_tokens`: special tokens have no text; a stop text
+    that is one is never found then. `structured_outputs`: a grammar that the text keeps to, as long as `max_tokens`
+    allows; its end comes before `min_tokens` and in spite of `ignore_eos`.
     Raises ConfigError for a value out of range.
     """
 
@@ -108,6 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0

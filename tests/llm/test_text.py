@@ -95,9 +95,14 @@ def test_special_tokens_have_text_where_they_are_asked_for() -> None:
     assert not plain.take(2) and plain.text == "as"
 
 
-@given(st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), min_size=1, max_size=12), st.integers(0, 4), st.data())
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), min_size=1, max_size=12),
+    st.integers(0, 4),
+    st.booleans(),
+    st.data(),
+)
 def test_the_stop_text_that_is_whole_first_ends_the_text_however_it_comes(
-    pieces: list[str], min_tokens: int, data: st.DataObject
+    pieces: list[str], min_tokens: int, includes: bool, data: st.DataObject
 ) -> None:
     """Against the search after each character; of those that are whole at once, the first of the list."""
     stops = data.draw(st.lists(st.sampled_from(["ab", "b", "aa", "bab", "abb"]), max_size=3, unique=True))
@@ -107,9 +112,10 @@ def test_the_stop_text_that_is_whole_first_ends_the_text_however_it_comes(
         text += character
         found = next((stop for stop in stops if text.endswith(stop)), None)
         if found is not None and place >= min_tokens:
-            expected = text.removesuffix(found), found
+            expected = text if includes else text.removesuffix(found), found
             break
-    made = generation(Pieces(pieces), stop=tuple(stops), min_tokens=min_tokens)
+    settings = {"stop": tuple(stops), "min_tokens": min_tokens, "include_stop_str_in_output": includes}
+    made = generation(Pieces(pieces), **settings)
     told = ""
     for place in range(len(pieces)):
         is_over = made.take(place)
@@ -128,6 +134,13 @@ def test_a_stop_token_is_told_unless_it_is_the_own_end_of_the_model(
     made = Generation(request, SamplingParams(stop_token_ids=(7, 8)), None, own_ends=own_ends)
     assert made.take(7, is_end=True)
     assert made.completion().stop_reason == reason
+
+
+def test_the_text_of_a_stop_token_is_part_of_the_answer_where_that_is_asked_for() -> None:
+    for includes, text in ((False, "sea"), (True, "sea and")):
+        made = generation(Pieces(["sea", " and"]), stop_token_ids=(1,), include_stop_str_in_output=includes)
+        assert not made.take(0) and made.take(1, is_end=True)
+        assert (made.text, made.stop_reason) == (text, 1)
 
 
 class Pieces:

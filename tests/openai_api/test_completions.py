@@ -264,7 +264,37 @@ def test_the_ids_of_tokens_are_told_where_asked_for(start: Start) -> None:
     reply = call(server.url, "/v1/chat/completions", chat).json
     assert len(reply["prompt_token_ids"]) == reply["usage"]["prompt_tokens"]
     assert len(reply["choices"][0]["token_ids"]) == 4
-    assert call(server.url, "/v1/completions", {**body, "stream": True}).status == 400
+    first, *others = streamed(server, CHAT, chat)
+    assert first["prompt_token_ids"] == reply["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in others)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_log_probabilities_name_tokens_by_their_ids_where_asked_for(server: RunningServer, path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    if path == CHAT:
+        body |= {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 1}
+    else:
+        body |= {"prompt": "hello", "logprobs": 1}
+    choice = call(server.url, path, body).json["choices"][0]
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    if path == CHAT:
+        entries = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == names
+        assert [entry["top_logprobs"][0]["token"] for entry in entries] == names
+        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"]
+    else:
+        assert choice["logprobs"]["tokens"] == names
+        assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [[name] for name in names]
+
+
+def test_a_stop_text_is_in_the_answer_where_that_is_asked_for(server: RunningServer) -> None:
+    text = complete(server, "stop here", max_tokens=20)["choices"][0]["text"]
+    stop = f" {text.split()[6]}"
+    body = {"prompt": "stop here", "max_tokens": 20, "stop": stop, "include_stop_str_in_output": True}
+    told = call(server.url, COMPLETIONS, body).json["choices"][0]
+    assert told["text"] == text[: text.find(stop) + len(stop)] and told["stop_reason"] == stop
+    assert "".join(event["choices"][0]["text"] for event in streamed(server, COMPLETIONS, body)) == told["text"]
 
 
 def test_a_tool_that_is_required_is_another_after_each_result(start: Start) -> None:
@@ -285,10 +315,3 @@ def test_a_request_that_is_too_long_is_refused_in_words_that_clients_look_for(st
     server = start(max_model_len=4000)
     reply = call(server.url, "/v1/completions", {"prompt": prompt, "max_tokens": 2000})
     assert reply.status == 400 and "maximum context length is 4000 tokens" in reply.json["error"]["message"]
-
-
-@pytest.mark.parametrize("field", ["include_stop_str_in_output", "return_tokens_as_token_ids", "logit_bias"])
-def test_what_is_not_supported_is_refused_by_its_name(start: Start, field: str) -> None:
-    value: Any = {"5": 1.0} if field == "logit_bias" else True
-    reply = call(start().url, "/v1/completions", {"prompt": "a", "max_tokens": 1, field: value})
-    assert reply.status == 400 and field in reply.json["error"]["message"]

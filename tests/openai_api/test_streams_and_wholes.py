@@ -35,14 +35,19 @@ def in_one_piece(events: list[Any]) -> tuple[dict[int, dict[str, Any]], Any, lis
     for event in events:
         for choice in event["choices"]:
             made = choices.setdefault(
-                choice["index"], {"text": "", "calls": [], "logprobs": [], "offsets": [], "reason": None}
+                choice["index"],
+                {"text": "", "calls": [], "logprobs": [], "offsets": [], "reason": None, "stop": None, "ids": []},
             )
             delta = choice.get("delta", choice)
             made["text"] += delta.get("content") or delta.get("text") or ""
             made["calls"] += [call["function"] for call in delta.get("tool_calls") or ()]
             take_logprobs(made, choice["logprobs"])
             assert made["reason"] is None, "a piece after the end"
-            made["reason"] = choice["finish_reason"]
+            made["reason"], made["stop"] = choice["finish_reason"], choice.get("stop_reason")
+            made["ids"] += choice.get("token_ids") or ()
+            if "prompt_token_ids" in choice:
+                assert "prompt_ids" not in made, "these are told once"
+                made["prompt_ids"] = choice["prompt_token_ids"]
     return choices, events[-1].get("usage"), [event["usage"] for event in events if event.get("usage")]
 
 
@@ -66,7 +71,11 @@ def of_whole(told: Any) -> dict[int, dict[str, Any]]:
             "logprobs": [],
             "offsets": [],
             "reason": choice["finish_reason"],
+            "stop": choice["stop_reason"],
+            "ids": choice.get("token_ids", []),
         }
+        if "prompt_token_ids" in choice:
+            made["prompt_ids"] = choice["prompt_token_ids"]
         take_logprobs(made, choice["logprobs"])
         choices[choice["index"]] = made
     return choices
@@ -82,6 +91,8 @@ def asked(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     }
     stops = st.sampled_from([" ", " t", " the", "e ", "o", "ing to", " zzz", "and of"])
     body["stop"] = draw(st.lists(stops, max_size=2))
+    flags = ("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids")
+    body |= {flag: draw(st.booleans()) for flag in flags}
     if path == CHAT:
         body["messages"] = [{"role": "user", "content": "tell me of the sea"}]
         body |= draw(st.sampled_from(SHAPES))

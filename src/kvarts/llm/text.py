@@ -69,14 +69,14 @@ class Generation:
     def take(self, token: int, *, is_end: bool = False) -> bool:
         """Add the next token, which is an end by its id or not. Return whether the request ends with it.
 
-        The text of a token that is an end is no part of the answer.
+        The text of a token that is an end is no part of the answer, unless that is asked for.
         """
         self.tokens.append(token)
         if is_end:
             self.finish_reason = "stop"
             if token in self.params.stop_token_ids and token not in self._own_ends:
                 self.stop_reason = token
-        elif self._tokenizer is not None:
+        if self._tokenizer is not None and (not is_end or self.params.include_stop_str_in_output):
             try:
                 self._extend_text(token)
             except Exception as error:  # it is this request's, whatever it is
@@ -120,7 +120,7 @@ class Generation:
     @property
     def final_text(self) -> str:
         """The part of `text` that no stop text can take back any more."""
-        if self.finish_reason is not None:
+        if self.finish_reason is not None or self.params.include_stop_str_in_output:
             return self.text
         held = 0
         for stop in self.params.stop:
@@ -172,6 +172,6 @@ class Generation:
                 ends.append((place + len(stop), stop))
         if ends:
             end, stop = min(ends, key=itemgetter(0))  # the first to be whole, as if the text came by characters
-            text = text[: end - len(stop)]
+            text = text[: end if self.params.include_stop_str_in_output else end - len(stop)]
             self.finish_reason, self.stop_reason = "stop", stop
         self.text = text

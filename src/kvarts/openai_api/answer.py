@@ -176,6 +176,8 @@ class Choice:
         self.prompt_logprobs: Logprobs | None = None
         """Those of its prompt, where asked for; from its first piece on."""
         self._engine: LLMEngine | None = None
+        self.tokens: Sequence[int] = ()
+        """Those so far, and maybe more that come with the next piece."""
         self._num_tokens = 0
         self._num_chars = 0
         self._last_s = 0.0
@@ -214,6 +216,7 @@ class Choice:
         else:
             if generation.params.prompt_logprobs is not None and self._engine is not None:
                 self.prompt_logprobs = self._engine.prompt_logprobs(generation.request.index)
+            self.tokens = tokens
             self._count(num_tokens)
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs:
@@ -228,6 +231,7 @@ class Choice:
         if self._ends_itself and completion.finish_reason == "length":
             completion = msgspec.structs.replace(completion, finish_reason="stop")
         self.completion = completion
+        self.tokens = completion.tokens
         if completion.prompt_logprobs is not None:
             self.prompt_logprobs = completion.prompt_logprobs
         num_tokens = len(completion.tokens)

@@ -51,8 +51,13 @@ NOT_DONE = (
     "suffix",
     "functions",
     "function_call",
-    "include_stop_str_in_output",
-    "return_tokens_as_token_ids",
+    "documents",
+    "logprob_token_ids",
+    "prompt_embeds",
+    "repetition_detection",
+    "return_prompt_text",
+    "thinking_token_budget",
+    "watermarking",
 )
 
 BodyT = TypeVar("BodyT")
@@ -76,6 +81,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -90,6 +96,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -106,8 +113,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    return_prompt_text: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
 
     def check(self) -> None:
         """Raise ApiError for what is asked for and not done: a client would believe that it was."""
@@ -116,8 +126,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             value = best_of if name == "best_of" else getattr(self, name, None)
             if value not in (None, False, "", [], {}):
                 raise ApiError(400, f"{name} is not supported: omit it", param=name)
-        if self.return_token_ids and self.stream:
-            raise ApiError(400, "return_token_ids is not supported in a stream: omit stream", param="return_token_ids")
         if self.prompt_logprobs is not None:
             if not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
                 raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}", param="prompt_logprobs")
@@ -192,6 +200,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
                 seed=None if self.seed is None else self.seed % 2**63,
                 stop=tuple(stop),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
+                include_stop_str_in_output=bool(self.include_stop_str_in_output),
                 ignore_eos=bool(self.ignore_eos),
                 logprobs=top_logprobs is not None,
                 top_logprobs=top_logprobs or 0,
@@ -210,6 +219,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: int | bool | None = None
     echo: bool | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None
     response_format: dict[str, Any] | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -255,11 +265,18 @@ class ChatBody(GenerationBody, kw_only=True):
     response_format: dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
+    documents: Any = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for what is asked for and not done; an echo is of completions alone."""
+        super().check()
+        if self.echo:
+            raise ApiError(400, "echo is of completions: omit it", param="echo")
 
     def template_options(self) -> dict[str, Any]:
         """Return what a template is told beside the messages."""

@@ -59,6 +59,10 @@ class Form(Protocol):
     def answer_id(self) -> str:
         """The id of the answer."""
 
+    @property
+    def tells_ids(self) -> bool:
+        """Whether the answer has the ids of its tokens."""
+
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the chunk before the first text of a choice, or nothing."""
 
@@ -102,7 +106,8 @@ class CompletionForm:
 
     `prompts`: the tokens of each choice's prompt, where their log-probabilities are a field of the answer.
     `has_logprobs`: those of an echo are told with those of the text. `ids_of`: the tokens of each choice's prompt,
-    where the answer has the ids of these and of its own. `skips_special_tokens`: these have no text.
+    where the answer has the ids of these and of its own. `skips_special_tokens`: these have no text. `names_ids`:
+    log-probabilities name tokens by their ids, as `token_id:7`.
     """
 
     def __init__(
@@ -115,7 +120,10 @@ class CompletionForm:
         has_logprobs: bool = False,
         ids_of: Sequence[Sequence[int]] = (),
         skips_special_tokens: bool = True,
+        names_ids: bool = False,
     ) -> None:
+        self._names_ids = names_ids
+        self.tells_ids = bool(ids_of)
         self.answer_id = f"cmpl-{uuid4().hex}"
         self._text = text
         self._echoes = echoes
@@ -127,6 +135,8 @@ class CompletionForm:
         self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
         self._places: dict[int, TextOffsets] = {}
         """By choice."""
+        self._told_prompts: set[int] = set()
+        """In a stream, the choices of which the ids of the prompt were told."""
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return a chunk with the prompt, if that is echoed."""
@@ -144,7 +154,10 @@ class CompletionForm:
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the chunk of a piece."""
+        """Return the chunk of a piece. The first of a choice has the ids of its prompt, where they are told."""
+        if self._ids_of and number not in self._told_prompts:
+            self._told_prompts.add(number)
+            more += b',"prompt_token_ids":' + encode(list(self._ids_of[number]))
         if finish_reason is None and usage is None and not logprobs and not more:  # most are such
             return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._head, number, encode(text))
         told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
@@ -215,23 +228,24 @@ class CompletionForm:
 
     def _entries(self, logprobs: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
         return {
-            "tokens": [_token_text(self._text, token) for token, _, _ in logprobs],
+            "tokens": [self._name(token) for token, _, _ in logprobs],
             "token_logprobs": [logprob for _, logprob, _ in logprobs],
             "top_logprobs": [
-                None
-                if logprob is None
-                else {_token_text(self._text, other): value for other, value in (top or ((token, logprob),))}
+                None if logprob is None else {self._name(other): value for other, value in (top or ((token, logprob),))}
                 for token, logprob, top in logprobs
             ],
             "text_offset": list(offsets),
         }
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._names_ids else _token_text(self._text, token)
 
 
 class ChatForm:
     """/v1/chat/completions. `shape`: what each choice is made into; without, it is text.
 
     `prompt`: its tokens, where their log-probabilities are a field of the answer. `ids_of`: the same, where the answer
-    has the ids of these and of its own.
+    has the ids of these and of its own. `names_ids`: as of CompletionForm.
     """
 
     def __init__(
@@ -242,7 +256,10 @@ class ChatForm:
         shape: Shape | None = None,
         prompt: Sequence[int] = (),
         ids_of: Sequence[int] = (),
+        names_ids: bool = False,
     ) -> None:
+        self._names_ids = names_ids
+        self.tells_ids = bool(ids_of)
         self._prompt = prompt
         self._ids_of = ids_of
         self.answer_id = f"chatcmpl-{uuid4().hex}"
@@ -258,11 +275,11 @@ class ChatForm:
         """With a shape, by choice: log-probabilities of tokens that were not told yet."""
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
-        """Return the chunk that says the role."""
-        return b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n' % (
-            self._head,
-            number,
-        )
+        """Return the chunk that says the role, and the ids of the prompt, where they are told."""
+        ids = b',"prompt_token_ids":' + encode(list(self._ids_of)) if self._ids_of else b""
+        return b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+            self._head, number, ids
+        )  # fmt: skip
 
     def piece(
         self,
@@ -354,7 +371,8 @@ class ChatForm:
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         own = self._text.bytes_of(token)
-        return {"token": own.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(own)}
+        name = f"token_id:{token}" if self._names_ids else own.decode("utf-8", "replace")
+        return {"token": name, "logprob": logprob, "bytes": list(own)}
 
 
 def _token_text(text: TextModel, token: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -376,6 +377,7 @@ class Generating:
                 has_logprobs=body.top_logprobs is not None,
                 ids_of=[ask.tokens for ask in asks] if body.return_token_ids else (),
                 skips_special_tokens=body.skip_special_tokens is not False,
+                names_ids=bool(body.return_tokens_as_token_ids),
             )
             body.prompt = None
             return _Read(served, body, asks, form)
@@ -395,7 +397,12 @@ class Generating:
             prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
             ids_of = asks[0].tokens if body.return_token_ids else ()
             form = ChatForm(
-                body.model or served.names[0], served.text, shape=wanted.shape, prompt=prompt, ids_of=ids_of
+                body.model or served.names[0],
+                served.text,
+                shape=wanted.shape,
+                prompt=prompt,
+                ids_of=ids_of,
+                names_ids=bool(body.return_tokens_as_token_ids),
             )
             body.messages = body.tools = None
             return _Read(served, body, asks, form)
@@ -484,6 +491,8 @@ class _Stream:
         self._prompt_lengths = prompt_lengths
         self._copies = copies
         self._begun: set[int] = set()
+        self._num_ids: Counter[int] = Counter()
+        """By choice: of how many tokens the ids were told, where they are."""
         self._num_open = len(choices)
         self._end_cost = exchange.budget.cost_bytes
         """What making the end of all choices takes, in bytes."""
@@ -560,13 +569,16 @@ class _Stream:
             self._begun.add(number)
             parts.append(self._form.first(number, choice.prompt_logprobs))
         more = b""
+        if self._form.tells_ids:
+            more = b',"token_ids":' + msgspec.json.encode(choice.tokens[self._num_ids[number] : num_tokens])
+            self._num_ids[number] = num_tokens
         if finish_reason is not None:
             self._num_open -= 1
             finish_reason = _told_reason(finish_reason)
             if self._exchange.failure.drops_finish_reason:
                 finish_reason = None
             elif choice.completion is not None:
-                more = b',"stop_reason":' + msgspec.json.encode(choice.completion.stop_reason)
+                more += b',"stop_reason":' + msgspec.json.encode(choice.completion.stop_reason)
         usage = None
         if self._tells_usage_always:
             usage = usage_of(self._prompt_lengths[number], num_tokens, choice.cached_tokens)
