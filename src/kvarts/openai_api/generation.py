@@ -140,13 +140,12 @@ def asks_of(
         for copy in range(num_choices):
             seed = body.seed if copy == 0 else (body.seed or 0) + copy
             most, ends_itself = max_tokens, False
-            if most is None and not has_end:
-                most = min(DEFAULT_COMPLETION_TOKENS, room)
-            elif most is None:
-                most = room
-                if served.limits.default_tokens is not None and not body.ignore_eos:
-                    natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
-                    most, ends_itself = min(room, natural), natural <= room
+            if most is None:
+                most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
+            may_end = served.limits.caps_tokens or (has_end and max_tokens is None)
+            if may_end and served.limits.default_tokens is not None and not body.ignore_eos:
+                natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
+                most, ends_itself = min(most, natural), natural <= most
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
             params = params_of.get((most, seed))
