@@ -38,7 +38,6 @@ WATCH = ("watch", "--duration", "0.1")
         ((*WATCH, "tcp://127.0.0.1:5557", "--metrics", "file:///etc/passwd"), 2, "is not a URL of HTTP"),
         ((*WATCH, "tcp://127.0.0.1:5557", "--topic", "\udcff"), 2, "topic: is not text in UTF-8"),
         (("chat", "--model", "/nope"), 3, "/nope: no such directory"),
-        (("mock", "--model", "gpt-4o", "--port", "0"), 3, "To serve a mock by this name: --served-model-name gpt-4o."),
         (("mock", "--port", "0", "--fail", f"first {'9' * 5000}: 429"), 2, "names no requests"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -355,3 +356,10 @@ def test_a_paced_clock_stands_still_while_there_is_work_and_counts_its_lag() -> 
     assert (clock.now_ns(), clock.late_ns) == (142, 7)
     work[0] = False
     assert clock.now_ns() == 156
+
+
+def test_a_model_of_which_nothing_is_known_may_be_meant_as_a_name(
+    run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("mock", "--model", "gpt-4o", "--port", "0") == 3
+    assert "To serve a mock by this name: --served-model-name gpt-4o." in capsys.readouterr().err
