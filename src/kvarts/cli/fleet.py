@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
 from kvarts.cli.parts import Part, Run
 from kvarts.cli.printing import print_bytes
@@ -82,10 +83,11 @@ class FleetOutputs:
         self._requests: Path | None = places["requests_file"]
         timeline: Path | None = places.get("timeline_file")
         self._timeline = timeline
-        self._timelines = [] if timeline is None else list(per_replica(timeline, config.replicas))
         self._every: int = places.get("timeline_every", 1)
         named = [path for path in (self._report, self._requests) if path is not None]
-        self.paths = [*named, *self._timelines]
+        self.paths = [*named, *(() if timeline is None else per_replica(timeline, config.replicas))]
+        if timeline is not None:
+            record.check_timelines([timeline])
         for path in self.paths:
             check_writable(path)
 
@@ -98,13 +100,9 @@ class FleetOutputs:
         """Write everything, and the report on standard output, unless one of the files is that."""
         if self._requests is not None:
             write_whole(self._requests, report.requests_jsonl())
-        if self._timelines:
-            from kvarts.record.timeline import timelines_of
-
-            assert self._timeline is not None
+        if self._timeline is not None:
             paths = per_replica(self._timeline, len(report.step_logs))  # there may be more workers by now
-            for path, timeline in zip(paths, timelines_of(report), strict=True):
-                timeline.write(path, every=self._every)
+            record.write_timelines(report, [paths], every=self._every)
         if self._report is not None:
             write_whole(self._report, report.to_json())
         if not any(map(is_standard_output, self.paths)):

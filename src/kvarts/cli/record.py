@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -22,10 +22,19 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.events import Event
     from kvarts.record.live import LiveTimeline
+    from kvarts.record.timeline import Recorded
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["PART", "Recordings", "kv_timeline_option", "live_reader", "open_live"]
+__all__ = [
+    "PART",
+    "Recordings",
+    "check_timelines",
+    "kv_timeline_option",
+    "live_reader",
+    "open_live",
+    "write_timelines",
+]
 
 TITLE = "Results"
 
@@ -94,12 +103,7 @@ class Recordings:
         self._every = timeline_every
         self._timelines = [list(per_replica(path, config.replicas)) for path in (timeline_file,) if path is not None]
         self._journals = [list(per_replica(path, config.replicas)) for path in (events_file,) if path is not None]
-        if self._timelines:
-            from kvarts.record.timeline import form_of, import_parquet
-
-            for paths in self._timelines:
-                if form_of(paths[0])[0] == "parquet":
-                    import_parquet()
+        check_timelines(chain.from_iterable(self._timelines))
         self.paths = list(chain.from_iterable(self._timelines + self._journals))
         for path in self.paths:
             check_writable(path)
@@ -141,14 +145,27 @@ class Recordings:
 
     def write(self, report: Report) -> None:
         """Write the timelines."""
-        if not self._timelines:
-            return
-        from kvarts.record.timeline import timelines_of
+        if self._timelines:
+            write_timelines(report, self._timelines, every=self._every)
 
-        timelines = timelines_of(report)
-        for paths in self._timelines:
-            for path, timeline in zip(paths, timelines, strict=True):
-                timeline.write(path, every=self._every)
+
+def check_timelines(paths: Iterable[Path]) -> None:
+    """Raise ConfigError where a suffix of `paths` names no form of timelines, or one that needs what is not here."""
+    for path in paths:
+        from kvarts.record.timeline import form_of, import_parquet
+
+        if form_of(path)[0] == "parquet":
+            import_parquet()
+
+
+def write_timelines(report: Recorded, groups: Iterable[Iterable[Path]], *, every: int) -> None:
+    """Write the timeline of each replica of `report` to the paths of each group, one in `every` steps."""
+    from kvarts.record.timeline import timelines_of
+
+    timelines = timelines_of(report)
+    for paths in groups:
+        for path, timeline in zip(paths, timelines, strict=True):
+            timeline.write(path, every=every)
 
 
 def open_live(
