@@ -16,7 +16,7 @@ from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
 from kvarts.fleet.moves import Moves
-from kvarts.fleet.pool import Pool
+from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
@@ -33,8 +33,8 @@ class FleetDriver(Moves):
     def __init__(
         self,
         arrivals: Arrivals,
-        first: Pool,
-        second: Pool,
+        first: Front,
+        second: Front,
         links: Links,
         *,
         token_bytes: int,
@@ -54,11 +54,11 @@ class FleetDriver(Moves):
             is_mocker=is_mocker,
             on_progress=on_progress,
         )
-        self._polled = [each for each in self._pools if each.router.reads_metrics and each.router.staleness_ns]
+        self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
         self._scaler = scaler
         self._tick_ns = None if scaler is None else scaler.first_ns()
         self._ticked_in_vain = False
-        """Whether the last tick came while nothing else could happen."""
+        """Whether the scaler had a tick with nothing else to wait for; it gets one, to bring a worker."""
         self._changes = deque(changes_of(faults))
         self.num_faults = 0
         self._deadlines: list[tuple[int, int, Handoff]] = []
@@ -76,9 +76,9 @@ class FleetDriver(Moves):
                 now_ns = self.now_ns
             self.now_ns = now_ns
             self._finish_steps(now_ns)
-            for pool in self._polled:
-                if pool.poll_ns(now_ns) == now_ns:
-                    self._poll(pool, now_ns)
+            for front in self._polled:
+                if front.poll_ns(now_ns) == now_ns:
+                    self._poll(front, now_ns)
             if self._scaler is not None:
                 for pool in self._pools:
                     pool.make_ready(now_ns)
@@ -108,19 +108,21 @@ class FleetDriver(Moves):
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
-        next_ns = min(next_ns, self._next_deadline_ns())
-        if next_ns == NEVER_NS and not any(pool.stranded for pool in self._pools):
+        if self._deadlines:
+            next_ns = min(next_ns, self._next_deadline_ns())
+        if next_ns == NEVER_NS and not any(front.stranded for front in self._fronts):
             return next_ns
         is_idle = next_ns == NEVER_NS
         if self._changes:
             next_ns = min(next_ns, max(self._changes[0].time_ns, self.now_ns))
         if is_idle:
             return self._next_for_stranded_ns(next_ns)
-        for pool in self._polled:
-            staleness_ns = pool.router.staleness_ns
+        for front in self._polled:
+            staleness_ns = front.router.staleness_ns
             next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
         if self._scaler is None:
             return next_ns
+        self._ticked_in_vain = False
         others_ns = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
         return min([next_ns, *(each for each in others_ns if each is not None)])
 
@@ -149,7 +151,7 @@ class FleetDriver(Moves):
         decision = self._scaler.on_tick(FleetState(now_ns, tuple(pool.state() for pool in self._pools)))
         self._tick_ns = decision.next_ns
         for pool in self._pools:
-            target = decision.targets.get(pool.role)
+            target = decision.targets.get(pool.name)
             if target is not None:
                 self.workers += pool.scale(target, now_ns)
 
@@ -230,13 +232,13 @@ class FleetDriver(Moves):
         while self._changes and self._changes[0].time_ns <= now_ns:
             self._act(now_ns)
             self._change(self._changes.popleft(), now_ns)
-        for pool in self._pools:
-            if pool.stranded and pool.active:
-                self._actions += [(self._send, handoff) for handoff in pool.stranded]
-                pool.stranded.clear()
+        for front in self._fronts:
+            if front.stranded and front.is_open:
+                self._actions += [(self._send, handoff) for handoff in front.stranded]
+                front.stranded.clear()
         source = self._source
         while True:
-            if self._next_deadline_ns() <= now_ns:
+            if self._deadlines and self._next_deadline_ns() <= now_ns:
                 self._act(now_ns)
                 handoff = heappop(self._deadlines)[2]
                 if handoff.is_waited_for:
@@ -248,7 +250,9 @@ class FleetDriver(Moves):
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        handoff = self._handoff_of(request, row)
+        if self._is_mocker and self._splits:
+            request.priority = 0
+        handoff = Handoff(request, row)
         self._actions.append((self._send, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
@@ -299,15 +303,15 @@ class FleetDriver(Moves):
     def _fail_stranded(self) -> bool:
         """Give up requests that no worker is there for, nor will be; return whether there were any."""
         has_any = False
-        for pool in self._pools:
-            stranded, pool.stranded = pool.stranded, []
+        for front in self._fronts:
+            stranded, front.stranded = front.stranded, []
             for handoff in stranded:
                 if handoff.is_reported:
                     continue
                 has_any = True
                 if handoff.at_source:
                     self._actions.append((self._release, handoff))
-                reason = f"no {pool.role} worker was up"
+                reason = f"no {front.roles} worker was up"
                 self._refuse(handoff, handoff.target if handoff.target >= 0 else handoff.source, reason, FAILED)
         return has_any
 

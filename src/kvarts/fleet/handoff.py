@@ -47,10 +47,10 @@ class Handoff:
         "transfer_ns",
     )
 
-    def __init__(self, decode: Request, row: TraceRequest, prefill: Request | None) -> None:
+    def __init__(self, decode: Request, row: TraceRequest) -> None:
         self.decode = decode
         self.row = row
-        self.prefill = prefill
+        self.prefill: Request | None = None
         self.source = -1
         self.target = -1
         self.order = -1
@@ -75,6 +75,28 @@ class Handoff:
         """Whether the target computed the prompt, since its KV was lost."""
         self.is_reported = False
         """Whether the log has it already, as refused or failed."""
+
+    def let_compute(self) -> Request:
+        """Return what a worker that only computes prompts has of it."""
+        if self.prefill is None:
+            decode = self.decode
+            self.prefill = Request(
+                decode.index,
+                decode.content,
+                decode.num_prompt_tokens,
+                1,
+                decode.arrival_ns,
+                decode.priority,
+                decode.request_id,
+                is_handed_over=True,
+            )
+        return self.prefill
+
+    def do_both(self) -> None:
+        """Let one worker compute the prompt, and generate."""
+        if self.prefill is not None:
+            self.decode.furthest_computed = max(self.decode.furthest_computed, self.prefill.furthest_computed)
+            self.prefill = None
 
     @property
     def is_held(self) -> bool:

@@ -12,30 +12,29 @@ from heapq import heappush
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
-from kvarts.fleet.pool import Pool
+from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import FAILED, REJECTED, RequestLog
 from kvarts.request import Request, RequestState
 from kvarts.sim.arrivals import Arrivals
-from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["Moves"]
 
 
 class Moves:
-    """Owner of the requests of a fleet. `first`: the pool that requests arrive at; `second`: the one that generates.
+    """Owner of the requests of a fleet.
 
-    They are one pool where workers do both. `token_bytes`: what the KV of a token weighs on a link; `only_missing`:
-    pages that the second worker has are not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
-    time.
+    `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
+    none. `token_bytes`: what the KV of a token weighs on a link; `only_missing`: pages that the second worker has are
+    not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
     """
 
     def __init__(
         self,
         arrivals: Arrivals,
-        first: Pool,
-        second: Pool,
+        first: Front,
+        second: Front,
         links: Links,
         *,
         token_bytes: int,
@@ -49,8 +48,11 @@ class Moves:
         self._first = first
         self._second = second
         self._splits = first is not second
-        self._pools = [first, second] if self._splits else [first]
-        self.workers = [worker for pool in self._pools for worker in pool.workers]
+        self._fronts = [first, second] if self._splits else [first]
+        self._pools = [pool for front in self._fronts for pool in front.pools]
+        self.workers = sorted(
+            (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
+        )
         self._links = links
         self._token_bytes = token_bytes
         self._only_missing = only_missing
@@ -63,6 +65,7 @@ class Moves:
         self._of: dict[Request, Handoff] = {}
         """Requests in the fleet, by what an engine has of them."""
         self._num_reserved = 0
+        self._only_prefills = self._splits and all(pool.role == "prefill" for pool in first.pools)
         self._cut: set[int] = set()
         """Workers with a link that is cut."""
         self.num_failed_transfers = 0
@@ -85,58 +88,43 @@ class Moves:
             act, handoff = actions.popleft()
             act(handoff, now_ns)
 
-    def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
-        if not self._splits:
-            return Handoff(request, row, None)
-        if self._is_mocker:
-            request.priority = 0
-        prefill = Request(
-            request.index,
-            request.content,
-            request.num_prompt_tokens,
-            1,
-            request.arrival_ns,
-            request.priority,
-            request.request_id,
-            is_handed_over=True,
-        )
-        return Handoff(request, row, prefill)
-
     # On the way -------------------------------------------------------------------------------------------
 
     def _send(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to a worker: to one that generates if its prompt is computed, even if its KV was lost."""
         if handoff.is_given_up:
             return
-        is_first = handoff.prefill is not None and handoff.held_ns < 0
-        pool = self._first if is_first else self._second
-        if not pool.active:
-            pool.stranded.append(handoff)
+        has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
+        front = self._second if has_begun else self._first
+        if not front.is_open:
+            front.stranded.append(handoff)
         elif handoff.is_held:
             self._choose_second(handoff, now_ns)
         else:
-            self._submit(handoff, pool, now_ns)
+            self._submit(handoff, front, now_ns)
 
-    def _submit(self, handoff: Handoff, pool: Pool, now_ns: int) -> None:
-        """Queue a request in a worker of `pool`, that computes its prompt, or all of it."""
-        prefill, decode = handoff.prefill, handoff.decode
-        request = decode if prefill is None or pool is self._second else prefill
-        worker = self._route(pool, handoff, request, now_ns)
-        if request is prefill:
-            handoff.source = worker.index
+    def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
+        """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
+        worker = self._route(front, handoff, now_ns)
+        decode = request = handoff.decode
+        reason = None
+        if worker.only_prefills:
+            request = handoff.let_compute()
+            handoff.source, handoff.target = worker.index, -1
+            if not self._is_mocker:
+                reason = self._second.never_fits(decode)
         else:
             handoff.target = worker.index
-            handoff.is_without_kv()
-            if prefill is None:
+            if front is self._first:
+                handoff.do_both()
                 handoff.source = worker.index
-        reason = None
-        if request is prefill and not self._is_mocker:
-            reason = self._second.never_fits(decode)
+            else:
+                handoff.is_without_kv()
         if reason is None:
             self._is_busy(worker, now_ns)
             reason = worker.replica.submit(request, now_ns)
         if reason is not None:
-            pool.ended(request)
+            front.ended(request)
             self._refuse(handoff, worker.index, reason, REJECTED)
             return
         self._enter(handoff, request, worker)
@@ -151,27 +139,30 @@ class Moves:
             handoff.at_target = True
         self._roused.add(worker.index)
 
-    def _route(self, pool: Pool, handoff: Handoff, request: Request, now_ns: int) -> Worker:
-        router = pool.router
+    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker:
+        router = front.router
         if router.is_told or router.reads_metrics:
             if not router.staleness_ns:
-                self._poll(pool, now_ns)
-            pool.tell(now_ns, range(len(pool.workers)))
-        worker = pool.choose(request, handoff.row.session_id, now_ns)
+                self._poll(front, now_ns)
+            front.tell(now_ns, range(len(front.workers)))
+        request = handoff.decode
+        if self._only_prefills and front is self._first:
+            request = handoff.let_compute()
+        worker = front.choose(request, handoff.row.session_id, now_ns)
         if router.reads_prefills and handoff.is_held:
             router.prefilled(request.index)  # elsewhere
         return worker
 
-    def _poll(self, pool: Pool, now_ns: int) -> None:
-        """Let the router of `pool` see what its workers have done, and their metrics if it is time."""
-        for worker in pool.workers:
+    def _poll(self, front: Front, now_ns: int) -> None:
+        """Let the router of `front` see what its workers have done, and their metrics if it is time."""
+        for worker in front.workers:
             self._is_busy(worker, now_ns)
-        if pool.poll_ns(now_ns) == now_ns:
-            pool.poll(now_ns)
+        if front.poll_ns(now_ns) == now_ns:
+            front.poll(now_ns)
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route(self._second, handoff, handoff.decode, now_ns)
+        worker = self._route(self._second, handoff, now_ns)
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
         if reason is not None:
@@ -282,8 +273,12 @@ class Moves:
         worker.changed()
         self._roused.add(worker.index)
         handoff.at_target = False
-        self._second.ended(handoff.decode)
+        self._front_of(handoff).ended(handoff.decode)
         self._complete(handoff)
+
+    def _front_of(self, handoff: Handoff) -> Front:
+        """Return the router of the target."""
+        return self._first if handoff.target == handoff.source else self._second
 
     # Clients that give up ---------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class FleetReport(Report):
         handed = {name: column[done] for name, column in raw.items()}
         waits = {}
         if len(self.config.pools) > 1:
+            handed = {name: column[handed["held_ns"] > -1] for name, column in handed.items()}
             waits = {name: distribution_ms(_between(handed[start], handed[end])) for name, start, end in WAITS}
         return {
             "waits": waits,
@@ -123,6 +124,7 @@ class FleetReport(Report):
             worker_s = lives.worker_ns(end_ns) / 1e9
             pools.append(
                 {
+                    "name": pool.name,
                     "role": pool.role,
                     "replicas": [worker.index for worker in lives.workers],
                     "num_gpus": devices_of(pool.each),

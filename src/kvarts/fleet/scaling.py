@@ -12,7 +12,7 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.units import parse_duration_s
 
-__all__ = ["Decision", "FleetState", "PoolState", "Scaler", "WorkerState", "parse_scaler"]
+__all__ = ["Decision", "FleetState", "PoolState", "Scaler", "Scripted", "WorkerState", "parse_scaler"]
 
 
 class WorkerState(msgspec.Struct, frozen=True, gc=False):
@@ -31,6 +31,7 @@ class WorkerState(msgspec.Struct, frozen=True, gc=False):
 class PoolState(msgspec.Struct, frozen=True):
     """A pool at a tick: its active workers, and how many start or drain."""
 
+    name: str
     role: str
     active: tuple[WorkerState, ...]
     num_starting: int
@@ -50,9 +51,9 @@ class FleetState(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """How many workers each pool is to have, by its role, those that start included; and when the next tick is.
+    """How many workers each pool is to have, by its name, those that start included; and when the next tick is.
 
-    A role that is left out stays as it is. None: no further tick.
+    A pool that is left out stays as it is. None: no further tick.
     """
 
     targets: Mapping[str, int]
@@ -70,11 +71,13 @@ class Scaler(Protocol):
 
 
 class Scripted:
-    """Numbers of workers at given times: (time, {role: number}), in order of time."""
+    """Numbers of workers at given times: (time, {pool: number}), in order of time."""
 
     def __init__(self, steps: Sequence[tuple[int, Mapping[str, int]]]) -> None:
         self._steps = list(steps)
         self._next = 0
+        self.pools = {name for _, targets in steps for name in targets}
+        """The names that it has numbers for."""
 
     def first_ns(self) -> int | None:
         """Return the first time."""
@@ -112,11 +115,11 @@ class Proportional:
         """Return what each pool needs."""
         targets: dict[str, int] = {}
         for pool in state.pools:
-            wanted = self._wanted.setdefault(pool.role, [])
+            wanted = self._wanted.setdefault(pool.name, [])
             wanted.append((state.now_ns, self._needed(pool)))
             while wanted[0][0] < state.now_ns - self._stable_ns:
                 del wanted[0]
-            targets[pool.role] = max(number for _, number in wanted)
+            targets[pool.name] = max(number for _, number in wanted)
         return Decision(targets, state.now_ns + self._every_ns)
 
     def _needed(self, pool: PoolState) -> int:
@@ -152,7 +155,7 @@ class SpareCapacity:
     def on_tick(self, state: FleetState) -> Decision:
         """Return one more, one less, or as many as there are."""
         targets = {
-            pool.role: min(self._most, max(self._least, len(pool.active) + self._change(pool)))
+            pool.name: min(self._most, max(self._least, len(pool.active) + self._change(pool)))
             for pool in state.pools
             if not pool.num_starting
         }

@@ -30,11 +30,15 @@ class Worker:
     Steps that are alike are done at once up to the next thing that happens to this worker, whenever that is: what is
     under way is only counted, and carried out when it ends or is `cut` short.
 
-    `rank`: its place among workers at which something happens at the same time.
+    `rank`: its place among workers at which something happens at the same time. `only_prefills`: it computes prompts,
+    which others go on with.
     """
 
-    def __init__(self, index: int, rank: int, replica: Replica, queue: Queue, *, leaps: bool) -> None:
+    def __init__(
+        self, index: int, rank: int, replica: Replica, queue: Queue, *, only_prefills: bool, leaps: bool
+    ) -> None:
         self.index = index
+        self.only_prefills = only_prefills
         self.rank = rank
         self.replica = replica
         self.engine = replica.engine
