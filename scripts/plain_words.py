@@ -150,8 +150,10 @@ def main() -> int:
     if arguments.list is not None:
         if arguments.list not in rooms:
             parser.error(f"no room {arguments.list!r}: {', '.join(sorted(rooms))}")
-        for path, lines in sorted(rooms[arguments.list].lines.items(), key=lambda item: -len(item[1])):
-            print(f"{path}: {len(lines)}", *lines, sep="\n  ")
+        found = rooms[arguments.list].lines
+        for path, lines in sorted(found.items(), key=lambda item: -len(item[1])):
+            ordered = sorted(lines, key=lambda line: int(line.partition(":")[0]))
+            print(f"{path}: {len(lines)}", *ordered, sep="\n  ")
         return 0
     budgets = tomllib.loads(BUDGETS.read_text())
     if arguments.write:

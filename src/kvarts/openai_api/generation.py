@@ -142,8 +142,7 @@ def asks_of(
             most, ends_itself = max_tokens, False
             if most is None:
                 most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
-            may_end = served.limits.caps_tokens or (has_end and max_tokens is None)
-            if may_end and served.limits.default_tokens is not None and not body.ignore_eos:
+            if served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
                 most, ends_itself = min(most, natural), natural <= most
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
