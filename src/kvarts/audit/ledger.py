@@ -73,8 +73,8 @@ class LedgerGroup(msgspec.Struct, frozen=True):
     def needed(self, num_tokens: int, page_size: int) -> tuple[range, range]:
         """Return the pages that tokens from `num_tokens` on need of those before: in the sink, and after it.
 
-        They include the page of the next token, unless that token begins a new one. A snapshot of a state is readable at
-        the end of its page only.
+        They include the page of the next token, unless that token begins a new one. A snapshot of a state is readable
+        only at the end of its page.
         """
         if self.kind == "state":
             page = num_tokens // page_size - 1
