@@ -1,7 +1,7 @@
 """A timeline written while the engine runs: a killed run leaves every complete step.
 
-In .jsonl (and .jsonl.gz), the line of each step is flushed. A .json file is complete after every step: the row is written
-together with the end of the file, and the next step overwrites that end. A device or a pipe gets .jsonl.
+In .jsonl (and .jsonl.gz), the line of each step is flushed. A .json file is complete after every step: the row is
+written together with the end of the file, and the next step overwrites that end. A device or a pipe gets .jsonl.
 """
 
 from __future__ import annotations
