@@ -106,7 +106,7 @@ class Replays:
         return self._found[case]
 
     def advice(self, step: Step) -> str | None:
-        """Return advice on the next thing to try, given the replay of a step. Sizes in it are found by further replays."""
+        """Return advice on the next thing to try, given the replay of a step. Further replays find the sizes in it."""
         self.at(step)
         case = self._case(step, None, None, None)
         trials = ReplayTrials(self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True)
