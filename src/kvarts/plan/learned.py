@@ -1,10 +1,10 @@
-"""An eviction order that learns how soon runs of a kind come back, and one that falls back to LRU where that is worse.
+"""An eviction order that learns how soon runs of a kind return, and one that falls back to LRU where that is worse.
 
-A page that is kept takes room until it is hit or given up. What that is worth is hits per page and time: of all times
-to keep a run for, the best one counts, which is the Gittins index of the run (as in hit density of Beckmann et al.,
-"LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, with the best time in place of the time that the
-cache happens to keep it). How likely a run comes back at an age is learned from runs of its kind, those included that
-were evicted and came back. Time is counted in releases. Nothing is known of requests to come.
+A kept page takes room until it is hit or given up. The value of keeping it is hits per page and unit of time,
+maximised over all times to keep it: the Gittins index of the run. (Hit density in Beckmann et al., "LHD: Improving
+Cache Hit Rate by Maximizing Hit Density", NSDI 2018, uses the time that the cache happens to keep it instead.) The
+probability that a run returns at a given age is learned from runs of its kind, including those that were evicted and
+then requested again. Time is counted in releases. The order knows nothing about future requests.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvarts.plan.orders import RankedRuns, RunKey
 __all__ = ["AutoOrder", "LearnedOrder"]
 
 Kind = tuple[int, int, int]
-"""How often a run came back, what it follows, and how long it stayed away the last time."""
+"""Number of returns, class of the run before it, and length of the last absence."""
 
 ALL: Kind = (-1, -1, -1)
-"""Of runs that stand in one queue, whatever their kind."""
+"""The kind of every run when runs are ranked by weights in one queue."""
 
 
 class Weights(NamedTuple):
-    """LRU, but what has come back counts as released later, and what is used to stay away as released earlier.
+    """LRU with corrections: returns count as a later release, habitual absence as an earlier one.
 
-    In releases: `bonus` for each return, up to `most_returns`; `malus` for each release away, up to `most_away`.
+    In releases: `bonus` per return, up to `most_returns`; `malus` per release of absence, up to `most_away`.
     """
 
     bonus: int = 0
@@ -46,7 +46,7 @@ LRU = Weights()
 
 NUM_AGES = 30
 STEPS = 2
-"""Ages are told apart by factors of 2 ** (1 / STEPS)."""
+"""Age classes grow by factors of 2 ** (1 / STEPS)."""
 BEGINS = [0.0, *(2.0 ** (step / STEPS) for step in range(1, NUM_AGES + 1))]
 WIDTHS = [BEGINS[age + 1] - BEGINS[age] for age in range(NUM_AGES)]
 
@@ -64,7 +64,7 @@ AGES = _age_table()
 
 
 def age_of(releases: int) -> int:
-    """Return the number of the age of a run that was released so many releases ago."""
+    """Return the age class of a run that was released `releases` releases ago."""
     shift = 0
     while releases >= len(AGES):
         releases >>= 1
@@ -73,7 +73,7 @@ def age_of(releases: int) -> int:
 
 
 class Place:
-    """What the order keeps about a run: its kind, when it was released last, how far it went then, and its returns."""
+    """State of a run: its kind, time of last release, end page at that time, returns, and mean absence."""
 
     __slots__ = ("away", "end", "kind", "last", "returns")
 
@@ -86,24 +86,24 @@ class Place:
 
 
 class Reuse:
-    """How soon runs come back, by kind and age, in pages. Owner of the counts, which forget slowly."""
+    """Counts of pages by kind and age of return. Sole owner of the counts, which decay exponentially."""
 
     HALF_LIFE = 20_000
     PRIOR_PAGES = 400.0
-    """A kind counts as if so many pages had come back as those of all kinds do."""
+    """Weight of the prior, in pages: each kind starts as if this many pages had behaved like the average kind."""
 
     def __init__(self) -> None:
         self._came: dict[Kind, list[float]] = {}
-        """Pages that came back at each age."""
+        """Pages that returned, by age."""
         self._left: dict[Kind, list[float]] = {}
-        """Pages that were given up for good at each age."""
+        """Pages that were given up for good, by age."""
 
     def came_back(self, kind: Kind, age: int, num_pages: int) -> None:
-        """Count a run that came back at `age`."""
+        """Count a run that returned at `age`."""
         self._of(self._came, kind)[age] += num_pages
 
     def gave_up(self, kind: Kind, age: int, num_pages: int) -> None:
-        """Count a run that has not come back until `age`, and is forgotten."""
+        """Count a run that had not returned by `age` and is no longer remembered."""
         self._of(self._left, kind)[age] += num_pages
 
     def _of(self, counts: dict[Kind, list[float]], kind: Kind) -> list[float]:
@@ -113,15 +113,15 @@ class Reuse:
         return row
 
     def forget(self, factor: float) -> None:
-        """Let all counts be worth `factor` of what they were."""
+        """Multiply all counts by `factor`."""
         for counts in (self._came, self._left):
             for row in counts.values():
                 row[:] = [value * factor for value in row]
 
     def worths(self, waiting: dict[Kind, list[float]]) -> tuple[dict[Kind, list[float]], list[float]]:
-        """Return hits per page and release of a run to keep, by kind and age, and those of a kind not seen yet.
+        """Return the value of keeping a run, in hits per page and release, by kind and age; and that of unseen kinds.
 
-        `waiting`: pages of each kind that have not come back so far, by age.
+        `waiting`: pages of each kind that have not returned yet, by age.
         """
         kinds = {*self._came, *self._left, *waiting}
         nothing = [0.0] * NUM_AGES
@@ -131,7 +131,7 @@ class Reuse:
             seen, total = [0.0] * NUM_AGES, 0.0
             came, left, wait = came_of[kind], self._left.get(kind, nothing), waiting.get(kind, nothing)
             for age in range(NUM_AGES - 1, -1, -1):
-                half = (left[age] + wait[age]) / 2  # they have been through half of this age
+                half = (left[age] + wait[age]) / 2  # on average these stayed for half of this age class
                 seen[age] = total + came[age] + half
                 total += came[age] + 2 * half
             seen_of[kind] = seen
@@ -150,9 +150,9 @@ class Reuse:
 
 
 def _gittins(hazards: list[float]) -> list[float]:
-    """Return for each age the most hits per release that keeping a run of that age can bring.
+    """Return, per age, the most hits per release that keeping a run of that age can bring.
 
-    `hazards`: the probability to come back within an age, of what has not come back before.
+    `hazards`: the probability of a return within each age class, given no earlier return.
     """
     worths = []
     for begin in range(NUM_AGES):
@@ -167,10 +167,10 @@ def _gittins(hazards: list[float]) -> list[float]:
 
 
 class LearnedOrder(BaseOrder):
-    """Evicts the run that brings the fewest hits for the room and the time that keeping it takes.
+    """Evicts the run with the lowest value: expected hits per page and time of keeping it.
 
-    Runs of a kind stand in a queue, the one released longest ago first; the first of all queues are compared. With
-    `weights`, all runs stand in one queue by these, and nothing is learned.
+    Each kind has a queue, ordered by time of release; eviction compares the heads of all queues. With `weights`, all
+    runs are in one queue ranked by these weights, and nothing is learned.
     """
 
     MOST_REMEMBERED = 20_000
@@ -182,16 +182,16 @@ class LearnedOrder(BaseOrder):
         self.weights = weights
         self._queues: dict[Kind, RankedRuns] = {}
         self._gone: dict[RunKey, tuple[Place, int]] = {}
-        """Runs that were evicted, or eaten from here on, and how many pages they had, the one that went first first."""
+        """Evicted runs, and tails cut off runs, with their numbers of pages; the oldest eviction first."""
         self._reuse = Reuse()
         self._worths: dict[Kind, list[float]] = {}
         self._usual = [1.0 / (1 + age) for age in range(NUM_AGES)]
         self._listed: dict[Node, int] = {}
 
-    # What the tree tells -------------------------------------------------------------------------------------
+    # Calls of the tree ---------------------------------------------------------------------------------------
 
     def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`; learn from what is new and was here before."""
+        """List `nodes`; count a return for new runs that were evicted earlier."""
         self.now += 1
         if self.now % self.LEARN_EVERY == 0:
             self.learn()
@@ -211,7 +211,7 @@ class LearnedOrder(BaseOrder):
             self._list(node)
 
     def _returned(self, node: Node) -> Place | None:
-        """Return the place of a new run that was here before, with one return more; None if it was not."""
+        """Return the place of a new run that was evicted earlier, with one more return; None if it was not."""
         gone = self._gone.pop((node.content.salt, node.start, node.key), None)
         if gone is None:
             return None
@@ -221,7 +221,7 @@ class LearnedOrder(BaseOrder):
         return Place(place.kind, self.now, node.end, place.returns + 1, _mean(place.away, away))
 
     def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
-        """Unlist `nodes`, which have come back."""
+        """Unlist `nodes` and count their return."""
         for node in nodes:
             place: Place = node.place
             self._unlist(node)
@@ -232,13 +232,13 @@ class LearnedOrder(BaseOrder):
             node.place = Place(place.kind, place.last, node.end, place.returns + 1, _mean(place.away, away))
 
     def removed(self, node: Node) -> None:
-        """Unlist `node`, and remember it."""
+        """Unlist `node` and remember it as evicted."""
         self._unlist(node)
         place: Place = node.place
         self._remember((node.content.salt, node.start, node.key), place, max(1, place.end - node.start))
 
     def split(self, head: Node, tail: Node) -> None:
-        """List `head`, which goes after `tail`."""
+        """List `head`, which is evicted after `tail`."""
         place: Place = tail.place
         head.place = Place(place.kind, place.last, head.end, place.returns, place.away)
         self._queues[self._queue_of(place)].split(head, tail)
@@ -246,17 +246,17 @@ class LearnedOrder(BaseOrder):
         self._listed[tail] = tail.end - tail.start
 
     def put_back(self, nodes: Sequence[Node]) -> None:
-        """List `nodes` as they were listed before."""
+        """List `nodes` where they were listed before."""
         for node in nodes:
             if node.place is None:
                 self.released((node,))
             else:
                 self._list(node)
 
-    # What the tree asks --------------------------------------------------------------------------------------
+    # Queries of the tree -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Node]:
-        """Return all listed runs: again and again the first of a queue that is worth least."""
+        """Return all listed runs by merging the queues: the head with the lowest value is always next."""
         queues = {kind: iter(queue) for kind, queue in self._queues.items()}
         heads: list[tuple[float, int, Kind, Node]] = []
         for kind, queue in queues.items():
@@ -270,7 +270,7 @@ class LearnedOrder(BaseOrder):
                 heappush(heads, (*self._worth(following), kind, following))
 
     def next_run(self) -> Node:
-        """Return the first run that no transfer holds."""
+        """Return the run with the lowest value that no transfer holds."""
         best: tuple[float, int, Kind] | None = None
         found: Node | None = None
         for kind, queue in self._queues.items():
@@ -283,20 +283,20 @@ class LearnedOrder(BaseOrder):
         assert found is not None, "nothing to evict is listed"
         return super().next_run() if found.holds else found
 
-    # What is learned, and of what -----------------------------------------------------------------------------
+    # Learning -------------------------------------------------------------------------------------------------
 
     def came_back(self, place: Place, away: int, num_pages: int) -> None:
-        """Count `num_pages` that came back after `away` releases."""
+        """Count `num_pages` that returned after `away` releases."""
         if self.weights is None:
             self._reuse.came_back(place.kind, age_of(away), num_pages)
 
     def worth(self, place: Place) -> float:
-        """Return what keeping a run is worth now."""
+        """Return the current value of keeping a run."""
         worths = self._worths.get(place.kind, self._usual)
         return worths[age_of(self.now - place.last)]
 
     def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
-        """Return the kind of a run that is released now. `before`: of the run that it follows."""
+        """Return the kind of a run that is released now. `before`: the place of the run that precedes it."""
         parent = node.parent
         follows = 0
         if before is not None:
@@ -306,7 +306,7 @@ class LearnedOrder(BaseOrder):
     # Inside ---------------------------------------------------------------------------------------------------
 
     def _worth(self, node: Node) -> tuple[float, int]:
-        """Return what keeping a run is worth, and when it was released."""
+        """Return the value of keeping a run, and the time of its release to break ties."""
         place: Place = node.place
         weights = self.weights
         if weights is not None:
@@ -315,7 +315,7 @@ class LearnedOrder(BaseOrder):
 
     @staticmethod
     def _rank(place: Place, weights: Weights) -> float:
-        """Return when a run counts as released."""
+        """Return the corrected time of release."""
         bonus, most_returns, malus, most_away = weights
         return place.last + bonus * min(place.returns, most_returns) - malus * min(place.away, most_away)
 
@@ -338,7 +338,7 @@ class LearnedOrder(BaseOrder):
         self.num_pages -= self._listed.pop(node)
 
     def relist(self, weights: Weights | None) -> None:
-        """List all runs by `weights`, or by their kinds."""
+        """List all runs again, ranked by `weights`, or by kind if None."""
         nodes = list(self._listed)
         self.weights = weights
         self._queues.clear()
@@ -348,7 +348,7 @@ class LearnedOrder(BaseOrder):
             self._list(node)
 
     def _forget_rest(self, node: Node, place: Place) -> None:
-        """Remember what of a run was eaten from its tail."""
+        """Remember the tail that was evicted from a run."""
         content = node.content
         if node.end < content.num_known_pages:
             self._remember((content.salt, node.end, content.key(node.end)), place, place.end - node.end)
@@ -364,7 +364,7 @@ class LearnedOrder(BaseOrder):
                 self._reuse.gave_up(place.kind, age_of(self.now - place.last), num_pages)
 
     def learn(self) -> None:
-        """Work out what runs of each kind are worth."""
+        """Recompute the value of each kind and age."""
         if self.weights is not None:
             return
         waiting: dict[Kind, list[float]] = {}
@@ -385,12 +385,12 @@ class LearnedOrder(BaseOrder):
 
 
 def _mean(before: int, away: int) -> int:
-    """Return a mean of how long a run stayed away, in which the last time counts half."""
+    """Return the running mean of absences; the latest counts half."""
     return (before + away) // 2 if before else away
 
 
 class _Shadow:
-    """A cache of `num_pages` pages that counts what requests would have found in it; `score` forgets slowly."""
+    """A simulated cache of `num_pages` pages under one order. `score` counts its hits and decays exponentially."""
 
     def __init__(self, num_pages: int, weights: Weights | None) -> None:
         self.order = LearnedOrder(weights)
@@ -399,7 +399,7 @@ class _Shadow:
         self._cache = PageCache(CountPool(num_pages), PrefixTree(self.order))
 
     def use(self, content: Content, num_pages: int, decay: float) -> None:
-        """Let a request of `num_pages` pages find what it would have found."""
+        """Serve a request of `num_pages` pages and add its hits to the score."""
         cache = self._cache
         size = min(num_pages, self._num_pages)
         match = cache.match(content, size)
@@ -410,10 +410,10 @@ class _Shadow:
 
 
 class AutoOrder(LearnedOrder):
-    """The order of its best shadow: LRU, LRU with weights, or the learned one. It begins as LRU.
+    """Follows the best of several orders: LRU, LRU with weights, or the learned one. Starts as LRU.
 
-    Shadows are small caches that count what they would have found, not long ago. The order changes if another has found
-    more by `BETTER_BY` of what was looked for.
+    Shadow caches, one per order, count the hits that each would have had recently. The order changes when another has
+    more hits, by at least `BETTER_BY` of the pages requested.
     """
 
     CHOICES: tuple[Weights | None, ...] = (
@@ -437,11 +437,11 @@ class AutoOrder(LearnedOrder):
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
 
     def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`, and let the shadows find what they would have found."""
+        """List `nodes` and replay the request on the shadows."""
         super().released(nodes)
         self._most_pages = max(self._most_pages, self.num_pages)
         if not self._is_full:
-            return  # nothing has been evicted: all are alike
+            return  # nothing has been evicted yet, so all orders are equal
         if self._most_pages > self._shadow_pages * self.GROWS_BY:
             self._open_shadows()
         deepest = nodes[0]
@@ -452,18 +452,18 @@ class AutoOrder(LearnedOrder):
             self._choose()
 
     def removed(self, node: Node) -> None:
-        """Unlist `node`. The first that goes says how large the pool is."""
+        """Unlist `node`. The first removal shows that the pool is full, and so how large it is."""
         self._is_full = True
         super().removed(node)
 
     def learn(self) -> None:
-        """Take what the shadow that learns has learned."""
+        """Copy the values learned by the shadow with the learned order."""
         for shadow in self._shadows:
             if shadow.order.weights is None:
                 self._worths, self._usual = shadow.order._worths, shadow.order._usual
 
     def _open_shadows(self) -> None:
-        """Begin anew with shadows as large as the pool, which no order is told of; their scores stay."""
+        """Replace the shadows by empty ones, as large as the most pages ever listed; keep their scores."""
         scores = [shadow.score for shadow in self._shadows] or [0.0] * len(self.CHOICES)
         self._shadow_pages = self._most_pages
         self._shadows = [_Shadow(self._shadow_pages, weights) for weights in self.CHOICES]

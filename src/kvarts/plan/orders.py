@@ -1,7 +1,7 @@
-"""Eviction orders that a league compares with LRU. Each is an `EvictionOrder` as the engine asks for one.
+"""Base classes of the eviction orders that a league compares with LRU. Each implements the engine's `EvictionOrder`.
 
-They see what an order sees: runs, which of them are hit, released and evicted. Time is counted in releases. Caches of
-single objects know what was evicted by its key; a run is known by its tenant, its place in the prompt and its first
+An order observes which runs are hit, released and evicted. Time is counted in releases. Caches of single objects
+identify an evicted object by its key; here a run is identified by its tenant, its place in the prompt and its first
 page.
 """
 
@@ -24,16 +24,16 @@ LEAST_TO_CLEAN = 64
 
 
 def run_key(node: Node) -> RunKey:
-    """Return what a run is remembered by when it is gone."""
+    """Return the key by which an evicted run is remembered."""
     return node.content.salt, node.start, node.key
 
 
 class RankedRuns:
-    """Runs by rank, the lowest first; of equal ranks what was listed first, and of one path the deepest first."""
+    """Runs by rank, lowest first. Ties: first listed first; within one path, deepest first."""
 
     def __init__(self) -> None:
         self.num_pages = 0
-        """Pages of all runs, as many as they had when they were listed."""
+        """Pages of all runs, counted when the runs were listed."""
         self._entries: dict[Node, Entry] = {}
         self._sizes: dict[Node, int] = {}
         self._heap: list[Entry] = []
@@ -46,7 +46,7 @@ class RankedRuns:
         return (entry[-1] for entry in sorted(self._entries.values(), key=lambda entry: entry[:-1]))
 
     def add(self, node: Node, rank: Rank, now: int) -> None:
-        """List `node`, or list it anew."""
+        """List `node`, or move it if it is listed already."""
         size = node.end - node.start
         self.num_pages += size - self._sizes.get(node, 0)
         self._sizes[node] = size
@@ -62,13 +62,13 @@ class RankedRuns:
         self.num_pages -= self._sizes.pop(node)
 
     def split(self, head: Node, tail: Node) -> None:
-        """List `head` next to `tail`, which goes before it."""
+        """List `head` directly after `tail`, with the same rank."""
         rank, now, _, _, _ = self._entries[tail]
         self.add(head, rank, now)
         self.add(tail, rank, now)
 
     def first(self) -> Node | None:
-        """Return the run of the lowest rank; None if there is none."""
+        """Return the run with the lowest rank; None if the list is empty."""
         if not self._entries:
             return None
         heap = self._heap
@@ -77,7 +77,7 @@ class RankedRuns:
         return heap[0][-1]
 
     def first_free(self) -> Node | None:
-        """Return the run of the lowest rank that no transfer holds; None if there is none."""
+        """Return the run with the lowest rank that no transfer holds; None if all are held."""
         node = self.first()
         if node is None or not node.holds:
             return node
@@ -88,7 +88,7 @@ class RankedRuns:
         return self._entries[node][0]
 
     def listed_at(self, node: Node) -> int:
-        """Return when a listed run was listed."""
+        """Return the time at which a run was listed."""
         return self._entries[node][1]
 
     def _rebuild(self) -> None:
@@ -97,9 +97,9 @@ class RankedRuns:
 
 
 class RankedOrder(BaseOrder):
-    """Evicts the run of the lowest rank. A subclass says what the rank is.
+    """Evicts the run with the lowest rank, which subclasses define.
 
-    `place` of a run is how often it was hit, and the time of its first release.
+    The `place` of a run is its number of hits and the time of its first release.
     """
 
     def __init__(self) -> None:
