@@ -29,7 +29,7 @@ class PageStore(Protocol):
         """Store a page, whole or not at all. Return False if it was not stored."""
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes of a page; None if it is missing or differs from what was written."""
+        """Return the bytes of a page; None if it is missing or corrupt."""
 
     def delete(self, key: bytes) -> None:
         """Remove a page if it is stored."""

@@ -15,8 +15,8 @@ class StateChunk(msgspec.Struct, frozen=True):
     """Tokens [first, last) of the batch, all of one sequence.
 
     `begins_from`: the blocks of the state before them, None at the start of the sequence. `leaves`: the points at which
-    the state is written, in order: the batch index up to which it covers tokens, and its blocks. The last is the state
-    of the sequence at `last`; those before it are snapshots.
+    the state is written, in order: the batch index up to which it covers tokens, and its blocks. The last is the
+    sequence's state at `last`; those before it are snapshots.
     """
 
     first: int

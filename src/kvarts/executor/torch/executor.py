@@ -43,7 +43,7 @@ class TorchExecutor:
     `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, the target of stores and
     source of loads; `files`: pages below those. `attention`: name of the attention backend; `layers`: name of the
     implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, whose plans name the blocks
-    of every page table. `clock` measures the duration of steps.
+    of every page table. `clock` times the steps.
     """
 
     needs_page_ids = True

@@ -1,7 +1,7 @@
 """Attention backend on PyTorch's FlexAttention: the pool is one long sequence with masked blocks. For CUDA.
 
-A block of its mask is a page. Keys and values are read in place; a query attends to a page of the pool only if its
-sequence has that page.
+A block of its mask is a page. Keys and values are read in place; a query attends to a pool page only if its sequence
+has that page.
 """
 
 from __future__ import annotations

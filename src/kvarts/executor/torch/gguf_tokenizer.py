@@ -31,7 +31,7 @@ SPACE = "\u2581"
 
 
 def read_tokenizer(file: GgufFile) -> Any:
-    """Return the tokenizer of a file; None if it has none. Raise ConfigError if its kind is unknown."""
+    """Return the tokenizer of a file, or None. Raise ConfigError if its kind is unknown."""
     values = file.values
     tokens: list[str] | None = values.get("tokenizer.ggml.tokens")
     if tokens is None:

@@ -38,7 +38,7 @@ class Norm(msgspec.Struct, frozen=True):
 class LayerParts(msgspec.Struct, frozen=True):
     """A layer. `matrices`: query, key, value, attention output; gate, up, down.
 
-    `norm_query` and `norm_key`: the norms per head, None if there are none.
+    `norm_query` and `norm_key`: the norms per head, or None.
     """
 
     module: Any

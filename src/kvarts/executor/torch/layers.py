@@ -35,7 +35,7 @@ def open_layers(
     """Return compiled layers for a model, or None for its own code, and the reason.
 
     `backends`: the attention backend of each page table; `tables`: the page table of each layer. `auto` chooses
-    compiled layers if they compute what the model computes. Raise ConfigError for an unknown name, and for `compiled`
+    compiled layers if they compute the same as the model. Raise ConfigError for an unknown name, and for `compiled`
     if the model does not support it.
     """
     if name not in LAYERS:
