@@ -160,7 +160,7 @@ class BatchSampler:
         assert request.scores is not None
         try:
             request.scores.note(start, logits)
-        except Exception as error:  # it is this request's, whatever it is
+        except Exception as error:  # concerns this request only
             request.fail(request_index, error)
 
 
@@ -217,7 +217,7 @@ class _Sampled:
             return 0
         try:
             token, logprob, top = sampler.choose(logits, torch.tensor(self.known, device=logits.device))
-        except Exception as error:  # it is this request's, whatever it is
+        except Exception as error:  # concerns this request only
             self.fail(sampler.index, error)
             return 0
         self.known.append(token)
