@@ -1,7 +1,7 @@
 """The executor of a mock: it computes nothing, takes the time that a cost model gives, and generates tokens by hashing.
 
-A token depends only on the seed, the previous token and its position, never on the rest of the batch. Anyone who knows
-the history of a sequence can therefore predict its next token.
+A token depends only on the seed, the previous token and its position, never on the rest of the batch. The next token of
+a sequence can therefore be predicted from its history.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Mocked(msgspec.Struct):
 
 
 class MockExecutor:
-    """An Executor whose steps take the duration given by `cost`, divided by `speedup`, on `clock`.
+    """An Executor with steps of the duration that `cost` gives, divided by `speedup`, on `clock`.
 
     Steps end at absolute times, so that delays of waiting do not add up. `late_ns` records the lag behind the clock.
     Owns the tokens that end each request. `vary`: replaces the drawn tokens, given the tokens before them and those
@@ -109,7 +109,7 @@ class MockExecutor:
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
     ) -> None:
-        """Register a request whose tokens will be sampled; a token in `stop_ids` ends it."""
+        """Register a request, to sample its tokens; a token in `stop_ids` ends it."""
         ends = frozenset(stop_ids) | frozenset(params.stop_token_ids)
         if ends:
             self._watched[request_index] = _Mocked(ends, params.min_tokens)

@@ -47,14 +47,14 @@ class LayerTable(msgspec.Struct, frozen=True):
 
 
 WHOLE_PAGES = (LayerTable((0,)),)
-"""The only table of a model whose pages are one block each."""
+"""The only table of a model with one block per page."""
 
 
 class PageTables:
     """Owner, per row, of the block ids of its pages, of the tokens that its sequence retains, and of its request.
 
-    `tables`: the tables that the layers read; empty for an executor without layers, whose pages have `num_blocks`
-    blocks. Decodes of sequences with late rotation become chunks of one token.
+    `tables`: the tables that the layers read; empty for an executor without layers, which has `num_blocks` blocks per
+    page. Decodes of sequences with late rotation become chunks of one token.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _Step:
         self.num_tokens = 0
 
     def add(self, tokens: npt.NDArray[Any], positions: Ints, block_slots: Ints) -> None:
-        """Add tokens whose page tables were added already."""
+        """Add tokens after their page tables."""
         self.tokens.append(tokens)
         self.positions.append(positions)
         self.block_slots.append(block_slots)

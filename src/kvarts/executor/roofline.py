@@ -34,7 +34,7 @@ WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_paralle
 
 
 def _shipped(name: str) -> Any:
-    """Return a struct field whose default is the constant `name` in constants.toml."""
+    """Return a struct field with the constant `name` of constants.toml as its default."""
     factory: Callable[[], float] = lambda: shipped_constants().values[name]  # noqa: E731
     return msgspec.field(default_factory=factory)
 

@@ -16,8 +16,8 @@ __all__ = ["DetokenizingExecutor"]
 class DetokenizingExecutor:
     """An Executor around another that passes each sampled token to its Generation.
 
-    A request whose text reaches a stop text ends in the same step, as with an end token; accepted drafted tokens after
-    that point are discarded. The step's duration includes detokenization. Owner of the active generations.
+    A request ends in the step in which its text reaches a stop text, as with an end token; accepted drafted tokens
+    after that point are discarded. The step's duration includes detokenization. Owner of the active generations.
     """
 
     def __init__(self, executor: Executor, *, max_num_seqs: int, clock: Clock) -> None:

@@ -23,7 +23,7 @@ class RequestFailedError(KvartsError):
 
 
 class Listener(Protocol):
-    """Receives the progress of one request, in the thread that has the engine. Raises Gone if nobody listens any more.
+    """Receives the progress of one request, in the thread that has the engine. Raises Gone if nothing listens any more.
 
     Any other exception that it raises ends its request, and `fail` receives the error.
     """
@@ -38,8 +38,8 @@ class Listener(Protocol):
         """Receive an error that replaces the completion of the request."""
 
 
-class Gone(Exception):  # noqa: N818  # not an error: nobody listens any more
-    """Raised by a listener whose event loop is closed."""
+class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
+    """Raised by a listener after its event loop was closed."""
 
 
 class Holds(Protocol):

@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 LONG = "\x00long"
 """Added to the salt of sequences with the rotation for long ones, since their KV differs."""
 SCORED = "\x00scored"
-"""Added, with the index of the request, to the salt of prompts whose log-probabilities are computed: they never match
+"""Added, with the index of the request, to the salt of prompts with computed log-probabilities: they never match
 cached pages, and no other request matches theirs.
 """
 

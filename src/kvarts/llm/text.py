@@ -60,11 +60,11 @@ class Generation:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._piece = getattr(tokenizer, "piece", None)
-        """Returns the text of a token, for a tokenizer whose tokens have context-free text."""
+        """Returns the text of a token, for a tokenizer in which it does not depend on other tokens."""
         if self._backend is not None:
             self._stream = self._new_stream()
             self._num_read = 0
-            """Number of tokens whose text is in `text`."""
+            """Number of tokens that `text` covers."""
 
     def take(self, token: int, *, is_end: bool = False) -> bool:
         """Add the next token; `is_end`: whether it ends the request by its id. Return whether the request ends.

@@ -1,4 +1,4 @@
-"""Divides the KV memory of a model whose layers form KV groups into blocks of one size.
+"""Divides the KV memory of a model with KV groups into blocks of one size.
 
 A block holds a page of the KV of n layers, where n divides the number of layers of every group. The part of a page in
 any group thus takes a whole number of blocks, any block can serve any group, and no bytes are lost between them.
@@ -114,7 +114,7 @@ def _groups(layers: Sequence[LayerShape], page_size: int) -> list[_Group]:
 
 
 def _divisor(groups: Sequence[_Group], page_size: int, largest: int) -> int:
-    """Return the number of pieces to divide the largest block into, whose keys have `largest` elements."""
+    """Return the number of pieces to divide the largest block into; `largest`: the elements of its keys."""
     for divisor in range(1, largest + 1):
         block = largest // divisor
         if block < min(group.numbers for group in groups) // page_size:

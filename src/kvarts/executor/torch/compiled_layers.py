@@ -75,7 +75,7 @@ class CompiledLayers:
         if not self.has_own_matrices:  # only the work between matrices
             self._num_products = sum(outputs for _, outputs in matrices)
         self._kept: list[Any] = []
-        """Objects whose addresses are in use, kept alive."""
+        """Objects to keep alive, since their addresses are in use."""
         self._counters = np.zeros(places.NUM_COUNTERS * places.COUNTER_BYTES // 8, np.int64)
         self._step = np.zeros(places.STEP_SIZE, np.int64)
         self._step[places.BARRIER] = self._team.barrier

@@ -34,7 +34,7 @@ from kvarts.sched.plan import StepPlan, StepResult
 __all__ = ["TorchExecutor"]
 
 SCORED_TOKENS = 256
-"""Number of prompt tokens whose log-probabilities are computed at a time."""
+"""Number of prompt tokens that are scored at a time."""
 
 
 class TorchExecutor:
@@ -42,7 +42,7 @@ class TorchExecutor:
 
     `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, the target of stores and
     source of loads; `files`: pages below those. `attention`: name of the attention backend; `layers`: name of the
-    implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, whose plans name the blocks
+    implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, where plans name the blocks
     of every page table. `clock` times the steps.
     """
 

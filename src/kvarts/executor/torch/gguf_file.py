@@ -117,7 +117,7 @@ class GgufFile:
         return [name for name, *_ in self._tensors]
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Yield all tensors, whose data are read on first use. Raise InputError if one is truncated."""
+        """Yield all tensors; their data are read on first use. Raise InputError if one is truncated."""
         whole = np.frombuffer(self._bytes, np.uint8)
         for name, shape, kind, start in self._tensors:
             num_bytes = self._num_bytes(name, shape, kind)

@@ -160,7 +160,7 @@ def add_and_norm(
 def rotate(
     numbers: Any, first: Any, dim: Any, cos: Any, sin: Any, at: Any, storage: Any, out: Any, out_first: Any
 ) -> None:
-    """Write a head rotated by its position, whose cosines and sines start at `at`."""
+    """Write a head rotated by its position; the position's cosines and sines start at `at`."""
     half = dim // index(2)
     for d in range(half):
         one, other = load(numbers, first + d), load(numbers, first + half + d)
@@ -227,7 +227,7 @@ def activate(work: Any, step: Any, storage: Any, room: Any, thread: Any, num: An
         token, at = first // inner, first % inner
         count = min(inner - at, last - first)
         gate_at, up_at = token * gate_stride + at, token * up_stride + at
-        # One loop without branches, whose output overlaps no input: such loops are vectorized.
+        # One loop without branches, with an output that overlaps no input: such loops are vectorized.
         for d in range(count):
             number = load(gate, gate_at + d)
             opened = near(storage, number / (single(1) + exponential(-number)))

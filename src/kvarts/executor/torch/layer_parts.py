@@ -73,7 +73,7 @@ class DecoderParts(msgspec.Struct, frozen=True):
 
 
 def find_parts(model: Any, shapes: tuple[LayerShape, ...]) -> DecoderParts:
-    """Return the parts of a model whose layers have `shapes`. Raise UnlikeError if it has another structure."""
+    """Return the parts of a model with layers of `shapes`. Raise UnlikeError if it has another structure."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     _expect_children(model, {name for name, child in model.named_children() if child in (decoder, head)}, "the model")
     if head is None or decoder is model:

@@ -118,7 +118,7 @@ def _read_gguf(path: Path, dtype: torch.dtype | None) -> Any:
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of the model in `path`, which is as for `load_model`, or None if it lacks one.
 
-    Raise ConfigError for a GGUF file whose tokenizer is of an unknown kind.
+    Raise ConfigError for a GGUF file with a tokenizer of an unknown kind.
     """
     gguf = find_gguf(path)
     if gguf is not None:

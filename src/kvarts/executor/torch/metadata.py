@@ -54,7 +54,7 @@ class AttentionMetadata:
     """Where each token of one step is written, and which pages it attends to.
 
     `slots` [tokens]: the slots in the pools for each token's keys and values. Decodes are the first tokens of the
-    batch, one per sequence; chunks follow. `rotary`: for chunks whose queries and keys are not rotated yet.
+    batch, one per sequence; chunks follow. `rotary`: for chunks with queries and keys that are not rotated yet.
     """
 
     def __init__(

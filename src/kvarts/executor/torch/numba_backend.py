@@ -52,7 +52,7 @@ def telling(what: str) -> Iterator[None]:
 class DecodeWork:
     """The work of a step that all layers of one window share; numba_kernel defines its layout.
 
-    Keeps alive the arrays whose addresses it holds.
+    Keeps alive the arrays that it holds addresses of.
     """
 
     def __init__(self, arrays: dict[int, Ints], counts: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out for oneDNN once instead of in every call, and merged if they share an
+"""Linear layers with weights that are laid out for oneDNN once instead of in every call, and merged if they share an
 input.
 """
 

@@ -22,8 +22,8 @@ class LayerShape(msgspec.Struct, frozen=True):
     """The KV of a layer per token: `num_kv_heads` keys and values, of `head_dim` elements each, read by `num_heads`
     heads.
 
-    `owner`: the layer whose keys and values it reads; a layer that is not its own owner stores nothing. `window`: the
-    number of last tokens that it attends to, None for all.
+    `owner`: the layer that stores the keys and values it reads; a layer that is not its own owner stores nothing.
+    `window`: the number of last tokens that it attends to, None for all.
     """
 
     num_heads: int
@@ -98,7 +98,7 @@ class KVPools:
         self.values_flat = [values.flatten(0, 1) for values in self.values]
 
     def of_layers(self, numbers: Sequence[int]) -> KVPools:
-        """Return a view of the same memory for layers whose pages in it have the same size."""
+        """Return a view of the same memory for layers with pages of one size in it."""
         seen = copy(self)
         seen.numbers = tuple(numbers)
         seen.num_pages, seen.page_size = self.keys[numbers[0]].shape[:2]

@@ -61,7 +61,7 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 class StateMemory:
-    """The states of layers with `shapes` in `tensors`, whose rows are blocks; a state has `num_blocks` blocks."""
+    """The states of layers with `shapes` in `tensors`, where a row is a block; a state has `num_blocks` blocks."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shapes: Sequence[StateShape], num_blocks: int) -> None:
         self.shapes = tuple(shapes)

@@ -1,6 +1,6 @@
 """Runs compiled functions on PyTorch's threads.
 
-PyTorch's loops run on an OpenMP team, whose waiting threads keep their CPU busy for a while. A second team would have
+PyTorch's loops run on an OpenMP team; its waiting threads keep their CPU busy for a while. A second team would have
 to wait for these. So compiled functions run on the same team: GCC's OpenMP library can run any function by its address.
 If PyTorch ships with another library, Python threads run them.
 """
