@@ -109,7 +109,7 @@ class Generation:
             tuple(self.tokens),
             self.request.num_prompt_tokens,
             self.finish_reason,
-            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None is of prompts
+            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None occurs only in prompts
             self.request.cached_tokens,
             () if told is None else tuple(told.top),
             prompt_logprobs,

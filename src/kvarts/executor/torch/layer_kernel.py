@@ -5,7 +5,7 @@ float32, rounded wherever the code of transformers rounds them: after each of it
 differs.
 """
 
-# Numba compiles these functions, see numba_kernel. Types are Numba's:
+# Numba compiles these functions, as in numba_kernel. Types are Numba's:
 # mypy: disable-error-code="assignment, untyped-decorator"
 from __future__ import annotations
 
