@@ -1,6 +1,6 @@
 """The work between the matrices of a decoder layer, compiled by Numba, and the matrices if no library multiplies them.
 
-A layer is a sequence of stages; a call runs some of them in a team of threads, with a barrier after each. Numbers are
+Each layer runs in stages; a call runs some of them in a team of threads, with a barrier after each. Numbers are
 float32, rounded wherever the code of transformers rounds them: after each of its operations. Only the order of sums
 differs.
 """
