@@ -16,7 +16,7 @@ __all__ = ["ALL", "ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "Table
 Ints = npt.NDArray[np.int64]
 
 ALL = 1 << 62
-"""The window of a sequence that retains all tokens."""
+"""The value of `windows` for a sequence that retains all tokens."""
 
 
 class ChunkMetadata(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Checks a model in pages against transformers' `generate`, with random prompts, token by token."""
+"""Compares a model in pages with transformers' `generate`, with random prompts, token by token."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Profile:
 
 
 def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
-    """Return a row of a Mooncake trace with blocks of one token: a hash id is a token. All arrive at time 0."""
+    """Return a row of a Mooncake trace with blocks of one token, so hash ids are tokens. All arrive at time 0."""
     prompt = request.content.tokens(0, request.num_prompt_tokens)
     return {
         "request_id": str(request.index),

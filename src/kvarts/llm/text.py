@@ -109,7 +109,7 @@ class Generation:
             tuple(self.tokens),
             self.request.num_prompt_tokens,
             self.finish_reason,
-            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None is of prompts
+            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None occurs only in prompts
             self.request.cached_tokens,
             () if told is None else tuple(told.top),
             prompt_logprobs,
@@ -139,7 +139,7 @@ class Generation:
         """Return the text that `token` completes, None for a part of a character.
 
         A byte that never becomes a character changes the text of the bytes before it: for `<0x0D>`, `<0xEA>`, `a`, a
-        decoder first produces a line end, and finally three other characters. A DecodeStream raises an error then. The
+        decoder first produces a line end, and finally three other characters. DecodeStream then raises an error. The
         text so far is kept, and a new stream continues after it.
         """
         try:

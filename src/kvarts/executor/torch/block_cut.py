@@ -1,11 +1,11 @@
 """Divides the KV memory of a model with KV groups into blocks of one size.
 
-A block holds a page of the KV of n layers, where n divides the number of layers of every group. The part of a page in
+A block holds the KV of one page in n layers, where n divides the number of layers of every group. The part of a page in
 any group thus takes a whole number of blocks, any block can serve any group, and no bytes are lost between them.
 
-If layers have KV heads of several shapes, a block has the same size in bytes for all: it holds a page of one layer with
-large heads, for example, or of two layers with small ones. If a layer needs more than a block, its page is spread over
-several, each with an equal number of its tokens.
+If layers have KV heads of several shapes, a block has the same size in bytes for all: it holds one page of one layer
+with large heads, for example, or of two layers with small ones. If a layer needs more than a block, its page is spread
+over several, each with an equal number of its tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention backend on PyTorch's FlexAttention: the pool is one long sequence with masked blocks. For CUDA.
 
-A block of its mask is a page. Keys and values are read in place; a query attends to a pool page only if its sequence
+Blocks of its mask are pages. Keys and values are read in place; a query attends to a pool page only if its sequence
 has that page.
 """
 

@@ -1,4 +1,4 @@
-"""Checks that compiled layers compute the same as a model, by running both on random tokens, layer by layer.
+"""Checks compiled layers against a model's own, by running both on random tokens, layer by layer.
 
 Each compiled layer gets the model's input of that layer, so a difference is the error of one layer and not the sum over
 several.

@@ -1,11 +1,11 @@
 """The work between the matrices of a decoder layer, compiled by Numba, and the matrices if no library multiplies them.
 
-A layer is a sequence of stages; a call runs some of them in a team of threads, with a barrier after each. Numbers are
+Each layer runs in stages; a call runs some of them in a team of threads, with a barrier after each. Numbers are
 float32, rounded wherever the code of transformers rounds them: after each of its operations. Only the order of sums
 differs.
 """
 
-# Numba compiles these functions, see numba_kernel. Types are Numba's:
+# Numba compiles these functions, as in numba_kernel. Types are Numba's:
 # mypy: disable-error-code="assignment, untyped-decorator"
 from __future__ import annotations
 

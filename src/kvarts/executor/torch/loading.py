@@ -1,4 +1,4 @@
-"""Loads a model, unmodified but for paged attention, from a directory, a GGUF file or the hub's cache."""
+"""Loads one model, unmodified but for paged attention, from a directory, a GGUF file or the hub's cache."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = [
 class AttentionParams(msgspec.Struct, frozen=True):
     """Parameters of one layer's attention: its scale, the last `window` tokens or all, and a soft cap on scores.
 
-    `sinks` [heads]: the score of each head's attention sink, which takes a share of the weights without having a value.
+    `sinks` [heads]: the score of each head's attention sink, which takes some of the weight without having a value.
     """
 
     scaling: float

@@ -13,7 +13,7 @@ import torch
 __all__ = ["PackedLinear", "PackedPart", "pack_linears", "pack_together", "products"]
 
 
-class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
+class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not checked, see pyproject.toml
     """A linear layer with `weight` [out_features, in_features], on a CPU in bfloat16. Holds a copy of the weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

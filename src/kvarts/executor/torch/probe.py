@@ -130,7 +130,7 @@ class _Examination:
                 ids_tensor = torch.tensor([ids], device=self._device)
                 out = model(input_ids=ids_tensor, attention_mask=torch.ones_like(ids_tensor), use_cache=False)
                 logits.append(out.logits[0].float())
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             raise refused(model, f"it does not run on tokens alone ({_first_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
@@ -153,7 +153,7 @@ class _Examination:
         try:
             model.set_attn_implementation("eager")
             return find_states(model, run)
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             raise refused(model, f"its layers keep states in a way that is not known ({_first_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
@@ -230,7 +230,7 @@ class _Examination:
             cache = getattr(begun, name)
             last = model(input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache})
             logits = last.logits[0, -1:].float()
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             raise refused(model, f"it does not go on from a cache ({_first_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
@@ -298,7 +298,7 @@ class _Examination:
                 ).logits
         except Refusal as error:
             raise refused(self._model, str(error)) from None
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             if keep is not None:
                 raise
             raise refused(self._model, f"it does not run where attention is in pages ({_first_line(error)})") from error

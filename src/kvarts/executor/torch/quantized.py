@@ -120,7 +120,7 @@ def quantize(model: Any, scheme: str) -> Quantization:
     return _known[model]
 
 
-class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
+class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not checked, see pyproject.toml
     """Computes `linear` with rounded weights. Holds its weights in a separate tensor.
 
     `num_bytes`: size of its weights; `num_bytes_before`: size of those of `linear`. `error_squares` and

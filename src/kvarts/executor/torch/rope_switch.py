@@ -98,7 +98,7 @@ def _length(module: Any, kind: str | None, most_position: int, model: Any, devic
     try:
         short = near(NEAR[-1] + 1).clone()
         long = near(most_position - 1).clone()
-    except Exception:  # whatever its code raises
+    except Exception:  # a model's code may raise anything
         return None  # a rotation with another signature: the model is examined as a whole
     if torch.equal(short, long):
         return None

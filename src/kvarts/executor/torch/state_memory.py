@@ -1,7 +1,7 @@
 """States in the memory of a model's KV: each occupies the bytes of some blocks, which layers with states read and
 write.
 
-A block is a row of every KV tensor. The bytes of a state are those of its blocks in the first tensor, in order, then
+A block is one row of every KV tensor. The bytes of a state are those of its blocks in the first tensor, in order, then
 those in the second, and so on; they hold the states of all layers one after the other. The rest of the last blocks is
 unused.
 """
