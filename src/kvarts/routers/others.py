@@ -25,7 +25,7 @@ class SglangCacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     If the most and the fewest requests in flight differ by more than `balance_abs_threshold`, and by the factor
     `balance_rel_threshold`, the least loaded worker is chosen. Otherwise, the worker with the longest match in a tree
-    of placed texts, if that exceeds `cache_threshold` as a share of the text; else the least loaded one. The tree of
+    of placed texts, if its share of the text exceeds `cache_threshold`; else the least loaded one. The tree of
     each worker is cut to `max_tree_size` characters every `eviction_interval` seconds.
     """
 
