@@ -37,7 +37,7 @@ OPTIONS = [
 ]
 
 WATCHERS_S = 0.5
-"""Time at shutdown for open calls, which watch the server's health, to read that it ends."""
+"""Time for calls still open at shutdown, which watch the server's health, to learn of its end."""
 
 M_MMAP_THRESHOLD = -3
 """Parameter of mallopt."""
