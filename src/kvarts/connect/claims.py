@@ -30,7 +30,7 @@ MAX_LISTED = 1000
 """Violations listed per rule; all are counted."""
 
 MAX_BLOCKS = 1 << 19
-"""Blocks tracked at once, in all media: the number that a publisher may claim is unbounded."""
+"""Blocks tracked at once, in all media: a publisher may claim any number."""
 MAX_PARTS = 64
 """Pairs of a medium and a group of layers that are tracked."""
 

@@ -82,7 +82,7 @@ class Follower:
         """Find out whether the engine is still the same, and request missed batches."""
         past = None if self.last is None or self._asker is None else self._asker.ask(self.last)
         if past is None:
-            return  # the next batch will show
+            return  # the next batch will show whether it is another
         # The same engine has at least the last batch.
         if not past or self._is_another(past):
             self.counts.num_restarts += 1

@@ -99,6 +99,6 @@ class Watch:
             return
         if self.timeline is None:
             if claims.block_size is None:
-                return  # it follows from events
+                return  # events contain it
             self.timeline = self._open_timeline(claims.total_blocks, claims.block_size)
         self.timeline.add(self.elapsed_s, sample)

@@ -241,7 +241,7 @@ class _Reading:
         self._requests: dict[int, _Request] = {}
         self._has_tiers = False
         self._ended = [[0, 0] for _ in journal.groups]
-        """For each KV group: hits that it cut short, and tokens missed so that other groups had."""
+        """For each KV group: hits that it cut short, and tokens by which another group could have extended them."""
         self._evicted_ago_ms: list[Column] = []
         """Time since eviction of each page that was missed because it was evicted."""
 
@@ -296,7 +296,7 @@ class _Reading:
         request.furthest = max(request.furthest, hit)
         request.computed = hit
         request.at_step = -1
-        # Its own earlier tokens are not "seen": they are counted as recomputed.
+        # The prefix may include its own earlier tokens; those up to `furthest` are not counted again.
         seen_end = self._seen.path(content, prompt)[1]
         findable = min(seen_end, (prompt - 1) // size * size) // size
         request.seen = []

@@ -25,7 +25,7 @@ MOST_KEYS = 100
 """Number of top-level keys that are kept regardless of name; later ones are kept only if in TOP_FIELDS."""
 LARGEST_KEPT_BYTES = 1 << 12
 SHORT_TEXT_BYTES = 1 << 16
-"""Read more before looking for a cut in a shorter text."""
+"""A shorter text is extended, if there is more, before a cut is searched."""
 
 QUOTE, COMMA, COLON, OPEN_ARRAY, CLOSE_OBJECT = b'",:[}'
 _MARKS = np.zeros(256, np.bool_)
