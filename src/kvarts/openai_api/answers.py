@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -106,20 +107,23 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An answer, and what it is to. `model` and `message`: the name of the model and the last message of the user, with
     `*` for anything. `tools`: names that are offered, all of them. `turn`: 1 for a conversation without an answer.
+    `times`: it answers so many requests, and then those after it do.
     """
 
     model: str = "*"
     message: str = "*"
     tools: tuple[str, ...] = ()
     turn: int | None = None
+    times: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("model", "message"):
             if len(getattr(self, field)) > MAX_PATTERN_CHARS:
                 raise ConfigError(f"has at most {MAX_PATTERN_CHARS} characters", field=field)
-        if self.turn is not None and self.turn < 1:
-            raise ConfigError(f"counts from 1, got {self.turn}", field="turn")
+        for field in ("turn", "times"):
+            if (count := getattr(self, field)) is not None and count < 1:
+                raise ConfigError(f"counts from 1, got {count}", field=field)
 
     def is_for(self, question: Question) -> bool:
         """Return whether it answers `question`."""
@@ -162,11 +166,13 @@ def _matches(pattern: str, text: str) -> bool:
 class Answers:
     """What a mock answers. `rules`: the first that is for a question decides. `seed`: of what is drawn without any.
 
-    `allows_failures`: a request may ask for an answer that fails or comes late.
+    `allows_failures`: a request may ask for an answer that fails or comes late. Owner of how often each rule answered.
     """
 
     def __init__(self, rules: Sequence[Rule] = (), *, seed: int = 0, allows_failures: bool = False) -> None:
         self._rules = tuple(rules)
+        self._left = {index: rule.times for index, rule in enumerate(rules) if rule.times is not None}
+        self._lock = Lock()
         self._seed = seed
         self._allows_failures = allows_failures
 
@@ -181,8 +187,19 @@ class Answers:
         return told
 
     def find(self, question: Question) -> Told | None:
-        """Return the answer of the first rule that is for `question`; None if there is none."""
-        return next((rule for rule in self._rules if rule.is_for(question)), None)
+        """Return the answer of the first rule that is for `question`; None if there is none. From any thread."""
+        for index, rule in enumerate(self._rules):
+            if rule.is_for(question) and self._take(index):
+                return rule
+        return None
+
+    def _take(self, index: int) -> bool:
+        """Count an answer of a rule. Return whether it has any left."""
+        with self._lock:
+            num_left = self._left.get(index, 1)
+            if index in self._left and num_left:
+                self._left[index] -= 1
+        return num_left > 0
 
     def json(self, schema: dict[str, Any], question: Question, copy: int, budget: Budget) -> Told:
         """Return JSON that `schema` allows. Raise ApiError for a schema of which no value can be made."""
@@ -235,8 +252,10 @@ def told_by(value: Any, kind: type[Any], where: str = "") -> Any:
     raise ConfigError(what, field=".".join(filter(None, (where, field))))
 
 
-def rules_of(given: Sequence[Any]) -> tuple[Rule, ...]:
-    """Return rules: objects with their fields, or what is a rule already. Raise ConfigError."""
+def rules_of(given: Sequence[Any] | str | Path) -> tuple[Rule, ...]:
+    """Return rules: those of a file, or objects with their fields. Raise ConfigError, or what `load_rules` raises."""
+    if isinstance(given, str | Path):
+        return load_rules(Path(given))
     if len(given) > MAX_RULES:
         raise ConfigError(f"has {len(given):,} rules, and {MAX_RULES:,} at most", field="answers")
     return tuple(
