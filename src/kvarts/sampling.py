@@ -92,7 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of the tokens of the prompt, and of so many of the likeliest in their places; all of the prompt is computed then,
     whatever is cached. `max_tokens` may be 0 with it. `skip_special_tokens`: special tokens have no text; a stop text
     that is one is never found then. `structured_outputs`: a grammar that the text keeps to, as long as `max_tokens`
-    allows; its end comes before `min_tokens` and in spite of `ignore_eos`.
+    allows; its end comes before `min_tokens` and in spite of `ignore_eos`. `forced_tokens`: the first tokens, whatever
+    a model would choose; mocks alone take them.
     Raises ConfigError for a value out of range.
     """
 
@@ -115,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    forced_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None:
@@ -143,6 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(f"is out of range: {brief(getattr(self, field))}", field=f"sampling.{field}")
         self._take_all("stop", str, "texts")
         self._take_all("stop_token_ids", int, "token ids")
+        self._take_all("forced_tokens", int, "token ids")
         if any(not text for text in self.stop):
             raise ConfigError("must not be empty", field="sampling.stop")
         for token in self.stop_token_ids:
