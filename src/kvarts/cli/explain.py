@@ -105,7 +105,7 @@ def _load(path: Path) -> Journal:
 
 
 def _rows_of(runs: Sequence[RunDirectory]) -> dict[Path, list[RequestTimes]]:
-    """Return the requests of each journal, by its path. Runs whose requests have no ids are left out."""
+    """Return the requests of each journal, by its path. Runs whose requests lack ids are left out."""
     from kvarts.explain.sums import RequestTimes
 
     found: dict[Path, list[RequestTimes]] = {}

@@ -115,7 +115,7 @@ def failure_options() -> list[click.Option]:
 
 
 def keys_of(values: dict[str, Any]) -> Keys | None:
-    """Return the API keys; None if there are none. Raise ConfigError, MissingFileError or InputError."""
+    """Return the API keys; None without any. Raise ConfigError, MissingFileError or InputError."""
     from kvarts.owners.keys import Keys, read_keys
 
     keys: dict[str, list[str]] = {}

@@ -145,7 +145,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """Return the prompts of a JSONL file, or of standard input for `-`: text, token ids or messages, one per line.
 
     A line that cannot be read is included with its error, an InputError with file, line and field. Raise InputError if
-    the file has no prompts.
+    the file does not have a prompt.
     """
     prompts: list[PromptLine] = []
     shown = "standard input" if str(path) == "-" else path

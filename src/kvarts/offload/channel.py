@@ -44,7 +44,7 @@ class Channel:
         return num_units if wait_ns or num_units else 1
 
     def passed_over(self) -> None:
-        """Note that a transfer was not submitted for it would take too long. Ignored by a channel of known speed."""
+        """Note that a transfer was not submitted because of its long wait. Ignored by a channel of known speed."""
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
         """Note that a transfer of `num_bytes` has ended. A channel of known speed has predicted it exactly."""

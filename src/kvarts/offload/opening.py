@@ -63,7 +63,7 @@ class TiersToOpen:
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
     ) -> Offloader:
-        """Open the tiers below `cache`. `fingerprint`: of the model, for files without a namespace."""
+        """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
         namespace = self._namespace
         if namespace is None and with_page_ids:
             namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()

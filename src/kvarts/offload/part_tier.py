@@ -28,7 +28,7 @@ __all__ = ["PartTier"]
 
 
 class PartTier(RunAccount):
-    """Owner of `num_blocks` blocks, and of their contents, parts of `memory`. `tree`: of the cache above.
+    """Owner of `num_blocks` blocks, and of their contents, parts of `memory`. `tree`: the tree of the cache above.
 
     `with_slots`: blocks have ids, for an executor that copies into them. `tell` receives the events of runs that become
     findable or stop being findable. Transfers and offers pin runs: each is a holder of runs.
@@ -150,7 +150,7 @@ class PartTier(RunAccount):
             self.events.told()
 
     def _doom(self, run: PartRun, span: Span) -> None:
-        """Release a pinned run, which is no longer listed in its span, when its last pin ends."""
+        """Release a pinned run, which must be unlisted from its span, when its last pin ends."""
         run.is_kept = False
         run.span = None
         if not (span.num_users or span.children):

@@ -48,7 +48,7 @@ class Notes(msgspec.Struct, eq=False):
 
 
 class SafeFirst:
-    """Two orders made by `make`: of the safe runs, and of the rest. An EvictionOrder and a TreeWatcher.
+    """Two orders made by `make`: one for the safe runs, and one for the rest. An EvictionOrder and a TreeWatcher.
 
     A tree gets it as both, or only as its watcher if the tree's order is another one that wraps it. Runs that change
     lists together keep the order in which they were listed.

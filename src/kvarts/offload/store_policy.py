@@ -55,7 +55,7 @@ class StorePolicy(Protocol, Generic[Where]):
     def wait(self, position: int) -> None:
         """Note that the channel to the tier is behind: no store begins before a transfer has ended.
 
-        Of the last choice, pages from `position` on stay wanted.
+        Pages of the last choice from `position` on stay wanted.
         """
 
     def end_refusal(self) -> None:

@@ -99,7 +99,7 @@ class Tier(Protocol):
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
     ) -> TierStore | None:
-        """Make room for those of pages [start, end) that are neither stored nor coming; None if there are none.
+        """Make room for those of pages [start, end) that are neither stored nor coming; None without any.
 
         If there is not room for all, store as many as possible, and at most `limit`: the first, or the last if
         `deepest_first`.
@@ -345,7 +345,7 @@ class MemoryTier:
         self.index.reset()
 
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Return nothing: there are no files."""
+        """Return nothing: the tier is without files."""
         return ()
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
