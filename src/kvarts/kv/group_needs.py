@@ -10,17 +10,17 @@ __all__ = ["GroupNeeds", "Held"]
 
 
 class Held(Protocol):
-    """What others hold of the parts that a request was found to begin with, by the number of a group."""
+    """The parts of a match that others hold, by the number of a group."""
 
     def num_shared(self, group: int, first_page: int) -> int:
-        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
+        """Return how many of the parts of pages from `first_page` on and of the sink others hold."""
 
     def num_idle(self, group: int) -> int:
-        """Return how many snapshots of a group of states nothing holds."""
+        """Return how many snapshots of a group of states are not held."""
 
 
 class GroupNeeds:
-    """Answers in blocks of `memory`. `most_new`: tokens of a request that a step may compute."""
+    """Memory needs, in blocks of `memory`. `most_new`: the most tokens of a request that a step may compute."""
 
     def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int) -> None:
         self._page_size = page_size
@@ -32,10 +32,10 @@ class GroupNeeds:
         self._bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
-        """What a decode takes for the first token of a page."""
+        """The blocks that a decode takes for the first token of a page."""
 
     def while_computing(self, start: int, end: int) -> int:
-        """Return the blocks of parts that tokens [start, end) need, snapshots not counted."""
+        """Return the blocks of parts that tokens [start, end) need, without snapshots."""
         page_size = self._page_size
         blocks = self._state_blocks + self._whole_blocks * -(-end // page_size)
         for layer, part_blocks in self._bounded:
@@ -43,7 +43,7 @@ class GroupNeeds:
         return blocks
 
     def at_most_whole(self, num_tokens: int) -> int:
-        """Return no less than any of the others for a request of `num_tokens` tokens; quick to tell."""
+        """Return an upper bound of all the others for a request of `num_tokens` tokens; fast to compute."""
         return self.page_blocks * -(-num_tokens // self._page_size) + 2 * self._state_blocks
 
     def to_compute(self, start: int, end: int) -> int:
@@ -51,9 +51,9 @@ class GroupNeeds:
         return max(self.while_computing(*chunk) for chunk in self._largest_chunks(start, end))
 
     def at_most(self, num_tokens: int) -> int:
-        """Return the blocks that a request of `num_tokens` tokens needs to itself, wherever its chunks begin and end.
+        """Return the blocks that a request of `num_tokens` tokens needs alone, wherever its chunks begin and end.
 
-        A request that begins from snapshots holds them beside its own states for a step.
+        A request that begins from snapshots holds them in addition to its states during one step.
         """
         blocks = self.to_compute(0, num_tokens)
         if num_tokens > self._page_size:
@@ -61,7 +61,7 @@ class GroupNeeds:
         return blocks
 
     def most_tokens(self, limit: int, num_blocks: int) -> int:
-        """Return how many tokens a request has at most, of up to `limit`, that can run in `num_blocks`; 0 for none."""
+        """Return the longest request, of up to `limit` tokens, that can run in `num_blocks`; 0 if none can."""
         fewest, most = 0, limit
         while fewest < most:
             middle = (fewest + most + 1) // 2
@@ -72,14 +72,14 @@ class GroupNeeds:
         return fewest
 
     def of_request(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the same for a request by its prompt and output, the last token of which is never computed."""
+        """Return the same for a request with this prompt and output, whose last token is never computed."""
         return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))
 
     def to_admit(self, start: int, num_known: int, found: Held, enough: int = -1) -> int:
-        """Return the blocks that may have to be taken for tokens [start, num_known) of a request, at one time.
+        """Return the most blocks that a request may have to take at one time for tokens [start, num_known).
 
-        `found`: what it begins with. Parts that others hold are not taken, for as long as the request needs them; but
-        if `enough` blocks are certain to do without that, they are counted as well.
+        `found`: its match. Parts that others hold need not be taken, for as long as the request needs them; but if
+        `enough` blocks suffice without that, these parts are counted as well, to save time.
         """
         most = self.at_most_whole(num_known)
         if most <= enough:
@@ -100,12 +100,12 @@ class GroupNeeds:
         return most
 
     def _largest_chunks(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return chunks of tokens from `start` to `end`, one of which needs the most of all that there can be.
+        """Return chunks of tokens from `start` to `end`; one of them needs the most blocks of all possible chunks.
 
-        What a chunk needs grows where it reaches one token into a page, and falls where a page leaves a window. A whole
-        page later it is the same or more, but for layers of chunks: these begin anew. So the last chunk that reaches
-        into a page is the largest, or the last one before tokens that begin anew, or the first. Where tokens begin anew
-        inside a page, all are looked at.
+        The need of a chunk grows when its end reaches one token into a page, and falls when a page leaves a window. A
+        whole page later it is the same or more, except in layers of chunks, which start again at each chunk of the
+        layer. So the largest is the last chunk that reaches into a page, or the last one before such a start, or the
+        first. If layers start again inside a page, all are examined.
         """
         most_new, page_size = self.most_new, self._page_size
         if end - start <= most_new:

@@ -601,7 +601,7 @@ class Scheduler:
         if len(places) > 1 or self.drafts is not None:
             settling.sort(key=lambda request: request.admission)
         if joined:
-            # They are on the wheel already; their turn comes after those that were admitted before them.
+            # They are on the wheel already; those admitted before them are first.
             settling = [request for request in settling if request not in joined]
         return [request for request in (*settling, *joined) if request.own is None]
 

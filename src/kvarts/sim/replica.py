@@ -153,7 +153,7 @@ class Replica:
         if engine.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
-        # Requests that join have no step under way to wait for.
+        # Requests that join need not wait: no step is under way.
         return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
 
     def finish(self) -> list[Request]:
@@ -196,7 +196,7 @@ class Replica:
                     return
                 finished += self.finish()
             now_ns = engine.now_ns
-            # Most of `has_work` is spelled out, because this runs before every step.
+            # Most of `has_work` is inlined, because this runs before every step.
             if now_ns >= until_ns or not (running.num_running or waiting.num_waiting or self.has_work):
                 return
             self.start(now_ns, until_ns)
