@@ -153,7 +153,7 @@ class Cache:
         """
         return ()
 
-    # What requests need ---------------------------------------------------------------------------------------
+    # Needs of requests ----------------------------------------------------------------------------------------
 
     def num_to_admit(self, match: Match, num_known: int) -> int:
         """Return the blocks that must be free for a request of `num_known` tokens that begins with `match`."""

@@ -55,7 +55,7 @@ class PageCache(Cache):
         if num_used > mark.used:
             mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
 
-    # What requests need ---------------------------------------------------------------------------------------
+    # Needs of requests ----------------------------------------------------------------------------------------
 
     def num_to_admit(self, match: Match, num_known: int) -> int:
         """Return the pages of `num_known` tokens, without those of `match` that are in use."""

@@ -62,7 +62,7 @@ class PartPages(Cache):
             mark.used, mark.cached, mark.released = num_used, self.num_cached, self.num_released
             mark.parts = self.counts()
 
-    # What requests need ---------------------------------------------------------------------------------------
+    # Needs of requests ----------------------------------------------------------------------------------------
 
     def num_to_admit(self, match: Match, num_known: int) -> int:
         """Return the most blocks that may have to be taken at one time to compute the tokens after `match`."""

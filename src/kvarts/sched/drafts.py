@@ -1,4 +1,4 @@
-"""Drafts: guessed tokens after those of the decodes, computed in the same step and counted as far as they are right.
+"""Drafts: guessed tokens after those of the decodes, computed in the same step and accepted as far as they are right.
 
 A decode computes the token that was sampled last, and samples the next. If the next tokens can be guessed, one step
 computes them all: the token sampled at each position shows whether the guess that follows was right. So a step may

@@ -28,8 +28,8 @@ class GroupLoads(Loads):
     """Loads of a cache with KV groups.
 
     A request that waits for a load holds its match and the loaded parts. The further blocks that it may need while the
-    rest of its known tokens is computed are promised to it. If a load does not arrive completely, the
-    request is matched again, and hits the parts that did arrive.
+    rest of its known tokens is computed are promised to it. If a load does not arrive completely, the request is
+    matched again, and hits the parts that did arrive.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class DecodeWheel:
         self._num_due = [0] * page_size
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
         self.num_full = 0
-        """Bounded requests that retain their maximum, so that the tokens they see no longer grow in number."""
+        """The number of bounded requests that retain their maximum: the number of tokens that each sees is constant."""
         # Requests that see one more token in every step: all but the full ones, which are a constant in `_base_sum`.
         self._num_growing = 0
         # (step from which it is full, admission, request), as in `_finishing`.

@@ -25,7 +25,7 @@ class SessionsKept(Protocol):
         """Counts over all sessions, for the report."""
 
     def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
-        """Return the replica that has the session of `row`; None if none has, so that the router chooses."""
+        """Return the replica that has the session of `row`; None if none has: the router then chooses."""
 
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
         """Make `request` the next turn of its session; return the reason if it cannot be, else None."""

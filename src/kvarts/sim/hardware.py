@@ -320,7 +320,7 @@ def counted_groups(
 ) -> tuple[PartGroup, ...]:
     """Return the KV groups of a model; none if every layer keeps every token.
 
-    Groups that keep all tokens are first, so that of a request's released parts theirs are evicted first.
+    Groups that keep all tokens are first, so that theirs are the first of a request's released parts to be evicted.
     """
     geometry = placed.geometry
     if geometry is None or not geometry.keeps_less:
