@@ -92,8 +92,7 @@ class Cache:
     )
 
     match: Callable[[Content, int], Match]
-    """Returns the longest prefix of a content, with at most a given number of full pages, that every group can resume
-    from."""
+    """Returns the longest prefix of a content, up to a number of full pages, that every group can resume from."""
 
     take_pages: Callable[[int], object]
     """Takes the next pages, which must be free, of a number of decodes without identifying these."""
@@ -334,6 +333,5 @@ class Cache:
         return True
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and the pages that transfers
-        hold."""
+        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages held by transfers."""
         raise NotImplementedError

@@ -359,15 +359,13 @@ class PageCache(Cache):
             yield num_freed
 
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
-        """Yield findable pages and their copies: group 0, content, first page, page after the last, number of
-        references."""
+        """Yield findable pages and their copies: group 0, content, first page, page after the last, references."""
         return ((0, node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
 
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and the pages that transfers
-        hold."""
+        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages held by transfers."""
         held: Counter[int] = Counter()
         transferred: Counter[int] = Counter()
         orphans: dict[int, Node] = {}

@@ -322,8 +322,7 @@ class PrefixTree:
         return root
 
     def _next_without_followers(self) -> Node:
-        """Return the first run that can be evicted and has no followers; if there is none, orphan the followers of the
-        first."""
+        """Return the first run without followers that can be evicted; if need be, orphan the followers of the first."""
         for node in self.order:
             if not node.holds and (node.twins is not None or not node.children):
                 return node
@@ -336,8 +335,7 @@ class PrefixTree:
         return first
 
     def _orphan(self, node: Node) -> None:
-        """Remove a leaf that only transfers hold, with all its copies, from the tree, since the run before it is
-        evicted."""
+        """Remove a leaf and its copies, held only by transfers, from the tree: the run before it is evicted."""
         assert not node.refs, f"{node} is in use, and what is before it is not"
         copies = node.twins or [node]
         for copy in copies:

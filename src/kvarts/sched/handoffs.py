@@ -133,8 +133,8 @@ class Handoffs:
     def stall(self, end_ns: int) -> None:
         """Record, at the end of a step, the requests that got no tokens, and those that got tokens again.
 
-        A request that joined after one that used up the budget gets no tokens until that one is complete, as in
-        Dynamo's mocker.
+        A request that joined after one that used up the budget gets no tokens until that one's prefill is complete, as
+        in Dynamo's mocker.
         """
         running = self._running
         for request in self.resumed:

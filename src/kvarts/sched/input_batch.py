@@ -102,8 +102,7 @@ class InputBatch:
         self._rows = None
 
     def skip(self, request: Request, tokens: npt.NDArray[np.uint64]) -> None:
-        """Append accepted tokens of `request`; all tokens before them are known, and its base has advanced by their
-        number."""
+        """Append accepted tokens of `request`; all before them are known, and its base has advanced by their number."""
         request.content.append(tokens.tobytes())
         self._bases[request.row] = request.wheel_base
 

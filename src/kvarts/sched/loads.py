@@ -87,8 +87,7 @@ class LowerTiers(Protocol):
         """
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
-        """Record the duration of a step of a real executor, without transfers; `num_tokens`: computed tokens of
-        prompts."""
+        """Record the duration of a real executor's step without transfers; `num_tokens`: computed prompt tokens."""
 
     def follow(self, transfer: int) -> None:
         """Record that one more request waits for a load that is under way."""

@@ -19,7 +19,7 @@ class OwnPagesInUse:
     """The pages that running requests brought along. `reserve`: the source of these pages.
 
     Decodes that bring their own pages get and drop pages only in steps that compute a token at certain places of a
-    page: the first place, and the place of their window's start in its page. So no other decode is touched.
+    page: the first place, and the places at which their window leaves a page. So no other decode is touched.
     """
 
     def __init__(self, cache: Cache, tell: Tell | None) -> None:

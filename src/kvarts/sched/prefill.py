@@ -46,8 +46,7 @@ class Prefill:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
         self.computed: list[int] | None = None
-        """Indices of requests that have computed their prompt since they were last taken; None if they are not
-        recorded."""
+        """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages

@@ -97,7 +97,7 @@ class Running(RunningOrder):
         self.num_left = 0
         """The number of times a request has released its pages."""
         self.stalled: list[Request] = []
-        """Decodes off the wheel, admitted after a chunked request, that get no tokens until it is complete."""
+        """Decodes off the wheel, admitted after a chunked request, that get no tokens until its prefill is complete."""
         self.num_sharing = 0
         """Decodes with generated pages that other requests may hit, because their tokens are known."""
 

@@ -109,7 +109,7 @@ class Scheduler:
         self._lacking: tuple[Request, int] | None = None
         """The head that last lacked memory, and the blocks that it needs."""
         self._num_published = -1
-        """`num_published` of the cache at that time; -1 if no head lacks memory."""
+        """`num_published` of the cache at that time; -1 if the head must be matched again."""
         self._prefill = Prefill(
             self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
         )
@@ -482,7 +482,7 @@ class Scheduler:
             num_wanted = cache.num_to_admit(match, num_known)
             if num_wanted > pages.num_free_to_admit(num_wanted):
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
-                    continue  # it may have to take the pages that it shared with the pin now
+                    continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted

@@ -56,8 +56,7 @@ class DecodeWheel:
         # (step from which it is full, admission, request), as in `_finishing`.
         self._filling: list[tuple[int, int, Request]] = []
         self.window_places: Counter[int] = Counter()
-        """By place in a page: the number of requests that drop one of the pages they brought when they compute a token
-        there."""
+        """By place in a page: the number of requests that drop one of their own pages on computing a token there."""
         # (stop step, admission, request); entries of requests that left early are recognised and dropped.
         self._finishing: list[tuple[int, int, Request]] = []
 
@@ -241,7 +240,6 @@ class DecodeWheel:
             heapify(self._filling)
 
     def _fill(self, keeps: SinkWindow) -> None:
-        """Count a bounded request as full: from now on it sees the same number of tokens in every step, its own
-        included."""
+        """Count a bounded request as full: from now on it sees a constant number of tokens, its own included."""
         self.num_full += 1
         self._base_sum += keeps.sink + keeps.window + 1

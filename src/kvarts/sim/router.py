@@ -137,8 +137,7 @@ class RoutingSettings(Protocol):
         tiers: Sequence[str],
         directory: AskedCaches | None,
     ) -> Router:
-        """Return a new router. `directory`, if given, answers for the workers' pages in `tiers` instead of their
-        events."""
+        """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -227,7 +226,7 @@ class Informed:
         self._polled_ns = -1
 
     def poll_ns(self, now_ns: int) -> int:
-        """Return the time, `now_ns` or earlier, at which metrics must be read; NEVER_NS if the last ones are recent
+        """Return the time, at most `now_ns`, at which metrics must be read; NEVER_NS if the last ones are recent
         enough."""
         router = self.router
         if not router.reads_metrics:
