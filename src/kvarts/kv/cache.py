@@ -333,5 +333,5 @@ class Cache:
         return True
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages held by transfers."""
+        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
         raise NotImplementedError

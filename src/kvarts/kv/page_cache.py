@@ -365,7 +365,7 @@ class PageCache(Cache):
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages held by transfers."""
+        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
         held: Counter[int] = Counter()
         transferred: Counter[int] = Counter()
         orphans: dict[int, Node] = {}

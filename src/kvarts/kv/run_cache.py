@@ -24,7 +24,7 @@ __all__ = ["RunCache", "Wants"]
 
 
 class Wants(Protocol):
-    """The parts to store in the tier below; it is notified of parts that are worth storing."""
+    """Collects the parts to store in the tier below; it is notified of those that are worth storing."""
 
     def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
         """Record that pages [start, end) of `content`, which belong to `runs`, are complete when the step ends.

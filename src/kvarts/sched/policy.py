@@ -33,7 +33,7 @@ class AdmissionPolicy(Protocol):
         """Return the request to admit next. At least one request waits."""
 
     def holds_until_ns(self, now_ns: int) -> int:
-        """Return the first time after `now_ns` at which the head may change; NEVER_NS if it does not change with time."""
+        """Return the first time after `now_ns` at which the head may change; NEVER_NS if time does not change it."""
 
     def num_ahead(self, request: Request) -> int:
         """Return the number of requests ahead of `request`, which was just pushed."""
