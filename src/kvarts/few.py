@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Column = npt.NDArray[Any]
-else:  # not TYPE_CHECKING; in a compiled module, mypyc treats this branch as unreachable
+else:  # not in compiled modules, where mypyc treats this branch as unreachable
     Column = Any
 
 __all__ = ["Column", "Few", "Numbers", "arrays_pay"]

@@ -85,10 +85,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `temperature` 0 is greedy: then only the repetition penalty can change the chosen token. `top_k` 0, `top_p` 1 and
     `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; default: derived from the
     request's index. `stop`: one or several texts that end the request; they are not part of the answer, except with
-    `include_stop_str_in_output`. `stop_token_ids`: tokens that end it. `min_tokens`: until then, only `max_tokens` ends
+    `include_stop_str_in_output`. `stop_token_ids`: tokens that end it. `min_tokens`: with fewer, only `max_tokens` ends
     the request. `ignore_eos`: the model's end token does not end the request. `presence_penalty` and
     `frequency_penalty`: applied to generated tokens, once and per occurrence. `logprobs`: return the log-probability of
-    each token; `top_logprobs`: also those of this many most likely tokens at its position. `prompt_logprobs`: the same
+    each token; `top_logprobs`: also those of this many most likely tokens at its position. `prompt_logprobs`: both
     for the tokens of the prompt; the whole prompt is then computed, even if it is cached, and `max_tokens` may be 0.
     `skip_special_tokens`: special tokens have no text, so a stop text that is one is never found. `structured_outputs`:
     a grammar that constrains the text within `max_tokens`; its end takes precedence over `min_tokens` and `ignore_eos`.
