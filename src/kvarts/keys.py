@@ -53,7 +53,7 @@ def _hash(algorithm: str) -> Callable[[object], bytes]:
 
 
 class KeyMaker:
-    """Computes keys sequentially. `root`: the key before the first page, as returned by `root_key`.
+    """Sequential computation of keys. `root`: the key before the first page, as returned by `root_key`.
 
     Raises ConfigError for an unknown algorithm.
     """
