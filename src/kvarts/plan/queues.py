@@ -224,7 +224,7 @@ class TinyLfuOrder(QueuesOrder):
         self._num_counted = 0
 
     def next_queue(self) -> str:
-        """Return the window if it exceeds its share and its head is not used more than the main part's head; else main."""
+        """Return the window if it exceeds its share and its head is used no more than the main one; else main."""
         window, probation, protected = self.queues.values()
         main = "probation" if probation.num_pages else "protected"
         if not window.num_pages or not (probation.num_pages or protected.num_pages):
