@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
+from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache
@@ -170,6 +171,7 @@ def build_engine(
                 with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
                 has_below=with_tiers,
                 watches_list=is_lazy,
+                make_order=make_order,
             )
     pins = None
     if pages is None:
@@ -224,14 +226,27 @@ def open_group_cache(
     with_ids: bool,
     has_below: bool = False,
     watches_list: bool = False,
+    make_order: Callable[[], EvictionOrder] = LruOrder,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
-    of parts. `has_below` and `watches_list`: for tiers below, see GroupPages.
+    of parts. `has_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
+    runs of parts are evicted; LruOrder stands for the cache's own list.
+
+    Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
     from kvarts.kv.group_pages import GroupPages
 
+    order = None if make_order is LruOrder else make_order()
+    if isinstance(order, LruOrder):
+        if type(order) is not LruOrder:
+            raise ConfigError(
+                f"makes {type(order).__name__}, which is derived from LruOrder: that lists whole pages only",
+                field="eviction",
+                hint="Derive it from BaseOrder.",
+            )
+        order = None
     return GroupPages(
         memory,
         num_blocks=num_blocks,
@@ -241,6 +256,7 @@ def open_group_cache(
         tell=tell,
         has_below=has_below,
         watches_list=watches_list,
+        eviction_order=order,
     )
 
 

@@ -69,7 +69,6 @@ REFUSED = (
     Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
-    Refusal(("orders", "kv_groups"), "parts are evicted in the order of their release", WHOLE),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),

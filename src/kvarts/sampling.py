@@ -88,10 +88,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `include_stop_str_in_output`. `stop_token_ids`: tokens that end it. `min_tokens`: with fewer, only `max_tokens` ends
     the request. `ignore_eos`: the model's end token does not end the request. `presence_penalty` and
     `frequency_penalty`: applied to generated tokens, once and per occurrence. `logprobs`: return the log-probability of
-    each token; `top_logprobs`: also those of this many most likely tokens at its position. `prompt_logprobs`: both
-    for the tokens of the prompt; the whole prompt is then computed, even if it is cached, and `max_tokens` may be 0.
-    `skip_special_tokens`: special tokens have no text, so a stop text that is one is never found. `structured_outputs`:
-    a grammar that constrains the text within `max_tokens`; its end takes precedence over `min_tokens` and `ignore_eos`.
+    each token; `top_logprobs`: also those of this many most likely tokens at its position. `prompt_logprobs`: return
+    both for the tokens of the prompt, with this many most likely ones per position; the whole prompt is then computed,
+    even if it is cached, and `max_tokens` may be 0. `skip_special_tokens`: special tokens have no text, so a stop text
+    that is one is never found. `structured_outputs`: a grammar that constrains the text within `max_tokens`; its end
+    takes precedence over `min_tokens` and `ignore_eos`. `forced_tokens`: the first tokens, whatever a model would
+    choose; only mocks support them.
     Raises ConfigError for a value out of range.
     """
 
@@ -114,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    forced_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None:
@@ -142,6 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(f"is out of range: {brief(getattr(self, field))}", field=f"sampling.{field}")
         self._take_all("stop", str, "texts")
         self._take_all("stop_token_ids", int, "token ids")
+        self._take_all("forced_tokens", int, "token ids")
         if any(not text for text in self.stop):
             raise ConfigError("must not be empty", field="sampling.stop")
         for token in self.stop_token_ids:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import Run
 from kvarts.plan.learned import Kind, LearnedOrder, Place
 from kvarts.plan.orders import Rank, RankedOrder
 
@@ -33,19 +33,20 @@ class TailOptimisedOrder(RankedOrder):
         """Mean number of pages that a turn adds."""
         self._first_free = 0
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`; mark the deepest pages as expendable if the next turn can spare them."""
+    def released(self, nodes: Sequence[Run]) -> None:
+        """List `nodes`; the deepest may be free to go."""
         deepest = nodes[0]
         new = next((node.start for node in reversed(nodes) if node.place is None), deepest.end)
-        if nodes[-1].place is not None:  # the request continues an earlier one
+        # It goes on from what was there. Of KV groups, the first tells: it keeps every token.
+        if nodes[-1].place is not None and not deepest.group:
             self._num_turns += 1
             self._num_new += (deepest.end - new - self._num_new) / min(self._num_turns, 100)
         num_spare = self.MOST_TOKENS // deepest.content.page_size - self._num_new
         self._first_free = round(deepest.end - max(0.0, num_spare))
         super().released(nodes)
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return 0 for expendable pages, 1 for all others."""
+    def rank(self, node: Run, hits: int, born: int) -> Rank:
+        """Return 0 for what is free to go, 1 for all else."""
         return (0 if node.start >= self._first_free else 1, self.now)
 
 
@@ -66,8 +67,8 @@ class WorkloadAwareOrder(LearnedOrder):
     def learn(self) -> None:
         """Do nothing: the counts are used directly."""
 
-    def removed(self, node: Node) -> None:
-        """Unlist `node`, and update the mean time for which runs are kept."""
+    def removed(self, node: Run) -> None:
+        """Unlist `node`, and count how long it was kept."""
         self._life += (self.now - node.place.last - self._life) / 100
         super().removed(node)
 
@@ -76,8 +77,8 @@ class WorkloadAwareOrder(LearnedOrder):
         count, total = self._came.get(place.kind, (0.0, 0.0))
         self._came[place.kind] = count + 1.0, total + away
 
-    def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
-        """Return the category: the number of returns of the run itself and of the run before it."""
+    def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
+        """Return the category: how often what is before the run has come back, and the run itself."""
         kind = min(returns, 7), 0 if before is None else 1 + min(before.returns, 7), 0
         self._seen[kind] = self._seen.get(kind, 0.0) + 1.0
         return kind
