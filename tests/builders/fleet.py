@@ -79,9 +79,9 @@ class FleetCase:
 
 
 @st.composite
-def fleets(draw: st.DrawFn, *, max_requests: int = 24, profile: str | None = None) -> FleetCase:
+def fleets(draw: st.DrawFn, *, max_requests: int = 24, profile: str | None = None, cancels: bool = False) -> FleetCase:
     """Small pools, slow links, and everything that makes requests wait for each other."""
-    case = draw(cases(max_requests=max_requests))
+    case = draw(cases(max_requests=max_requests, cancels=cancels))
     if profile is not None:
         case.profile = profile
     most = max(-(-(row.num_prompt_tokens + row.num_output_tokens - 1) // case.page_size) for row in case.rows)

@@ -28,6 +28,8 @@ class NaiveHandoff:
     released_ns: int = -1
     ended_ns: int = -1
     outcome: str = ""
+    given_up: bool = False
+    cancelled_ns: int = -1
 
 
 def decode_only_ns(batch: Batch, engine: NaiveEngine) -> int:
@@ -50,6 +52,7 @@ class NaiveWorker(NaiveEngine):
         self.deferred: list[tuple[str, NaiveHandoff]] = []
         self.end_ns: int | None = None
         self.ended: list[NaiveRequest] = []  # in the step under way
+        self.dropping: list[NaiveHandoff] = []
         self.generation = 0
         self.refused_at = -1
 
@@ -110,6 +113,23 @@ class NaiveWorker(NaiveEngine):
         else:
             self.waiting.append(request)
             self.waiting.sort(key=self.age)
+
+    def has(self, request: NaiveRequest) -> bool:
+        return request in self.running or request in self.waiting or request in self.held or bool(request.pages)
+
+    def drop(self, request: NaiveRequest) -> bool:
+        """Between steps: nothing of it stays here; whether anything was."""
+        was_here = self.has(request)
+        for requests in (self.running, self.waiting, self.held):
+            if request in requests:
+                requests.remove(request)
+        self.ready.discard(request.seq)
+        if request.pages:
+            self.release(request)
+            self.generation += 1
+        if was_here:
+            self.refused_at = -1
+        return was_here
 
     def let_go(self, request: NaiveRequest) -> None:
         self.held.remove(request)
@@ -259,6 +279,7 @@ class NaiveFleet:
             times = [w.end_ns for w in self.workers if w.end_ns is not None]
             times += [end for end, _, _ in self.transfers]
             times += [coming[0].arrival_ns] if coming else []
+            times += [end for end, _ in self.deadlines()]
             if times:
                 now = max(now, min(times))
             elif not self.break_deadlock(now):
@@ -276,11 +297,8 @@ class NaiveFleet:
                 happened = True
                 self.transfers.remove(end)
                 self.do("activate", end[2], now)
-            while coming and coming[0].arrival_ns <= now:
-                self.actions.append(("submit", self.handoff_of(coming.pop(0))))
-            while self.actions:
-                happened = True
-                self.do(*self.actions.pop(0), now)
+            happened |= self.take_in(now, coming)
+            happened |= self.act(now)
             for worker in self.workers:
                 if worker.end_ns is None and not worker.start(now) and self.is_mocker and worker.waiting:
                     # A pass without an effect ends, and that is one more try.
@@ -289,6 +307,74 @@ class NaiveFleet:
                     happened |= bool(reserved)
             if not happened:
                 return
+
+    def act(self, now: int) -> bool:
+        happened = bool(self.actions)
+        while self.actions:
+            self.do(*self.actions.pop(0), now)
+        return happened
+
+    def take_in(self, now: int, coming: list[NaiveRequest]) -> bool:
+        """Clients give up, and requests arrive."""
+        happened = False
+        for worker in self.workers:
+            if worker.end_ns is None and worker.dropping:
+                self.act(now)
+                happened = True
+                dropping, worker.dropping = worker.dropping, []
+                for handoff in dropping:
+                    self.drop(handoff, worker, now)
+        while True:
+            due = [each for each in self.deadlines() if each[0] <= now]
+            if due:
+                self.act(now)
+                due = [each for each in self.deadlines() if each[0] <= now]
+                if due:
+                    self.give_up(self.handoffs[min(due)[1]], now)
+            elif coming and coming[0].arrival_ns <= now:
+                self.actions.append(("submit", self.handoff_of(coming.pop(0))))
+            else:
+                return happened
+            happened = True
+
+    def deadlines(self) -> list[tuple[int, int]]:
+        """When clients give up, and the places of their requests."""
+        return [
+            (each.request.gives_up_ns, place)
+            for place, each in enumerate(self.handoffs)
+            if each.request.gives_up_ns is not None and not each.outcome and not each.given_up
+        ]
+
+    def give_up(self, handoff: NaiveHandoff, now: int) -> None:
+        handoff.given_up = True
+        self.transfers = [each for each in self.transfers if each[2] is not handoff]
+        target, source = self.decodes[handoff.target], self.prefills[handoff.source]
+        if handoff in target.pending:
+            target.pending.remove(handoff)
+            target.refused_at = -1
+            if target.end_ns is None:
+                self.send(target.try_to_reserve(now))
+        for worker, request in ((target, handoff.decode), (source, handoff.prefill)):
+            if not worker.has(request):
+                continue
+            if worker.end_ns is None:
+                self.drop(handoff, worker, now)
+            else:
+                worker.dropping.append(handoff)
+        self.note_given_up(handoff, now)
+
+    def drop(self, handoff: NaiveHandoff, worker: NaiveWorker, now: int) -> None:
+        if worker in self.decodes:
+            if handoff.target >= 0 and worker.drop(handoff.decode):
+                self.send(worker.try_to_reserve(now))
+        elif worker.drop(handoff.prefill) and handoff.held_ns >= 0:
+            handoff.released_ns = now
+        self.note_given_up(handoff, now)
+
+    def note_given_up(self, handoff: NaiveHandoff, now: int) -> None:
+        """It is over once no worker is to drop it any more."""
+        if not any(handoff in worker.dropping for worker in self.workers):
+            handoff.outcome, handoff.cancelled_ns = "cancelled", now
 
     def handoff_of(self, request: NaiveRequest) -> NaiveHandoff:
         prefill, decode = (
@@ -321,11 +407,13 @@ class NaiveFleet:
         for request in done:
             handoff = by_seq[request.seq]
             if worker in self.decodes:
-                handoff.ended_ns, handoff.outcome = now, "completed"
+                if not handoff.given_up:
+                    handoff.ended_ns, handoff.outcome = now, "completed"
             else:
                 handoff.held_ns = now
                 worker.held.append(request)
-                self.actions.append(("choose", handoff))
+                if not handoff.given_up:
+                    self.actions.append(("choose", handoff))
 
     def send(self, reserved: list[NaiveHandoff]) -> None:
         for handoff in reserved:
@@ -366,6 +454,8 @@ class NaiveFleet:
             self.send(target.try_to_reserve(now))
             self.actions.append(("release", handoff))
         elif what == "release":
+            if handoff.prefill not in source.held:
+                return
             if source.end_ns is not None:
                 source.deferred.append((what, handoff))
                 return

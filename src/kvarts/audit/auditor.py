@@ -105,7 +105,7 @@ class Auditor:
         if safe_first or not is_lru:
             self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
         choose = None if self._evictions is None else self._evictions.choose
-        # Parts of KV groups are evicted in order of release, even before the pages that follow them.
+        # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
         self.ledger = Ledger(
             groups or WHOLE_PAGES, num_blocks, keeps_all=keeps_all, keeps_prefixes=not groups, choose=choose
         )
@@ -170,9 +170,9 @@ class Auditor:
         evictions.told.clear()
         for event in events:
             match event:
-                case CopiesRemoved(copy=copy):
+                case CopiesRemoved(copy=copy, is_dropped=False):
                     pass
-                case PagesRemoved(medium="device", is_held=False):
+                case PagesRemoved(medium="device", is_held=False, is_dropped=False):
                     copy = 0
                 case _:
                     continue

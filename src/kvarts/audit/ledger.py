@@ -193,7 +193,7 @@ class Ledger:
         return "" if len(self.groups) == 1 else f" in group {group} ({self.groups[group]})"
 
     def find(self, group: int, name: bytes) -> Part | None:
-        """Return the oldest copy of the part of a page; None if there is none."""
+        """Return the oldest copy of the part of a page, or None."""
         copies = self.copies.get((group, name))
         return copies[0] if copies else None
 

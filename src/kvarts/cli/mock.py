@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,7 +66,10 @@ def _options() -> list[click.Parameter]:
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
                       help="Steps take an Xth of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
-                      help="Answers end by themselves after about N tokens, at max_tokens the latest. [128]"),
+                      help="Answers end by themselves after about so many, at max_tokens the latest. "
+                      "[at max_tokens, and without after about 128]"),
+        GroupedOption(["--answers"], group="Mock", metavar="FILE", type=click.Path(path_type=Path),
+                      help="Rules of what it says to whom, a .toml or .json."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
@@ -89,6 +93,7 @@ def mock_command(**params: Any) -> None:
         _check_model(str(given["model"]))
     given = _over_default(given, sections)
     need_http()
+    from kvarts.openai_api.answers import load_rules
     from kvarts.openai_api.opening import Door, open_mock
     from kvarts.openai_api.served import Limits
     from kvarts.sim.config import resolve_replay
@@ -113,6 +118,7 @@ def mock_command(**params: Any) -> None:
         allows_failures=params["allow_failures"],
         seed=params["seed"],
         is_recording=params["record"] is not None,
+        answers=() if params["answers"] is None else load_rules(params["answers"]),
     )
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []

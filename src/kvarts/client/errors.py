@@ -29,7 +29,7 @@ class ServerUnreachableError(ServerError):
 
 
 class NotAuthenticatedError(ServerError):
-    """The server requires a token; the call had an unknown one, or none."""
+    """The server requires a token, and the call's was unknown or missing."""
 
 
 class CallCancelledError(ServerError):

@@ -168,9 +168,7 @@ class Claims:
             self.violations[rule].append(Violation(rule, seq, what))
 
     def num_blocks(self, medium: str | None = None) -> int:
-        """Return the number of blocks stored in one medium or in all; with several groups, the largest of their
-        numbers.
-        """
+        """Return the number of blocks stored in one medium or in all; with groups, that of the largest group."""
         if medium is None:
             return sum(self.num_blocks(name) for name in {name for name, _ in self.media})
         return max((len(there) for (name, _), there in self.media.items() if name == medium), default=0)

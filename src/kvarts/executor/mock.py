@@ -56,6 +56,13 @@ class _Mocked(msgspec.Struct):
     num_tokens: int = 0
 
 
+class _Forced(msgspec.Struct):
+    """The tokens that a request begins with, and how many of them were made."""
+
+    tokens: Sequence[int]
+    num_made: int = 0
+
+
 class MockExecutor:
     """An Executor with steps of the duration that `cost` gives, divided by `speedup`, on `clock`.
 
@@ -98,6 +105,7 @@ class MockExecutor:
         self._vary = vary
         self._watched: dict[int, _Mocked] = {}
         self._seeds: dict[int, int] = {}
+        self._forced: dict[int, _Forced] = {}
         self._logprob = -log(vocab_size)
         self._counted: dict[int, tuple[int, Logprobs]] = {}
         """Per request with log-probabilities: the number of alternatives per token, and the values so far."""
@@ -113,6 +121,8 @@ class MockExecutor:
         ends = frozenset(stop_ids) | frozenset(params.stop_token_ids)
         if ends:
             self._watched[request_index] = _Mocked(ends, params.min_tokens)
+        if params.forced_tokens:
+            self._forced[request_index] = _Forced(params.forced_tokens)
         if params.seed is not None:
             self._seeds[request_index] = (self._seed * 1_000_003 + params.seed) % 2**64
         if params.logprobs:
@@ -124,6 +134,7 @@ class MockExecutor:
         """Remove a request."""
         self._watched.pop(request_index, None)
         self._seeds.pop(request_index, None)
+        self._forced.pop(request_index, None)
         self._counted.pop(request_index, None)
         self._prompts.pop(request_index, None)
 
@@ -167,6 +178,8 @@ class MockExecutor:
                 )
                 if self._vary is not None:
                     chosen = self._vary(before, chosen)
+                if self._forced:
+                    self._force(batch.requests, chosen)
                 sampled[batch.sampled_rows] = chosen
                 if self._watched or self._counted:
                     stopped = self._stopped(batch, chosen.tolist())
@@ -180,6 +193,16 @@ class MockExecutor:
         if not self._seeds:
             return self._seed
         return np.array([self._seeds.get(request, self._seed) for request in requests], np.uint64)
+
+    def _force(self, requests: Sequence[int], chosen: Tokens) -> None:
+        """Put the next forced token of each request that has one in the place of the token chosen for it."""
+        for place, request in enumerate(requests):
+            forced = self._forced.get(request)
+            if forced is not None:
+                chosen[place] = forced.tokens[forced.num_made]
+                forced.num_made += 1
+                if forced.num_made == len(forced.tokens):
+                    del self._forced[request]
 
     def _stopped(self, batch: FlatBatch, tokens: list[int]) -> tuple[int, ...]:
         """Count the tokens of watched requests, and return the rows that end."""

@@ -284,7 +284,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             for field, why in (
                 ("offload", "tiers below the device"),
                 ("sessions", "sessions that engines keep"),
-                ("client_timeout_s", "clients that give up"),
             ):
                 if getattr(pool.each, field) is not None:
                     raise SettingError(f"{why} are not modelled in a fleet yet", field, hint="Leave them out.")

@@ -1,8 +1,10 @@
 """The loop of a fleet: virtual time, the workers, requests on their way through them.
 
 At any time, in this order: steps that end now are finished, transfers that end now are taken note of, requests that
-arrive now are routed, what follows from all that is done in the order in which it came up, and idle workers start a
-step. Among workers, those that compute prompts come first.
+their clients give up now are dropped, requests that arrive now are routed, what follows from all that is done in the
+order in which it came up, and idle workers start a step. Among workers, those that compute prompts come first.
+
+A worker drops a request between steps: if a step is under way, at its end, whatever that step makes of it.
 """
 
 from __future__ import annotations
@@ -11,15 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from kvarts.errors import ConfigError
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
 from kvarts.fleet.pool import Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
-from kvarts.report.requests import FAILED, RequestLog
-from kvarts.request import Request
+from kvarts.report.requests import FAILED, REJECTED, RequestLog
+from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.arrivals import Arrivals
 from kvarts.traffic.trace import TraceRequest
@@ -73,6 +74,10 @@ class FleetDriver:
         self._num_reserved = 0
         self.deadlocks: list[tuple[int, int, str]] = []
         """When nothing could go on, the worker, and the request that was given up."""
+        self._deadlines: list[tuple[int, int, Handoff]] = []
+        """When clients give up, with the numbers of the requests; those that have ended are passed by."""
+        self._interrupted: list[Worker] = []
+        """Workers that have ended a step now, and have requests to drop."""
         self.now_ns = 0
 
     def run(self) -> None:
@@ -95,13 +100,8 @@ class FleetDriver:
                 self._activate(handoff, now_ns)
             if self._scaler is not None:
                 self._scale(now_ns)
-            source = self._source
-            while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
-                self._arrive(now_ns)
-            actions = self._actions
-            while actions:
-                act, handoff = actions.popleft()
-                act(handoff, now_ns)
+            self._take_in(now_ns)
+            self._act(now_ns)
             if self._scaler is not None:
                 for pool in self._pools:
                     pool.remove_drained(now_ns)
@@ -122,6 +122,7 @@ class FleetDriver:
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
+        next_ns = min(next_ns, self._next_deadline_ns())
         if next_ns == NEVER_NS:
             return next_ns
         for pool in self._polled:
@@ -172,9 +173,12 @@ class FleetDriver:
             if request.is_handed_over:
                 handoff.held_ns = now_ns
                 self._of[handoff.decode] = handoff
-                self._actions.append((self._choose_second, handoff))
+                if not handoff.is_given_up:
+                    self._actions.append((self._choose_second, handoff))
             else:
                 self._end(handoff, worker)
+        if worker.dropping:
+            self._interrupted.append(worker)
 
     def _start_steps(self, now_ns: int) -> None:
         if not self._roused:
@@ -214,15 +218,48 @@ class FleetDriver:
 
     # Requests ---------------------------------------------------------------------------------------------
 
+    def _act(self, now_ns: int) -> None:
+        """Do what follows from what was done, in the order in which it came up."""
+        actions = self._actions
+        while actions:
+            act, handoff = actions.popleft()
+            act(handoff, now_ns)
+
+    def _take_in(self, now_ns: int) -> None:
+        """Drop the requests that are to be dropped now, and take in those that arrive."""
+        if self._interrupted:
+            self._act(now_ns)
+            interrupted, self._interrupted = self._interrupted, []
+            for worker in interrupted:
+                dropping, worker.dropping = worker.dropping, []
+                for handoff in dropping:
+                    self._drop(handoff, worker, now_ns)
+        source = self._source
+        while True:
+            if self._next_deadline_ns() <= now_ns:
+                self._act(now_ns)
+                handoff = heappop(self._deadlines)[2]
+                if handoff.is_waited_for:
+                    self._give_up(handoff, now_ns)
+            elif (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
+                self._arrive(now_ns)
+            else:
+                return
+
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        if self._arrivals.gives_up_ns(request, row) is not None:
-            raise ConfigError(
-                "requests that their clients give up are not modelled in a fleet yet",
-                field="trace",
-                hint="Leave cancel_after_ms out of its rows.",
-            )
-        self._actions.append((self._submit, self._handoff_of(request, row)))
+        handoff = self._handoff_of(request, row)
+        self._actions.append((self._submit, handoff))
+        deadline_ns = self._arrivals.gives_up_ns(request, row)
+        if deadline_ns is not None:
+            heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
+
+    def _next_deadline_ns(self) -> int:
+        """Return when the next client gives up; NEVER_NS if none does."""
+        deadlines = self._deadlines
+        while deadlines and not deadlines[0][2].is_waited_for:
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else NEVER_NS
 
     def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
         if not self._splits:
@@ -348,6 +385,8 @@ class FleetDriver:
 
     def _release(self, handoff: Handoff, now_ns: int) -> None:
         """Give back the pages at the source, at the end of the step under way."""
+        if handoff.is_released:
+            return  # it was dropped meanwhile
         worker = self.workers[handoff.source]
         if self._is_busy(worker, now_ns):
             worker.deferred.append((self._release_now, handoff))
@@ -355,56 +394,133 @@ class FleetDriver:
             self._release_now(handoff, now_ns)
 
     def _release_now(self, handoff: Handoff, now_ns: int) -> None:
+        if handoff.is_released:
+            return
         worker = self.workers[handoff.source]
         assert handoff.prefill is not None
         worker.handoffs.release(handoff.prefill)
-        worker.num_owned -= 1
-        worker.changed()
         worker.engine.emit()
-        self._roused.add(worker.index)
         handoff.released_ns = now_ns
-        self._first.ended(handoff.prefill)
-        handoff.is_released = True
+        self._leave_source(handoff, worker)
         if handoff.is_ended:
             self._complete(handoff)
+
+    def _leave_source(self, handoff: Handoff, worker: Worker) -> None:
+        assert handoff.prefill is not None
+        worker.num_owned -= 1
+        worker.changed()
+        self._roused.add(worker.index)
+        self._first.ended(handoff.prefill)
+        handoff.is_released = True
+
+    # Clients that give up ---------------------------------------------------------------------------------
+
+    def _give_up(self, handoff: Handoff, now_ns: int) -> None:
+        """Drop a request wherever it is: its client gives it up."""
+        handoff.is_given_up = True
+        if handoff.target < 0:
+            handoff.is_ended = True
+        else:
+            self._drop_soon(handoff, self.workers[handoff.target], now_ns)
+        if not handoff.is_released:
+            self._drop_soon(handoff, self.workers[handoff.source], now_ns)
+
+    def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Drop a request at `worker`, at the end of the step under way; at once what that step does not need."""
+        is_busy = self._is_busy(worker, now_ns)
+        if handoff in worker.pending:
+            worker.pending.remove(handoff)
+            handoff.decode.become(RequestState.CANCELLED)
+            self._leave_target(handoff, worker)
+            worker.refused_at = -1
+            if not is_busy:
+                self._reserve_for(worker, now_ns)
+            return
+        if handoff.decode.state is RequestState.LOADING:
+            self._links.cancel(handoff, now_ns)
+        if is_busy:
+            worker.dropping.append(handoff)
+        else:
+            self._drop(handoff, worker, now_ns)
+
+    def _drop(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Drop all that idle `worker` has of a request. Its pages are free at once."""
+        if not handoff.is_released and worker.index == handoff.source:
+            prefill = handoff.prefill
+            assert prefill is not None
+            if prefill.state is RequestState.HELD:
+                self._release_now(handoff, now_ns)
+                return
+            del self._of[prefill]
+            worker.replica.cancel(prefill, now_ns)
+            self._leave_source(handoff, worker)
+        elif not handoff.is_ended and worker.index == handoff.target:
+            worker.replica.cancel(handoff.decode, now_ns)
+            self._leave_target(handoff, worker)
+            worker.refused_at = -1
+            self._reserve_for(worker, now_ns)
+        if handoff.is_released and handoff.is_ended:
+            self._complete(handoff)
+
+    def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
+        """Take note that `worker` has nothing of a request any more."""
+        self._of.pop(handoff.decode, None)
+        worker.num_owned -= 1
+        worker.changed()
+        self._roused.add(worker.index)
+        handoff.is_ended = True
+        self._second.ended(handoff.decode)
 
     # Ends -------------------------------------------------------------------------------------------------
 
     def _end(self, handoff: Handoff, worker: Worker) -> None:
-        worker.num_owned -= 1
-        handoff.is_ended = True
-        self._second.ended(handoff.decode)
-        self._source.done(handoff.row, handoff.decode.last_token_ns)
+        self._leave_target(handoff, worker)
+        if not handoff.is_given_up:
+            self._source.done(handoff.row, handoff.decode.last_token_ns)
+            self._tell(1)
         if handoff.is_released:
             self._complete(handoff)
-        self._tell(1)
 
     def _complete(self, handoff: Handoff) -> None:
         """Log the request, which has ended everywhere."""
+        if handoff.is_reported:
+            return
+        handoff.is_reported = True
         request, prefill = handoff.decode, handoff.prefill
+        self._of.pop(request, None)
         more = (handoff.source, *handoff.times(), handoff.num_bytes)
         if prefill is not None:
             request.first_admitted_ns = prefill.first_admitted_ns
             request.cached_tokens += prefill.cached_tokens
             request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
             request.num_admissions += prefill.num_admissions
-        self._log.end(request, handoff.row, handoff.target, more=more)
+            request.furthest_computed = max(prefill.num_computed, prefill.furthest_computed, request.furthest_computed)
+        if handoff.is_given_up:
+            request.cancelled_ns = self.now_ns
+            replica = handoff.source if handoff.target < 0 else handoff.target
+            self._arrivals.note_cancelled(request, handoff.row, replica, more)
+            self._tell(1)
+        else:
+            self._log.end(request, handoff.row, handoff.target, more=more)
 
     def _reject(self, handoff: Handoff, worker: Worker, reason: str, now_ns: int) -> None:
+        """Refuse a request on arrival."""
         self._first.ended(handoff.decode)
-        more = (worker.index, *handoff.times(), 0)
-        self._log.reject(handoff.decode, handoff.row, worker.index, reason, more=more)
-        self._source.done(handoff.row, now_ns)
+        self._refuse(handoff, worker, reason, REJECTED)
+
+    def _refuse(self, handoff: Handoff, worker: Worker, reason: str, status: int) -> None:
+        """Log a request that is given up, because of `reason`."""
+        handoff.is_reported = True
+        more = (handoff.source, *handoff.times(), handoff.num_bytes)
+        self._log.reject(handoff.decode, handoff.row, worker.index, reason, status, more=more)
+        self._source.done(handoff.row, self.now_ns)
         self._tell(1)
 
     def _fail(self, handoff: Handoff, reason: str, now_ns: int) -> None:
         """End a request that fits into no worker that generates; its pages are held at its source."""
         self._of.pop(handoff.decode)
         self._second.ended(handoff.decode)
-        more = (handoff.source, *handoff.times(), 0)
-        self._log.reject(handoff.decode, handoff.row, handoff.target, reason, FAILED, more=more)
-        self._source.done(handoff.row, now_ns)
-        self._tell(1)
+        self._refuse(handoff, self.workers[handoff.target], reason, FAILED)
         self._actions.append((self._release, handoff))
 
     def _tell(self, num_ended: int) -> None:
@@ -427,12 +543,7 @@ class FleetDriver:
             )
             self.deadlocks.append((self.now_ns, worker.index, request.request_id or str(request.index)))
             worker.engine.cancel(request)
-            worker.num_owned -= 1
-            self._second.ended(request)
-            more = (handoff.source, *handoff.times(), handoff.num_bytes)
-            self._log.reject(request, handoff.row, worker.index, reason, FAILED, more=more)
-            self._source.done(handoff.row, self.now_ns)
-            self._tell(1)
-            self._roused.add(worker.index)
+            self._leave_target(handoff, worker)
+            self._refuse(handoff, worker, reason, FAILED)
             return True
         return False

@@ -30,7 +30,9 @@ class Handoff:
         "decode",
         "held_ns",
         "is_ended",
+        "is_given_up",
         "is_released",
+        "is_reported",
         "num_bytes",
         "order",
         "prefill",
@@ -57,7 +59,18 @@ class Handoff:
         self.released_ns = -1
         self.num_bytes = 0
         self.is_released = prefill is None
+        """Whether its source has nothing of it any more."""
         self.is_ended = False
+        """Whether its target has nothing of it any more, or will never have."""
+        self.is_given_up = False
+        """Whether its client has given it up."""
+        self.is_reported = False
+        """Whether the log has it already, as refused or failed."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its client waits for more of it."""
+        return not (self.is_ended or self.is_given_up or self.is_reported)
 
     def times(self) -> tuple[int, ...]:
         """Return the values of TIMES."""

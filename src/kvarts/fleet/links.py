@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Protocol
 
@@ -20,6 +20,9 @@ class Links(Protocol):
 
     def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it has ended already, since it takes no time."""
+
+    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+        """End a transfer that is under way: its KV never comes."""
 
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
@@ -47,6 +50,11 @@ class FixedRate:
         heappush(self._ends, (now_ns + duration_ns, self._num_begun, handoff))
         self._num_begun += 1
         return False
+
+    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+        """End a transfer that is under way."""
+        self._ends = [each for each in self._ends if each[2] is not handoff]
+        heapify(self._ends)
 
     def next_ns(self) -> int:
         """Return when the next transfer ends."""
@@ -93,6 +101,16 @@ class SharedByWorkers:
         self._jobs.append(_Job(handoff, float(num_bytes)))
         return False
 
+    def cancel(self, handoff: Handoff, now_ns: int) -> None:
+        """End a transfer that is under way; others have what it had of the rate."""
+        self._advance(now_ns)
+        for job in self._jobs:
+            if job.handoff is handoff:
+                self._jobs.remove(job)
+                self._count(handoff, -1)
+                return
+        self._latency.cancel(handoff, now_ns)
+
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before."""
         next_ns = self._latency.next_ns()
@@ -102,6 +120,8 @@ class SharedByWorkers:
 
     def take_ended(self, now_ns: int) -> list[Handoff]:
         """Return the transfers that end now."""
+        if now_ns < self.next_ns():
+            return []  # so that no time at which nothing happens is a step of the sums
         self._advance(now_ns)
         done = [job for job in self._jobs if job.num_left <= ROUNDING]
         ended = []

@@ -25,7 +25,6 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router, make_router
-from kvarts.traffic.source import source_of
 
 __all__ = ["replay_fleet"]
 
@@ -41,7 +40,7 @@ def replay_fleet(
     trace = trace_of(traffic)
     first = config.first
     is_mocker = first.profile == "mocker"
-    source = source_of(trace, concurrency=first.concurrency, speedup=first.speedup, delay_ns=first.frontend_ns)
+    source = first.source(trace)
     log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes"))
     steps: list[StepLog] = []
 
@@ -68,7 +67,15 @@ def replay_fleet(
             )
         opened = opener(place, each, router)
         pools.append(Pool(each.role, each.each.replicas, opened, router, startup_ns=startup_ns))
-    arrivals = Arrivals(trace, source, pools[0].router, pools[0].engines, log, delay_ns=first.frontend_ns)
+    arrivals = Arrivals(
+        trace,
+        source,
+        pools[0].router,
+        pools[0].engines,
+        log,
+        delay_ns=first.frontend_ns,
+        timeout_ns=first.client_timeout_ns,
+    )
     driver = FleetDriver(
         arrivals,
         pools[0],

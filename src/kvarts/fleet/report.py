@@ -83,7 +83,7 @@ class FleetReport(Report):
         return {
             "waits": waits,
             "pools": self._pools(),
-            "transferred_bytes": int(handed["num_bytes"].sum()),
+            "transferred_bytes": int(raw["num_bytes"].sum()),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [
                 {"at_ms": at_ns / NS_PER_MS, "replica": worker, "request_id": request}

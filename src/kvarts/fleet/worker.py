@@ -49,6 +49,8 @@ class Worker:
         self.num_in_transfer = 0
         self.deferred: list[tuple[Callable[[Handoff, int], None], Handoff]] = []
         """What is done at the end of the step under way."""
+        self.dropping: list[Handoff] = []
+        """Requests that are dropped at the end of the step under way."""
         self.num_owned = 0
         """Requests that are here, in whatever form."""
         self.refused_at = -1

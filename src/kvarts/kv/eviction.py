@@ -1,63 +1,106 @@
-"""The choice of the next run to evict: the interface that the prefix tree calls, and the default order.
+"""The choice of the next run to evict: the interface that caches call, and the default order.
 
-The tree owns runs, references, parents and twins. An order owns only the choice of the next run: it lists the runs that
-nothing references. A run is listed by `released` and unlisted by `pinned` or `removed`.
+A cache owns runs, references, and the sequence of runs. An order owns only the choice of the next run: it lists the
+runs that nothing references. A run is listed by `released` and unlisted by `pinned` or `removed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
+from kvarts.content import Content, PageKey
 from kvarts.kv.node import NOTHING, Node
 
-__all__ = ["BaseOrder", "EvictionOrder", "LruOrder"]
+__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "Run"]
+
+
+class Run(Protocol):
+    """A run as orders see it: a Node of whole pages, or a PartRun, the parts of pages in one KV group.
+
+    `place` belongs to the order. It is None for a new run, and only such a run grows; the two parts of a split run
+    share it.
+    """
+
+    place: Any
+
+    @property
+    def content(self) -> Content:
+        """A content that has its pages."""
+
+    @property
+    def start(self) -> int:
+        """Its first page, counted from the first token."""
+
+    @property
+    def end(self) -> int:
+        """The page after its last."""
+
+    @property
+    def key(self) -> PageKey:
+        """The name of its first page among those that follow the same page."""
+
+    @property
+    def group(self) -> int:
+        """Its KV group; 0 where pages are whole."""
+
+    @property
+    def parent(self) -> Run | None:
+        """The run right before it in the same group, or None."""
+
+    @property
+    def children(self) -> Mapping[PageKey, object] | None:
+        """The followers of its last page, by key; None or empty without any."""
+
+    @property
+    def holds(self) -> int:
+        """How many transfers hold it while it is listed."""
 
 
 class EvictionOrder(Protocol):
-    """The tree's calls about runs that nothing references.
+    """The calls of a cache about runs that nothing references. `nodes` are Runs, all of one kind.
 
     Promises: the order is total, and the same calls give the same order, whatever the process or hash seed. `next_run`
     and iteration change nothing. The order changes no field of a node except `place`, `older` and `newer`; state that
     must survive while a run is unlisted belongs in `place`.
 
-    The tree does the rest. If the order names a run that others follow, a run after it is evicted instead, so that a
-    page never outlives the one before it. Runs are evicted from their tails, and only as far as needed.
+    The cache does the rest. If the order names a run that others follow, in layers that keep every token, a run after
+    it is evicted instead. Runs are evicted from their tails, and only as far as needed.
     """
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Any]:
         """Iterate over all listed runs, the next to be evicted first; runs that transfers hold are among them."""
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`, which belong to one path and are no longer referenced: deepest first."""
+    def released(self, nodes: Sequence[Any]) -> None:
+        """List `nodes`, which belong to one path in one group and are no longer referenced: deepest first."""
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Any], path: Sequence[Any]) -> None:
         """Unlist `nodes`, which are referenced again: the listed ones of `path`, which was hit."""
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Any) -> None:
         """Unlist `node`, which is evicted as a whole or listed elsewhere from now on."""
 
-    def put_back(self, nodes: Sequence[Node]) -> None:
+    def put_back(self, nodes: Sequence[Any]) -> None:
         """List `nodes`, which were listed elsewhere and are to be evicted before all runs listed here, in this order.
 
         They may be of different paths.
         """
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Any, tail: Any) -> None:
         """List `head`, the first part of a split run; `tail`, the rest, is listed already and is evicted before it.
 
         They have the same `place`.
         """
 
-    def held(self, node: Node) -> None:
+    def held(self, node: Any) -> None:
         """Skip the listed `node` from now on: a transfer holds it. It keeps its place."""
 
-    def unheld(self, node: Node) -> None:
+    def unheld(self, node: Any) -> None:
         """Stop skipping `node`."""
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Any:
         """Return the first run that no transfer holds. At least one is not held."""
 
 
@@ -65,39 +108,39 @@ class EvictionOrder(Protocol):
 class BaseOrder:
     """A base class of orders: a subclass defines at least `released`, `removed`, `split` and the iteration."""
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         """Iterate over all listed runs, the next to be evicted first."""
         raise NotImplementedError
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`, deepest first."""
         raise NotImplementedError
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`."""
         raise NotImplementedError
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         """List `head`, which is evicted after `tail`."""
         raise NotImplementedError
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
         """Unlist `nodes`."""
         for node in nodes:
             self.removed(node)
 
-    def put_back(self, nodes: Sequence[Node]) -> None:
+    def put_back(self, nodes: Sequence[Run]) -> None:
         """List `nodes` as if they had just been released, one after the other."""
         for node in nodes:
             self.released((node,))
 
-    def held(self, node: Node) -> None:
+    def held(self, node: Run) -> None:
         """Do nothing: `next_run` checks."""
 
-    def unheld(self, node: Node) -> None:
+    def unheld(self, node: Run) -> None:
         """Do nothing: `next_run` checks."""
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Run:
         """Return the first run that no transfer holds."""
         return next(node for node in self if not node.holds)
 

@@ -1,8 +1,8 @@
 """The tokens that a bounded sequence retains in each KV group: those that both the sequence and the layers allow.
 
-The token at p attends in a layer to positions that the layer attends to, and among these only to its own, to
-q >= p - window and to q < sink. So layers with a reach no longer than the window of the sequence retain their own
-window, with the part of the sink that is in it; others retain the window and, for as long as they reach it, the sink.
+The token at p attends in a layer to positions that the layer attends to, and among these only to its own, to q >= p -
+window and to q < sink. So layers with a reach no longer than the window of the sequence retain their own window, with
+the part of the sink that is in it; others retain the window and, for as long as they reach it, the sink.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PartsMoved
 from kvarts.kv.cache import Holding, Leap
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.match import Match
 from kvarts.kv.node import NOTHING, HeldPages
@@ -86,7 +87,9 @@ class GroupPages(PartPages):
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
     pages, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: that tier examines the
-    parts that are evicted next, so the cache follows no decodes.
+    parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to evict, and
+    is notified of each release, so the cache follows no decodes either; without it, the least recently released run is
+    evicted next.
     """
 
     __slots__ = ("_num_given", "num_promised", "parts")
@@ -102,6 +105,7 @@ class GroupPages(PartPages):
         tell: Tell | None = None,
         has_below: bool = False,
         watches_list: bool = False,
+        eviction_order: EvictionOrder | None = None,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -113,12 +117,14 @@ class GroupPages(PartPages):
             blocks=ids,
             events=None if tell is None else RunEvents(tell),
             has_below=has_below,
+            eviction_order=eviction_order,
         )
         self.num_promised = 0
         """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
-        self.names_decodes = self.publishes_all = with_ids or tell is not None or watches_list
+        is_watched = watches_list or eviction_order is not None
+        self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched
         if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
@@ -309,7 +315,7 @@ class GroupPages(PartPages):
             for run, start, end in pieces:
                 num_blocks = (end - start) * self.parts.part_blocks[index]
                 held += num_blocks
-                if not run.holders or run.place != index:
+                if not run.holders or run.list_index != index:
                     taken += num_blocks
         return held + max(0, num_wanted - taken)
 

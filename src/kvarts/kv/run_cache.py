@@ -8,11 +8,14 @@ are evicted from their tails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from itertools import pairwise
+from typing import Protocol, cast
 
 from kvarts.content import Content
 from kvarts.kv.decodes import Decodes, turned
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.part_account import Listed
 from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
@@ -50,8 +53,9 @@ class RunCache(RunAccount):
         blocks: IdPool | None = None,
         events: RunEvents | None = None,
         has_below: bool = False,
+        eviction_order: EvictionOrder | None = None,
     ) -> None:
-        super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events)
+        super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events, eviction_order=eviction_order)
         groups = self.groups
         self.page_size = page_size
         self.num_published = 0
@@ -78,6 +82,13 @@ class RunCache(RunAccount):
 
     # Holding and releasing --------------------------------------------------------------------------------
 
+    def next_in_order(self) -> Listed:
+        """Return the next run to evict; in groups that keep all tokens, followers are evicted first if possible."""
+        order, first = self.eviction_order, self.first
+        assert order is not None
+        run: PartRun = order.next_run() if first is None else cast(PartRun, first)
+        return self.tree.last_after(run) if run.group in self._whole else run
+
     def disturb(self, run: PartRun) -> None:
         """Make the releases of decodes that hold `run` odd."""
         self.decodes.disturb(run)
@@ -95,15 +106,12 @@ class RunCache(RunAccount):
         holding = RunHolding(content, last, length, self.page_size, len(self.groups))
         last.num_users += 1
         for pieces in found:
-            before: PartRun | None = None
-            for run, start, end in pieces:
-                if run.start < start:
-                    run.split(start)
-                piece = run if run.end == end else run.split(end)
-                self.hold(piece, holding)
-                if before is not None:
-                    piece.join_held(before)  # windows of others that passed them page by page have left them in pieces
-                before = piece
+            path = [run.cut(start, end) for run, start, end in pieces]
+            self.hold_path(path, holding)
+            if self.eviction_order is None:
+                # Windows of others that passed them page by page have left them in pieces.
+                for before, piece in pairwise(path):
+                    piece.join_held(before)
         return holding
 
     def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:
@@ -379,6 +387,7 @@ class RunCache(RunAccount):
                     last = held[-1]
                     # No copy of these pages may be younger than a run that is extended.
                     is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
+                    is_alike = is_alike and last.place is None
                     if is_alike and last.end == begin and siblings[-1] is last:
                         last.end = stop
                         if ids is not None:
@@ -576,8 +585,7 @@ class RunCache(RunAccount):
             for runs in span.parts[: len(groups)]:
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
-                    is_listed = run.newer is not None or run.stream is not None
-                    assert is_listed == (not run.holders), "L2: a part is listed, and held"
+                    assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
                     assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"

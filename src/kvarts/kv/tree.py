@@ -323,10 +323,12 @@ class PrefixTree:
 
     def _next_without_followers(self) -> Node:
         """Return the first run without followers that can be evicted; if need be, orphan the followers of the first."""
+        node: Node
         for node in self.order:
             if not node.holds and (node.twins is not None or not node.children):
                 return node
-        first = node = self.order.next_run()
+        first: Node = self.order.next_run()
+        node = first
         while first.children:
             while node.children:
                 node = next(reversed(node.children.values()))

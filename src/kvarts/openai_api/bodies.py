@@ -106,6 +106,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
+    kvarts_answer: Any = None
     # What would change the answer, and is not done: refused, not left alone.
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None

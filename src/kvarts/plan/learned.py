@@ -14,12 +14,11 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvarts.content import Content
-from kvarts.kv.eviction import BaseOrder
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import BaseOrder, Run
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan.orders import RankedRuns, RunKey
+from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["AutoOrder", "LearnedOrder"]
 
@@ -179,6 +178,7 @@ class LearnedOrder(BaseOrder):
     def __init__(self, weights: Weights | None = None) -> None:
         self.now = 0
         self.num_pages = 0
+        """Number of listed pages; with several KV groups, those of the first."""
         self.weights = weights
         self._queues: dict[Kind, RankedRuns] = {}
         self._gone: dict[RunKey, tuple[Place, int]] = {}
@@ -186,11 +186,11 @@ class LearnedOrder(BaseOrder):
         self._reuse = Reuse()
         self._worths: dict[Kind, list[float]] = {}
         self._usual = [1.0 / (1 + age) for age in range(NUM_AGES)]
-        self._listed: dict[Node, int] = {}
+        self._listed: dict[Run, int] = {}
 
     # Calls of the tree ---------------------------------------------------------------------------------------
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`; count a return for new runs that were evicted earlier."""
         self.now += 1
         if self.now % self.LEARN_EVERY == 0:
@@ -210,9 +210,9 @@ class LearnedOrder(BaseOrder):
         for node in nodes:
             self._list(node)
 
-    def _returned(self, node: Node) -> Place | None:
+    def _returned(self, node: Run) -> Place | None:
         """Return the place of a new run that was evicted earlier, with one more return; None if it was not."""
-        gone = self._gone.pop((node.content.salt, node.start, node.key), None)
+        gone = self._gone.pop(run_key(node), None)
         if gone is None:
             return None
         place, num_pages = gone
@@ -220,7 +220,7 @@ class LearnedOrder(BaseOrder):
         self.came_back(place, away, min(num_pages, node.end - node.start))
         return Place(place.kind, self.now, node.end, place.returns + 1, _mean(place.away, away))
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
         """Unlist `nodes` and count their return."""
         for node in nodes:
             place: Place = node.place
@@ -231,13 +231,13 @@ class LearnedOrder(BaseOrder):
             self.came_back(place, away, node.end - node.start)
             node.place = Place(place.kind, place.last, node.end, place.returns + 1, _mean(place.away, away))
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node` and remember it as evicted."""
         self._unlist(node)
         place: Place = node.place
-        self._remember((node.content.salt, node.start, node.key), place, max(1, place.end - node.start))
+        self._remember(run_key(node), place, max(1, place.end - node.start))
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         """List `head`, which is evicted after `tail`."""
         place: Place = tail.place
         head.place = Place(place.kind, place.last, head.end, place.returns, place.away)
@@ -245,7 +245,7 @@ class LearnedOrder(BaseOrder):
         self._listed[head] = head.end - head.start
         self._listed[tail] = tail.end - tail.start
 
-    def put_back(self, nodes: Sequence[Node]) -> None:
+    def put_back(self, nodes: Sequence[Run]) -> None:
         """List `nodes` where they were listed before."""
         for node in nodes:
             if node.place is None:
@@ -255,10 +255,10 @@ class LearnedOrder(BaseOrder):
 
     # Queries of the tree -------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         """Return all listed runs by merging the queues: the head with the lowest value is always next."""
         queues = {kind: iter(queue) for kind, queue in self._queues.items()}
-        heads: list[tuple[float, int, Kind, Node]] = []
+        heads: list[tuple[float, int, Kind, Run]] = []
         for kind, queue in queues.items():
             if (node := next(queue, None)) is not None:
                 heads.append((*self._worth(node), kind, node))
@@ -269,10 +269,10 @@ class LearnedOrder(BaseOrder):
             if (following := next(queues[kind], None)) is not None:
                 heappush(heads, (*self._worth(following), kind, following))
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Run:
         """Return the run with the lowest value that no transfer holds."""
         best: tuple[float, int, Kind] | None = None
-        found: Node | None = None
+        found: Run | None = None
         for kind, queue in self._queues.items():
             node = queue.first()
             if node is None:
@@ -295,7 +295,7 @@ class LearnedOrder(BaseOrder):
         worths = self._worths.get(place.kind, self._usual)
         return worths[age_of(self.now - place.last)]
 
-    def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
+    def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
         """Return the kind of a run that is released now. `before`: the place of the run that precedes it."""
         parent = node.parent
         follows = 0
@@ -305,7 +305,7 @@ class LearnedOrder(BaseOrder):
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _worth(self, node: Node) -> tuple[float, int]:
+    def _worth(self, node: Run) -> tuple[float, int]:
         """Return the value of keeping a run, and the time of its release to break ties."""
         place: Place = node.place
         weights = self.weights
@@ -322,7 +322,7 @@ class LearnedOrder(BaseOrder):
     def _queue_of(self, place: Place) -> Kind:
         return place.kind if self.weights is None else ALL
 
-    def _list(self, node: Node) -> None:
+    def _list(self, node: Run) -> None:
         place: Place = node.place
         kind, weights = self._queue_of(place), self.weights
         queue = self._queues.get(kind)
@@ -330,12 +330,15 @@ class LearnedOrder(BaseOrder):
             queue = self._queues[kind] = RankedRuns()
         queue.add(node, (place.last if weights is None else self._rank(place, weights),), place.last)
         self._listed[node] = node.end - node.start
-        self.num_pages += node.end - node.start
+        if not node.group:
+            self.num_pages += node.end - node.start
 
-    def _unlist(self, node: Node) -> None:
+    def _unlist(self, node: Run) -> None:
         place: Place = node.place
         self._queues[self._queue_of(place)].remove(node)
-        self.num_pages -= self._listed.pop(node)
+        num_pages = self._listed.pop(node)
+        if not node.group:
+            self.num_pages -= num_pages
 
     def relist(self, weights: Weights | None) -> None:
         """List all runs again, ranked by `weights`, or by kind if None."""
@@ -347,11 +350,11 @@ class LearnedOrder(BaseOrder):
         for node in nodes:
             self._list(node)
 
-    def _forget_rest(self, node: Node, place: Place) -> None:
+    def _forget_rest(self, node: Run, place: Place) -> None:
         """Remember the tail that was evicted from a run."""
         content = node.content
         if node.end < content.num_known_pages:
-            self._remember((content.salt, node.end, content.key(node.end)), place, place.end - node.end)
+            self._remember((content.salt, node.group, node.end, content.key(node.end)), place, place.end - node.end)
 
     def _remember(self, key: RunKey, place: Place, num_pages: int) -> None:
         gone = self._gone
@@ -434,24 +437,29 @@ class AutoOrder(LearnedOrder):
         self._most_pages = self._shadow_pages = 0
         self._is_full = False
         self._asked = 0.0
+        self._turn = 0
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes` and replay the request on the shadows."""
         super().released(nodes)
+        deepest = nodes[0]
+        if deepest.group:
+            return  # shadows model the layers that keep every token, which are the first KV group
         self._most_pages = max(self._most_pages, self.num_pages)
+        turn = self.now // self.CHOOSE_EVERY
+        is_due, self._turn = turn > self._turn, turn
         if not self._is_full:
             return  # nothing has been evicted yet, so all orders are equal
         if self._most_pages > self._shadow_pages * self.GROWS_BY:
             self._open_shadows()
-        deepest = nodes[0]
         self._asked = self._asked * self._decay + deepest.end
         for shadow in self._shadows:
             shadow.use(deepest.content, deepest.end, self._decay)
-        if self.now % self.CHOOSE_EVERY == 0:
+        if is_due:
             self._choose()
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`. The first removal shows that the pool is full, and so how large it is."""
         self._is_full = True
         super().removed(node)

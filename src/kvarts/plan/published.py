@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import Run
 from kvarts.plan.learned import Kind, LearnedOrder, Place
 from kvarts.plan.orders import Rank, RankedOrder
 
@@ -33,18 +33,19 @@ class TailOptimisedOrder(RankedOrder):
         """Mean number of pages that a turn adds."""
         self._first_free = 0
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`; mark the deepest pages as expendable if the next turn can spare them."""
         deepest = nodes[0]
         new = next((node.start for node in reversed(nodes) if node.place is None), deepest.end)
-        if nodes[-1].place is not None:  # the request continues an earlier one
+        # The request continues an earlier one. With KV groups, only the first counts: it keeps every token.
+        if nodes[-1].place is not None and not deepest.group:
             self._num_turns += 1
             self._num_new += (deepest.end - new - self._num_new) / min(self._num_turns, 100)
         num_spare = self.MOST_TOKENS // deepest.content.page_size - self._num_new
         self._first_free = round(deepest.end - max(0.0, num_spare))
         super().released(nodes)
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
+    def rank(self, node: Run, hits: int, born: int) -> Rank:
         """Return 0 for expendable pages, 1 for all others."""
         return (0 if node.start >= self._first_free else 1, self.now)
 
@@ -66,7 +67,7 @@ class WorkloadAwareOrder(LearnedOrder):
     def learn(self) -> None:
         """Do nothing: the counts are used directly."""
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`, and update the mean time for which runs are kept."""
         self._life += (self.now - node.place.last - self._life) / 100
         super().removed(node)
@@ -76,7 +77,7 @@ class WorkloadAwareOrder(LearnedOrder):
         count, total = self._came.get(place.kind, (0.0, 0.0))
         self._came[place.kind] = count + 1.0, total + away
 
-    def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
+    def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
         """Return the category: the number of returns of the run itself and of the run before it."""
         kind = min(returns, 7), 0 if before is None else 1 + min(before.returns, 7), 0
         self._seen[kind] = self._seen.get(kind, 0.0) + 1.0

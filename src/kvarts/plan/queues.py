@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvarts.kv.eviction import BaseOrder
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import BaseOrder, Run
 from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["ArcOrder", "S3FifoOrder", "TinyLfuOrder"]
@@ -24,7 +23,7 @@ class _Ghosts:
         self.num_pages = 0
         self._sizes: OrderedDict[RunKey, int] = OrderedDict()
 
-    def add(self, node: Node, most_pages: int) -> None:
+    def add(self, node: Run, most_pages: int) -> None:
         self.take(run_key(node))
         size = node.end - node.start
         self._sizes[run_key(node)] = size
@@ -53,21 +52,21 @@ class QueuesOrder(BaseOrder):
         """Return the queue from which to evict next; not an empty one, unless all are."""
         raise NotImplementedError
 
-    def arrived(self, node: Node) -> tuple[str, int]:
+    def arrived(self, node: Run) -> tuple[str, int]:
         """Return queue and rank of a run that is released for the first time."""
         raise NotImplementedError
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
         """Return queue and rank of a run that is released again, with the number of its `hits`."""
         raise NotImplementedError
 
     def settle(self) -> None:
         """Move runs that should not be at the head of their queue."""
 
-    def evicted(self, node: Node, queue: str) -> None:
+    def evicted(self, node: Run, queue: str) -> None:
         """Record that a run was evicted."""
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         """Return all listed runs: those of the next queue, then those of the others."""
         first = self.next_queue()
         yield from self.queues[first]
@@ -75,7 +74,7 @@ class QueuesOrder(BaseOrder):
             if name != first:
                 yield from queue
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`."""
         self.now += 1
         for node in nodes:
@@ -90,7 +89,7 @@ class QueuesOrder(BaseOrder):
         self.most_pages = max(self.most_pages, sum(queue.num_pages for queue in self.queues.values()))
         self.settle()
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
         """Unlist `nodes`, and count a hit for every run of `path` that was listed before."""
         for node in nodes:
             self.queues[node.place[0]].remove(node)
@@ -100,18 +99,18 @@ class QueuesOrder(BaseOrder):
                 node.place = (queue, hits + 1, rank)
         self.settle()
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`."""
         queue = node.place[0]
         self.queues[queue].remove(node)
         self.evicted(node, queue)
         self.settle()
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         """List `head` after `tail`."""
         self.queues[tail.place[0]].split(head, tail)
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Run:
         """Return the first run of the next queue that no transfer holds; if all are held, one of another queue."""
         first = self.next_queue()
         for name in (first, *(name for name in self.queues if name != first)):
@@ -120,12 +119,12 @@ class QueuesOrder(BaseOrder):
                 return node
         raise AssertionError("nothing to evict is listed")
 
-    def put(self, node: Node, queue: str, hits: int, rank: int) -> None:
+    def put(self, node: Run, queue: str, hits: int, rank: int) -> None:
         """List `node` in a queue."""
         node.place = (queue, hits, rank)
         self.queues[queue].add(node, (rank,), self.now)
 
-    def move(self, node: Node, queue: str, hits: int, rank: int) -> None:
+    def move(self, node: Run, queue: str, hits: int, rank: int) -> None:
         """List `node` in another queue, or elsewhere in its own."""
         self.queues[node.place[0]].remove(node)
         self.put(node, queue, hits, rank)
@@ -148,12 +147,12 @@ class S3FifoOrder(QueuesOrder):
         is_small = small.num_pages > self.SMALL * self.most_pages or not main.num_pages
         return "small" if is_small and small.num_pages else "main"
 
-    def arrived(self, node: Node) -> tuple[str, int]:
+    def arrived(self, node: Run) -> tuple[str, int]:
         """Return the main queue if the run was evicted from the small queue recently, else the small queue."""
         self._num_moved += 1
         return "main" if self._ghosts.take(run_key(node)) else "small", self._num_moved
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
         """Return the queue and rank that the run had: a hit moves nothing."""
         return queue, rank
 
@@ -166,7 +165,7 @@ class S3FifoOrder(QueuesOrder):
             self._num_moved += 1
             self.move(node, "main", 0 if queue == "small" else min(hits, self.MOST_HITS) - 1, self._num_moved)
 
-    def evicted(self, node: Node, queue: str) -> None:
+    def evicted(self, node: Run, queue: str) -> None:
         """Remember runs evicted from the small queue."""
         if queue == "small":
             self._ghosts.add(node, self.most_pages)
@@ -185,7 +184,7 @@ class ArcOrder(QueuesOrder):
         once, again = self.queues["once"], self.queues["again"]
         return "once" if once.num_pages and (once.num_pages > self._once_pages or not again.num_pages) else "again"
 
-    def arrived(self, node: Node) -> tuple[str, int]:
+    def arrived(self, node: Run) -> tuple[str, int]:
         """Return queue and rank; the return of an evicted run enlarges the target of the queue that it left."""
         once, again = self._ghosts["once"], self._ghosts["again"]
         size, key = node.end - node.start, run_key(node)
@@ -198,11 +197,11 @@ class ArcOrder(QueuesOrder):
             return "once", self.now
         return "again", self.now
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
         """Return the recent end of the queue of runs used again."""
         return "again", self.now
 
-    def evicted(self, node: Node, queue: str) -> None:
+    def evicted(self, node: Run, queue: str) -> None:
         """Remember the run under the queue that it left."""
         self._ghosts[queue].add(node, self.most_pages)
 
@@ -224,7 +223,7 @@ class TinyLfuOrder(QueuesOrder):
         self._num_counted = 0
 
     def next_queue(self) -> str:
-        """Return the window, or the main part if that has less room or its first run is used less than the window's."""
+        """Return the window if it exceeds its share and its head is used no more than the main one; else main."""
         window, probation, protected = self.queues.values()
         main = "probation" if probation.num_pages else "protected"
         if not window.num_pages or not (probation.num_pages or protected.num_pages):
@@ -235,12 +234,12 @@ class TinyLfuOrder(QueuesOrder):
         assert candidate is not None and victim is not None
         return main if self._uses.get(run_key(candidate), 0) > self._uses.get(run_key(victim), 0) else "window"
 
-    def arrived(self, node: Node) -> tuple[str, int]:
+    def arrived(self, node: Run) -> tuple[str, int]:
         """Return the window."""
         self._count(node)
         return "window", self.now
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
         """Return the protected queue for a run of the main part, else the window."""
         self._count(node)
         return "window" if queue == "window" else "protected", self.now
@@ -259,7 +258,7 @@ class TinyLfuOrder(QueuesOrder):
             assert node is not None
             self.move(node, "probation", 0, self.now)
 
-    def _count(self, node: Node) -> None:
+    def _count(self, node: Run) -> None:
         key = run_key(node)
         self._uses[key] = min(15, self._uses.get(key, 0) + 1)
         self._num_counted += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import Run
 from kvarts.plan.orders import Rank, RankedOrder
 from kvarts.traffic.trace import Trace, spell
 
@@ -24,12 +24,12 @@ class SessionAwareOrder(RankedOrder):
         self._last_turns = last_turns
         self._is_over = False
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`, as expendable if they belong to a last turn."""
         self._is_over = bytes(nodes[0].content.units) in self._last_turns
         super().released(nodes)
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
+    def rank(self, node: Run, hits: int, born: int) -> Rank:
         """Return 0 for pages of ended sessions, 1 for all others."""
         # Nodes are listed deepest first: from the first one with several children upwards, all are shared.
         self._is_over = self._is_over and len(node.children or ()) < 2

@@ -84,12 +84,12 @@ class RequestLog:
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 
-    def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int) -> None:
-        """Add `request`, which was dropped at `end_ns`, with the tokens generated until then."""
+    def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int, more: Sequence[int] = ()) -> None:
+        """Add `request`, which was dropped at `end_ns`, with the tokens that it has generated until then."""
         num_computed = min(max(request.num_computed, request.furthest_computed), request.num_prompt_tokens)
         self.cancelled_prompt_tokens += max(0, num_computed - request.cached_tokens)
         self._reasons[request.index] = f"its client gave up {(end_ns - request.arrival_ns) / 1e6:g} ms after sending it"
-        self.end(request, row, replica, CANCELLED)
+        self.end(request, row, replica, CANCELLED, more)
 
     def _cached_below(self, request: Request) -> Sequence[int]:
         """Return the tokens of `request` hit in each tier."""

@@ -101,15 +101,19 @@ class Handoffs:
         self._waiting.push(request)
 
     def give_up(self, request: Request) -> None:
-        """Release the reserved pages of `request`, which were never filled; it can be queued like any other."""
-        del self.reserved[request.index]
+        """Release the pages of `request`, whether they are filled or not; it can be queued like any other."""
+        num_filled = request.hit_tokens
+        if request.state is LOADED:
+            self._waiting.remove(request)
+            num_filled = request.num_computed
+        else:
+            del self.reserved[request.index]
         holding = request.holding
         assert holding is not None
-        num_hit = request.hit_tokens // holding.content.page_size
-        self._cache.close(holding, num_hit, holding.num_pages)
+        self._cache.close(holding, num_filled // holding.content.page_size, holding.num_pages)
         self._running.num_left += 1
         request.holding = None
-        request.hit_tokens = 0
+        request.hit_tokens = request.num_computed = 0
         request.state = RequestState.NEW
 
     def ready(self) -> list[Request]:

@@ -187,6 +187,9 @@ class Scheduler:
             self.running.leave(request)
             self.running.release(request)
             request.become(RequestState.CANCELLED)
+        elif request.state in LOADING and self.handoffs is not None:
+            self.handoffs.give_up(request)
+            request.become(RequestState.CANCELLED)
         elif request.state in LOADING:
             assert self.loads is not None
             self.loads.cancel(request)

@@ -57,7 +57,7 @@ class _Marks:
         return _Marks(self.at[:end], self.codes[:end], self.depths[:end])
 
     def first(self, where: Column) -> int | None:
-        """Return the first mark where `where` is true; None if there is none."""
+        """Return the first mark where `where` is true; None without any."""
         found = int(where.argmax()) if len(where) else 0
         return found if len(where) and where[found] else None
 
@@ -135,7 +135,7 @@ class JsonText:
         self._text = text
 
     def _grow(self, what: str) -> None:
-        """Read more text because the present one has no place to cut."""
+        """Read more text because the present one cannot be cut."""
         if len(self._text) > LARGEST_PIECE_BYTES:
             raise self._broken(f"has {what} of more than {LARGEST_PIECE_BYTES} bytes")
         if not self._more():

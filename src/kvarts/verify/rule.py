@@ -78,7 +78,7 @@ class Rule:
     def add_where(
         self, bad: Column, chunk: Chunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
     ) -> None:
-        """Add a violation for every row where `bad` is true; `say` makes its text from the numbers, passed by name."""
+        """Add a violation for every row where `bad` is true. Its text is made from the numbers, passed by name."""
         places = np.flatnonzero(bad)
         if not len(places):
             return

@@ -206,7 +206,7 @@ def shortened(blocks: Iterable[bytes], broken: Broken, *, keeps_lines: bool) -> 
 
 
 def _open_string(text: bytes) -> int | None:
-    """Return the start of a string that is unterminated at the end of `text`; None if there is none."""
+    """Return the start of a string that is unterminated at the end of `text`, or None."""
     plain = unescaped(text)
     return plain.rfind(b'"') if plain.count(b'"') % 2 else None
 

@@ -81,7 +81,9 @@ class BatchSampler:
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
     ) -> None:
-        """Register a request. `stop_ids`: tokens that end it, in addition to those in `params`."""
+        """Sample for a request from now on. `stop_ids`: tokens that end it, beside those that `params` name."""
+        if params.forced_tokens:
+            raise ConfigError("are of mocks: a model chooses its tokens", field="sampling.forced_tokens")
         ends = frozenset(params.stop_token_ids) | frozenset(stop_ids)
         sampler = None
         if not params.is_argmax:
