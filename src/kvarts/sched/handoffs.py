@@ -113,7 +113,12 @@ class Handoffs:
         self._cache.close(holding, num_filled // holding.content.page_size, holding.num_pages)
         self._running.num_left += 1
         request.holding = None
+        self.renew(request)
+
+    def renew(self, request: Request) -> None:
+        """Let `request`, which has no pages any more, be as a new one that knows the tokens generated so far."""
         request.hit_tokens = request.num_computed = 0
+        request.cancelled_ns = -1
         request.state = RequestState.NEW
 
     def ready(self) -> list[Request]:
