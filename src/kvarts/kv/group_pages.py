@@ -193,7 +193,7 @@ class GroupPages(PartPages):
         self.count()
 
     def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release what no token from `num_tokens` on attends to. `count` must follow."""
+        """Release what no token from `num_tokens` on attends to; all before are computed. `count` must follow."""
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
 
     # Decodes that are counted and not named: see RunCache.start_decoding.
@@ -227,9 +227,9 @@ class GroupPages(PartPages):
         self.parts.take_pages(num_due)
         self.count()
 
-    def start_decoding(self, holding: Holding, admission: int) -> None:
-        """Let a settled sequence compute a token in every step from the next on."""
-        self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
+    def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute a token in every step from the next on."""
+        self.parts.start_decoding(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
@@ -251,6 +251,10 @@ class GroupPages(PartPages):
     def end_step(self) -> None:
         """Let decodes give back what none of their later tokens sees. `count` must follow."""
         self.parts.end_step()
+
+    def put_off(self, holdings: Sequence[Holding]) -> None:
+        """End the step, and let `holdings` release nothing before `settle` is called for each."""
+        self.parts.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
     def leap(self, most_steps: int, num_wanted: int) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, see RunLeap."""

@@ -82,7 +82,7 @@ class Handoffs:
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
         match = cache.match(request.content, num_tokens // request.content.page_size)
-        if cache.num_to_admit(match, num_tokens) > cache.num_free:
+        if cache.num_to_admit(match, num_tokens, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
         request.holding = cache.open_to_load(match, num_tokens)
