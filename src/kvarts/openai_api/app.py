@@ -84,7 +84,7 @@ class OpenAIApp:
         self._intake = Intake(most * BODIES_AT_ONCE, shares)
         self._workbench = Workbench()
         generating = Generating(models)
-        responses = Responses(models, shares)
+        responses = Responses(generating, shares)
         post, get, key, admin = "POST", "GET", Access.KEY, Access.ADMIN
         self.routes: tuple[Route, ...] = (
             Route(method=post, path="/v1/completions", handler=generating.completion, access=key, max_body_bytes=None,
