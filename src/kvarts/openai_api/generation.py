@@ -40,7 +40,7 @@ from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
-__all__ = ["Exchange", "Generating", "MakeForm", "begin", "chat_asks", "completion_asks"]
+__all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As of OpenAI's API, where nothing is said; a chat ends by itself."""
