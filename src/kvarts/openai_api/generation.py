@@ -147,7 +147,6 @@ def asks_of(
             most, own_end = max_tokens, None
             if most is None:
                 most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
-            may_end = served.limits.caps_tokens or body.caps_tokens or (has_end and max_tokens is None)
             natural = None
             if written:
                 natural = len(written[copy])
