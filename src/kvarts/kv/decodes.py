@@ -57,7 +57,7 @@ class Decodes:
         """The keys of `_odd`, as a heap."""
 
     def join(self, holding: RunHolding, admission: int) -> None:
-        """Add a holding that computes one token per step from now on."""
+        """Add a holding that computes one token per step from now on. `begin` must follow when it is settled."""
         page_size, base = self.page_size, holding.num_tokens - self.step
         holding.is_decoding = True
         holding.base = base
@@ -67,8 +67,6 @@ class Decodes:
         if holding.content.num_known_pages > holding.num_named:
             self.num_filling += 1
             insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
-        for index in self.bounded:
-            self.begin(holding, index)
 
     def leave(self, holding: RunHolding) -> None:
         """Remove a holding that ended or is preempted, and bring its releases before this step up to date."""
@@ -79,14 +77,18 @@ class Decodes:
         if self.num_filling and holding in filling:
             self.num_filling -= 1
             filling.remove(holding)
-        for index in self.bounded:
-            self.stop(holding, index)
+        self.stop_all(holding)
         holding.is_decoding = False
         holding.num_tokens = base + self.step
 
     # Streams ----------------------------------------------------------------------------------------------
 
-    def begin(self, holding: RunHolding, index: int) -> None:
+    def begin(self, holding: RunHolding) -> None:
+        """Start the releases of a settled holding with the next step."""
+        for index in self.bounded:
+            self.begin_group(holding, index)
+
+    def begin_group(self, holding: RunHolding, index: int) -> None:
         """Start the releases of a group with the next step, as a stream if they are regular."""
         step, base, length = self.step, holding.base, self._lengths[index]
         if self._is_chunk[index]:
@@ -128,6 +130,11 @@ class Decodes:
             self.num_emptied[index][slot] += 1
         if stop_step >= 0:
             self._expect(holding, index, stop_step)  # generated parts are not kept
+
+    def stop_all(self, holding: RunHolding) -> None:
+        """End the releases of all groups."""
+        for index in self.bounded:
+            self.stop(holding, index)
 
     def stop(self, holding: RunHolding, index: int) -> None:
         """End the stream of a group, or cancel its expected odd release."""

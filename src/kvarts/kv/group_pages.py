@@ -194,7 +194,7 @@ class GroupPages(PartPages):
         self.count()
 
     def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release the parts that no token from `num_tokens` on attends to. `count` must follow."""
+        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow."""
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
 
     # Decodes that are counted and not identified: RunCache.start_decoding describes them.
@@ -228,9 +228,9 @@ class GroupPages(PartPages):
         self.parts.take_pages(num_due)
         self.count()
 
-    def start_decoding(self, holding: Holding, admission: int) -> None:
-        """Let a settled sequence compute one token per step from the next on."""
-        self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
+    def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute one token per step from the next on."""
+        self.parts.start_decoding(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
@@ -252,6 +252,10 @@ class GroupPages(PartPages):
     def end_step(self) -> None:
         """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
         self.parts.end_step()
+
+    def put_off(self, holdings: Sequence[Holding]) -> None:
+        """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
+        self.parts.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
     def leap(self, most_steps: int, num_wanted: int) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by `run_leaps.leap`."""

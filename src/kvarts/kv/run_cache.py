@@ -163,6 +163,8 @@ class RunCache(RunAccount):
         holding.num_tokens = num_tokens
         for index in self._less:
             self.settle_group(holding, index, num_tokens)
+        if holding.is_decoding:
+            self.decodes.begin(holding)
 
     def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
         """Do the same in one group that does not keep all tokens."""
@@ -465,12 +467,15 @@ class RunCache(RunAccount):
 
     # Steps of decodes -------------------------------------------------------------------------------------
 
-    def start_decoding(self, holding: RunHolding, admission: int) -> None:
-        """Let a settled sequence compute one token per step from the next on, in the order of `admission`.
+    def start_decoding(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute one token per step from the next on, in the order of `admission`.
 
-        Its pages are taken by `take_pages`, and parts that no later token attends to are released by `end_step`.
+        Its pages are taken by `take_pages`, and parts that no later token attends to are released by `end_step` once
+        the sequence is settled.
         """
         self.decodes.join(holding, admission)
+        if is_settled:
+            self.decodes.begin(holding)
 
     def fill_pages(self) -> None:
         """Make the pages findable that decodes fill in this step and that others may find."""
@@ -509,7 +514,16 @@ class RunCache(RunAccount):
                     self.note_empty(index, count)
         decodes.step += 1
         for _, index, holding in odd:
-            decodes.begin(holding, index)
+            decodes.begin_group(holding, index)
+
+    def put_off(self, holdings: Sequence[RunHolding]) -> None:
+        """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
+        assert not self.has_ended
+        decodes = self.decodes
+        for holding in holdings:
+            decodes.stop_all(holding)
+        decodes.odd_now()  # drops the expected odd releases of `holdings`
+        decodes.step += 1
 
     def pass_steps(self, num_steps: int) -> None:
         """List the releases of decodes in steps without odd releases; the caller counts them."""

@@ -82,7 +82,7 @@ class Handoffs:
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
         match = cache.match(request.content, num_tokens // request.content.page_size)
-        if cache.num_to_admit(match, num_tokens) > cache.num_free:
+        if cache.num_to_admit(match, num_tokens, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
         request.holding = cache.open_to_load(match, num_tokens)
@@ -113,7 +113,12 @@ class Handoffs:
         self._cache.close(holding, num_filled // holding.content.page_size, holding.num_pages)
         self._running.num_left += 1
         request.holding = None
+        self.renew(request)
+
+    def renew(self, request: Request) -> None:
+        """Reset `request`, which has no pages any more, to a new one that knows the tokens generated so far."""
         request.hit_tokens = request.num_computed = 0
+        request.cancelled_ns = -1
         request.state = RequestState.NEW
 
     def ready(self) -> list[Request]:

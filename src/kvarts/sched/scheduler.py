@@ -106,8 +106,10 @@ class Scheduler:
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
         """The number of blocks that the blocked head needs, if it waits for pages."""
-        self._lacking: tuple[Request, int] | None = None
-        """The head that last lacked memory, and the blocks that it needs."""
+        self._least_wanted = 0
+        """A lower bound of that number for as long as the head is blocked."""
+        self._lacking: tuple[Request, int, int, int] | None = None
+        """The head that last lacked memory, its values of these two numbers, and its budget."""
         self._num_published = -1
         """`num_published` of the cache at that time; -1 if the head must be matched again."""
         self._prefill = Prefill(
@@ -127,6 +129,8 @@ class Scheduler:
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
+        self._unsettled: list[Request] = []
+        """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
         self.has_sides = cache.settles or loads is not None
         """Whether `side_counts` is not empty."""
 
@@ -254,7 +258,7 @@ class Scheduler:
         for request in self.running.chunked:
             if request.holding is not None:
                 num_known = request.num_prompt_tokens + request.num_output_tokens
-                num_blocks += self.cache.num_to_finish(request.holding, request.num_computed, num_known)
+                num_blocks += self.cache.num_to_finish(request.holding, num_known)
         return num_blocks
 
     def num_pages_to_admit(self) -> int:
@@ -279,12 +283,15 @@ class Scheduler:
         if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
         self.mark.used = -1  # the next look sets the mark
-        self.num_pages_wanted = 0
+        self.num_pages_wanted = self._least_wanted = 0
         if loads is not None:
             loads.take_ended()
             loads.tiers.plan_stores(now_ns)
         goes_on = True
-        if num_due := wheel.pages_due():
+        if unsettled := self._unsettled:
+            self._unsettled = []
+            goes_on = preemptor.take_turns(unsettled, now_ns)
+        elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
         with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
         budget = self.pages.token_budget - wheel.num_decoding
@@ -373,9 +380,9 @@ class Scheduler:
         long as no added request becomes the head of the waiting queue, and until the time that the queue's
         `holds_until_ns` returns.
         """
-        if self.running.chunked or self.waiting_with_pages or self.running.stalled:
+        if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
-        return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self.num_pages_wanted)
+        return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
     def advance(self, num_steps: int, *, is_taken: bool = False) -> Leap:
         """Do `num_steps` of the steps that `horizon` promised, or fewer if memory ends the leap earlier.
@@ -385,7 +392,7 @@ class Scheduler:
         cache = self.cache
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
-            return cache.leap(num_steps, self.num_pages_wanted if is_lacking else 0)
+            return cache.leap(num_steps, self._least_wanted if is_lacking else 0)
         due = self.wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
         if num_due and not is_taken:
@@ -476,20 +483,21 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = FOR_BUDGET
                 break
-            if self._num_published == cache.num_published and self._still_lacks(request):
+            if self._num_published == cache.num_published and self._still_lacks(request, budget):
                 self.blocked = FOR_PAGES
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
-            num_wanted = cache.num_to_admit(match, num_known)
+            num_wanted = cache.num_to_admit(match, num_known, budget)
             if num_wanted > pages.num_free_to_admit(num_wanted):
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
-                    self._lacking = request, num_wanted
+                    self._least_wanted = cache.least_to_admit(match, num_known, budget)
+                    self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
             waiting.remove(request)
@@ -550,17 +558,20 @@ class Scheduler:
             num_resumed += 1
         return num_resumed
 
-    def _still_lacks(self, head: Request) -> bool:
+    def _still_lacks(self, head: Request, budget: int) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
 
-        Its need cannot shrink as long as no page becomes findable, and no other holder references pages that it hits,
-        as an admitted request or a store to a tier below would. Other models may have freed memory for it since.
+        Its need cannot shrink as long as no page becomes findable, its budget is not smaller, and no other holder
+        references pages that it hits, as an admitted request or a store to a tier below would. Other models may have
+        freed memory for it since.
         """
         assert self._lacking is not None
-        request, num_wanted = self._lacking
-        if request is not head or num_wanted <= self.cache.num_free or (self.pins is not None and self.pins.num_pins):
+        request, num_wanted, least_wanted, least_budget = self._lacking
+        if request is not head or least_wanted <= self.cache.num_free or budget < least_budget:
             return False
-        self.num_pages_wanted = num_wanted
+        if self.pins is not None and self.pins.num_pins:
+            return False
+        self.num_pages_wanted, self._least_wanted = num_wanted, least_wanted
         return True
 
     def _tell_blocked(self, tell: Tell, head: Request) -> None:
@@ -573,23 +584,29 @@ class Scheduler:
     # Inside: parts that windows and chunks release -------------------------------------------------------------
 
     def _settle(self, joined: list[Request]) -> None:
-        """End the step: let running requests release the parts that none of their later tokens attends to.
+        """End the step: let decodes release the parts that none of their later tokens attends to.
 
         `joined`: those that started to decode. All are in the order of admission, and requests that ended have released
-        everything before.
+        everything before. As in vLLM, a request can use memory that another releases only if its turn in the next step
+        is later. That makes a difference only if the pages that decodes begin in that step are not free yet; then each
+        decode releases at its turn. Chunked requests always do.
         """
-        cache = self.cache
+        cache, wheel = self.cache, self.wheel
+        cache.count()  # others may have taken what was free
+        if wheel.pages_due() * cache.page_blocks > cache.num_free:
+            self._unsettled = self._settling(joined)
         if cache.follows_decodes:
-            cache.end_step()
+            if self._unsettled:
+                cache.put_off([holding_of(request) for request in self._unsettled if request not in joined])
+            else:
+                cache.end_step()
             for request in joined:
-                cache.settle(holding_of(request), request.num_computed)
-                cache.start_decoding(holding_of(request), request.admission)
-        else:
+                if not self._unsettled:
+                    cache.settle(holding_of(request), request.num_computed)
+                cache.start_decoding(holding_of(request), request.admission, is_settled=not self._unsettled)
+        elif not self._unsettled:
             for request in self._settling(joined):
-                cache.settle(holding_of(request), self.wheel.num_computed(request))
-        for request in self.running.chunked:
-            if request.own is None:
-                cache.settle(holding_of(request), request.num_computed)
+                cache.settle(holding_of(request), wheel.num_computed(request))
         cache.count()
 
     def _settling(self, joined: list[Request]) -> list[Request]:
