@@ -35,7 +35,7 @@ class Series(msgspec.Struct, frozen=True):
     left_out: str | None = None
 
     def until(self, time_s: float) -> Series | None:
-        """Return the samples up to `time_s`; None if there are none."""
+        """Return the samples up to `time_s`; None without any."""
         last = int(np.searchsorted(self.time_s, time_s, side="right"))
         if not last:
             return None

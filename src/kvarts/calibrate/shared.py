@@ -53,7 +53,7 @@ class Errors(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, errors: Values) -> Errors | None:
-        """Return the statistics of `errors`; None if there are none."""
+        """Return the statistics of `errors`; None if empty."""
         if not len(errors):
             return None
         sizes = np.abs(errors)

@@ -46,7 +46,7 @@ ALL_POLICIES = (*POLICIES, SESSION_AWARE)
 
 
 class League:
-    """Compares policies on the trace of `plan`: at given sizes one request at a time, and in replays under `config`.
+    """Comparison of policies on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
 
     `command` returns the command line that shows the hit ratio of a policy at a size; `replay_command` returns the one
     that replays it.

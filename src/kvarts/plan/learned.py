@@ -178,7 +178,7 @@ class LearnedOrder(BaseOrder):
     def __init__(self, weights: Weights | None = None) -> None:
         self.now = 0
         self.num_pages = 0
-        """Listed pages, in the first KV group where there are several."""
+        """Number of listed pages; with several KV groups, those of the first."""
         self.weights = weights
         self._queues: dict[Kind, RankedRuns] = {}
         self._gone: dict[RunKey, tuple[Place, int]] = {}
@@ -191,7 +191,7 @@ class LearnedOrder(BaseOrder):
     # Calls of the tree ---------------------------------------------------------------------------------------
 
     def released(self, nodes: Sequence[Run]) -> None:
-        """List `nodes`; learn from what is new and was here before."""
+        """List `nodes`; count a return for new runs that were evicted earlier."""
         self.now += 1
         if self.now % self.LEARN_EVERY == 0:
             self.learn()
@@ -211,7 +211,7 @@ class LearnedOrder(BaseOrder):
             self._list(node)
 
     def _returned(self, node: Run) -> Place | None:
-        """Return the place of a new run that was here before, with one return more; None if it was not."""
+        """Return the place of a new run that was evicted earlier, with one more return; None if it was not."""
         gone = self._gone.pop(run_key(node), None)
         if gone is None:
             return None
@@ -221,7 +221,7 @@ class LearnedOrder(BaseOrder):
         return Place(place.kind, self.now, node.end, place.returns + 1, _mean(place.away, away))
 
     def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
-        """Unlist `nodes`, which have come back."""
+        """Unlist `nodes` and count their return."""
         for node in nodes:
             place: Place = node.place
             self._unlist(node)
@@ -232,13 +232,13 @@ class LearnedOrder(BaseOrder):
             node.place = Place(place.kind, place.last, node.end, place.returns + 1, _mean(place.away, away))
 
     def removed(self, node: Run) -> None:
-        """Unlist `node`, and remember it."""
+        """Unlist `node` and remember it as evicted."""
         self._unlist(node)
         place: Place = node.place
         self._remember(run_key(node), place, max(1, place.end - node.start))
 
     def split(self, head: Run, tail: Run) -> None:
-        """List `head`, which goes after `tail`."""
+        """List `head`, which is evicted after `tail`."""
         place: Place = tail.place
         head.place = Place(place.kind, place.last, head.end, place.returns, place.away)
         self._queues[self._queue_of(place)].split(head, tail)
@@ -246,7 +246,7 @@ class LearnedOrder(BaseOrder):
         self._listed[tail] = tail.end - tail.start
 
     def put_back(self, nodes: Sequence[Run]) -> None:
-        """List `nodes` as they were listed before."""
+        """List `nodes` where they were listed before."""
         for node in nodes:
             if node.place is None:
                 self.released((node,))
@@ -256,7 +256,7 @@ class LearnedOrder(BaseOrder):
     # Queries of the tree -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Run]:
-        """Return all listed runs: again and again the first of a queue that is worth least."""
+        """Return all listed runs by merging the queues: the head with the lowest value is always next."""
         queues = {kind: iter(queue) for kind, queue in self._queues.items()}
         heads: list[tuple[float, int, Kind, Run]] = []
         for kind, queue in queues.items():
@@ -270,7 +270,7 @@ class LearnedOrder(BaseOrder):
                 heappush(heads, (*self._worth(following), kind, following))
 
     def next_run(self) -> Run:
-        """Return the first run that no transfer holds."""
+        """Return the run with the lowest value that no transfer holds."""
         best: tuple[float, int, Kind] | None = None
         found: Run | None = None
         for kind, queue in self._queues.items():
@@ -296,7 +296,7 @@ class LearnedOrder(BaseOrder):
         return worths[age_of(self.now - place.last)]
 
     def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
-        """Return the kind of a run that is released now. `before`: of the run that it follows."""
+        """Return the kind of a run that is released now. `before`: the place of the run that precedes it."""
         parent = node.parent
         follows = 0
         if before is not None:
@@ -306,7 +306,7 @@ class LearnedOrder(BaseOrder):
     # Inside ---------------------------------------------------------------------------------------------------
 
     def _worth(self, node: Run) -> tuple[float, int]:
-        """Return what keeping a run is worth, and when it was released."""
+        """Return the value of keeping a run, and the time of its release to break ties."""
         place: Place = node.place
         weights = self.weights
         if weights is not None:
@@ -351,7 +351,7 @@ class LearnedOrder(BaseOrder):
             self._list(node)
 
     def _forget_rest(self, node: Run, place: Place) -> None:
-        """Remember what of a run was eaten from its tail."""
+        """Remember the tail that was evicted from a run."""
         content = node.content
         if node.end < content.num_known_pages:
             self._remember((content.salt, node.group, node.end, content.key(node.end)), place, place.end - node.end)
@@ -441,11 +441,11 @@ class AutoOrder(LearnedOrder):
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
 
     def released(self, nodes: Sequence[Run]) -> None:
-        """List `nodes`, and let the shadows find what they would have found."""
+        """List `nodes` and replay the request on the shadows."""
         super().released(nodes)
         deepest = nodes[0]
         if deepest.group:
-            return  # shadows follow the layers that keep every token, which are the first KV group
+            return  # shadows model the layers that keep every token, which are the first KV group
         self._most_pages = max(self._most_pages, self.num_pages)
         turn = self.now // self.CHOOSE_EVERY
         is_due, self._turn = turn > self._turn, turn
@@ -460,7 +460,7 @@ class AutoOrder(LearnedOrder):
             self._choose()
 
     def removed(self, node: Run) -> None:
-        """Unlist `node`. The first that goes says how large the pool is."""
+        """Unlist `node`. The first removal shows that the pool is full, and so how large it is."""
         self._is_full = True
         super().removed(node)
 

@@ -1,7 +1,7 @@
 """Base classes of the eviction orders that a league compares with LRU. Each implements the engine's `EvictionOrder`.
 
-They see what an order sees: runs, which of them are hit, released and evicted. Time is counted in releases. Caches of
-single objects know what was evicted by its key; a run is known by its tenant, its KV group, its place in the prompt
+An order observes which runs are hit, released and evicted. Time is counted in releases. Caches of single objects
+identify an evicted object by its key; here a run is identified by its tenant, its KV group, its place in the prompt
 and its first page.
 """
 
@@ -23,7 +23,7 @@ LEAST_TO_CLEAN = 64
 
 
 def run_key(node: Run) -> RunKey:
-    """Return what a run is remembered by when it is gone."""
+    """Return the key by which an evicted run is remembered."""
     return node.content.salt, node.group, node.start, node.key
 
 
@@ -32,7 +32,7 @@ class RankedRuns:
 
     def __init__(self) -> None:
         self.num_pages = 0
-        """Pages of all runs, as many as they had when they were listed."""
+        """Pages of all runs, counted when the runs were listed."""
         self._entries: dict[Run, Entry] = {}
         self._sizes: dict[Run, int] = {}
         self._heap: list[Entry] = []
@@ -45,7 +45,7 @@ class RankedRuns:
         return (entry[-1] for entry in sorted(self._entries.values(), key=lambda entry: entry[:-1]))
 
     def add(self, node: Run, rank: Rank, now: int) -> None:
-        """List `node`, or list it anew."""
+        """List `node`, or move it if it is listed already."""
         size = node.end - node.start
         self.num_pages += size - self._sizes.get(node, 0)
         self._sizes[node] = size
@@ -61,13 +61,13 @@ class RankedRuns:
         self.num_pages -= self._sizes.pop(node)
 
     def split(self, head: Run, tail: Run) -> None:
-        """List `head` next to `tail`, which goes before it."""
+        """List `head` directly after `tail`, with the same rank."""
         rank, now, _, _, _ = self._entries[tail]
         self.add(head, rank, now)
         self.add(tail, rank, now)
 
     def first(self) -> Run | None:
-        """Return the run of the lowest rank; None if there is none."""
+        """Return the run with the lowest rank; None if the list is empty."""
         if not self._entries:
             return None
         heap = self._heap
@@ -76,7 +76,7 @@ class RankedRuns:
         return heap[0][-1]
 
     def first_free(self) -> Run | None:
-        """Return the run of the lowest rank that no transfer holds; None if there is none."""
+        """Return the run with the lowest rank that no transfer holds; None if all are held."""
         node = self.first()
         if node is None or not node.holds:
             return node
@@ -87,7 +87,7 @@ class RankedRuns:
         return self._entries[node][0]
 
     def listed_at(self, node: Run) -> int:
-        """Return when a listed run was listed."""
+        """Return the time at which a run was listed."""
         return self._entries[node][1]
 
     def _rebuild(self) -> None:

@@ -34,10 +34,10 @@ class TailOptimisedOrder(RankedOrder):
         self._first_free = 0
 
     def released(self, nodes: Sequence[Run]) -> None:
-        """List `nodes`; the deepest may be free to go."""
+        """List `nodes`; mark the deepest pages as expendable if the next turn can spare them."""
         deepest = nodes[0]
         new = next((node.start for node in reversed(nodes) if node.place is None), deepest.end)
-        # It goes on from what was there. Of KV groups, the first tells: it keeps every token.
+        # The request continues an earlier one. With KV groups, only the first counts: it keeps every token.
         if nodes[-1].place is not None and not deepest.group:
             self._num_turns += 1
             self._num_new += (deepest.end - new - self._num_new) / min(self._num_turns, 100)
@@ -46,7 +46,7 @@ class TailOptimisedOrder(RankedOrder):
         super().released(nodes)
 
     def rank(self, node: Run, hits: int, born: int) -> Rank:
-        """Return 0 for what is free to go, 1 for all else."""
+        """Return 0 for expendable pages, 1 for all others."""
         return (0 if node.start >= self._first_free else 1, self.now)
 
 
@@ -68,7 +68,7 @@ class WorkloadAwareOrder(LearnedOrder):
         """Do nothing: the counts are used directly."""
 
     def removed(self, node: Run) -> None:
-        """Unlist `node`, and count how long it was kept."""
+        """Unlist `node`, and update the mean time for which runs are kept."""
         self._life += (self.now - node.place.last - self._life) / 100
         super().removed(node)
 
@@ -78,7 +78,7 @@ class WorkloadAwareOrder(LearnedOrder):
         self._came[place.kind] = count + 1.0, total + away
 
     def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
-        """Return the category: how often what is before the run has come back, and the run itself."""
+        """Return the category: the number of returns of the run itself and of the run before it."""
         kind = min(returns, 7), 0 if before is None else 1 + min(before.returns, 7), 0
         self._seen[kind] = self._seen.get(kind, 0.0) + 1.0
         return kind

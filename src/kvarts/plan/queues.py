@@ -57,17 +57,17 @@ class QueuesOrder(BaseOrder):
         raise NotImplementedError
 
     def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return queue and rank of a run that is released again, after `hits`."""
+        """Return queue and rank of a run that is released again, with the number of its `hits`."""
         raise NotImplementedError
 
     def settle(self) -> None:
         """Move runs that should not be at the head of their queue."""
 
     def evicted(self, node: Run, queue: str) -> None:
-        """Note that a run has left the pool."""
+        """Record that a run was evicted."""
 
     def __iter__(self) -> Iterator[Run]:
-        """Return all listed runs: those of the next queue, then all others."""
+        """Return all listed runs: those of the next queue, then those of the others."""
         first = self.next_queue()
         yield from self.queues[first]
         for name, queue in self.queues.items():
@@ -90,7 +90,7 @@ class QueuesOrder(BaseOrder):
         self.settle()
 
     def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
-        """Unlist `nodes`, and count a hit of every run of `path` that was listed before."""
+        """Unlist `nodes`, and count a hit for every run of `path` that was listed before."""
         for node in nodes:
             self.queues[node.place[0]].remove(node)
         for node in path:
@@ -111,7 +111,7 @@ class QueuesOrder(BaseOrder):
         self.queues[tail.place[0]].split(head, tail)
 
     def next_run(self) -> Run:
-        """Return the first run of the next queue that no transfer holds, or of another where all are held."""
+        """Return the first run of the next queue that no transfer holds; if all are held, one of another queue."""
         first = self.next_queue()
         for name in (first, *(name for name in self.queues if name != first)):
             node = self.queues[name].first_free()
@@ -148,12 +148,12 @@ class S3FifoOrder(QueuesOrder):
         return "small" if is_small and small.num_pages else "main"
 
     def arrived(self, node: Run) -> tuple[str, int]:
-        """Return the small queue, unless the run went from it not long ago."""
+        """Return the main queue if the run was evicted from the small queue recently, else the small queue."""
         self._num_moved += 1
         return "main" if self._ghosts.take(run_key(node)) else "small", self._num_moved
 
     def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the place that it had: a hit moves nothing."""
+        """Return the queue and rank that the run had: a hit moves nothing."""
         return queue, rank
 
     def settle(self) -> None:
@@ -166,7 +166,7 @@ class S3FifoOrder(QueuesOrder):
             self.move(node, "main", 0 if queue == "small" else min(hits, self.MOST_HITS) - 1, self._num_moved)
 
     def evicted(self, node: Run, queue: str) -> None:
-        """Remember what went from the small queue."""
+        """Remember runs evicted from the small queue."""
         if queue == "small":
             self._ghosts.add(node, self.most_pages)
 
@@ -185,7 +185,7 @@ class ArcOrder(QueuesOrder):
         return "once" if once.num_pages and (once.num_pages > self._once_pages or not again.num_pages) else "again"
 
     def arrived(self, node: Run) -> tuple[str, int]:
-        """Return the queue; what was evicted before gives room to the queue that it went from."""
+        """Return queue and rank; the return of an evicted run enlarges the target of the queue that it left."""
         once, again = self._ghosts["once"], self._ghosts["again"]
         size, key = node.end - node.start, run_key(node)
         num_once, num_again = max(1, once.num_pages), max(1, again.num_pages)
@@ -198,11 +198,11 @@ class ArcOrder(QueuesOrder):
         return "again", self.now
 
     def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the young end of what was used again."""
+        """Return the recent end of the queue of runs used again."""
         return "again", self.now
 
     def evicted(self, node: Run, queue: str) -> None:
-        """Remember it."""
+        """Remember the run under the queue that it left."""
         self._ghosts[queue].add(node, self.most_pages)
 
 
@@ -223,7 +223,7 @@ class TinyLfuOrder(QueuesOrder):
         self._num_counted = 0
 
     def next_queue(self) -> str:
-        """Return the window, or the main part if that has less room or its first run is used less than the window's."""
+        """Return the window if it exceeds its share and its head is used no more than the main one; else main."""
         window, probation, protected = self.queues.values()
         main = "probation" if probation.num_pages else "protected"
         if not window.num_pages or not (probation.num_pages or protected.num_pages):
@@ -240,7 +240,7 @@ class TinyLfuOrder(QueuesOrder):
         return "window", self.now
 
     def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the protected queue for what was in the main part, else the window."""
+        """Return the protected queue for a run of the main part, else the window."""
         self._count(node)
         return "window" if queue == "window" else "protected", self.now
 

@@ -25,13 +25,13 @@ class SessionAwareOrder(RankedOrder):
         self._is_over = False
 
     def released(self, nodes: Sequence[Run]) -> None:
-        """List `nodes`: as over, if they are of a last turn."""
+        """List `nodes`, as expendable if they belong to a last turn."""
         self._is_over = bytes(nodes[0].content.units) in self._last_turns
         super().released(nodes)
 
     def rank(self, node: Run, hits: int, born: int) -> Rank:
-        """Return 0 for what is over, 1 for all else."""
-        # The nodes come deepest first: above the first that others follow, all is shared.
+        """Return 0 for pages of ended sessions, 1 for all others."""
+        # Nodes are listed deepest first: from the first one with several children upwards, all are shared.
         self._is_over = self._is_over and len(node.children or ()) < 2
         return (0 if self._is_over else 1, self.now)
 

@@ -52,7 +52,7 @@ def prefill_s_per_token(config: ReplayConfig, num_tokens: int) -> float:
 
 
 class TiersPlan:
-    """Compares sizes of `tiers`: the device first; each is slower than the one before it.
+    """Comparison of sizes of `tiers`: the device first; each is slower than the one before it.
 
     `replayed` returns the results of a replay with tiers; None if they are not possible. `also`: additional sizes in
     pages to examine, by name of the tier.

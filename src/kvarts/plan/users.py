@@ -26,7 +26,7 @@ Command = Callable[[int, int, int], str]
 
 
 class UsersPlan:
-    """Finds the most users, from `low` to `high`, with which `slo_share` of the requests keep the SLO of `config`."""
+    """Search for the most users, `low` to `high`, with which `slo_share` of the requests keep the SLO of `config`."""
 
     def __init__(
         self,
