@@ -179,7 +179,7 @@ class Asked:
             {
                 **changes,
                 "trace_block_size": self._traffic.unit_tokens,
-                **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # copies are written so
+                **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are
             },
         )
         scale = ["kvarts", "trace", "scale", str(self._trace), "--copies", str(copies), "-o", "users.jsonl"]

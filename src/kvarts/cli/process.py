@@ -178,7 +178,7 @@ def hold_signals_back() -> Iterator[None]:
 
 def _note(number: int) -> None:
     _came.append(number)
-    # Objects in use are destroyed as they are: an open file, a coroutine that is not awaited. No warning is due.
+    # Objects are now collected in any state: an open file, a coroutine that is not awaited. Warnings would be noise.
     warnings.simplefilter("ignore")
 
 

@@ -113,7 +113,7 @@ class Recordings:
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
-        """Yield a function from a replica to its observers. Journals appear when the replay succeeds."""
+        """Yield a function that returns the observers of a replica. Journals appear when the replay succeeds."""
         writers: list[list[EventReader]] = [[] for _ in range(self._config.replicas)]
         if self._timelines:
             from kvarts.record.timeline import RowsThatFit

@@ -57,7 +57,7 @@ def trace_command() -> None:
     """Look at traces, and make traces from traces.
 
     A TRACE is as in `kvarts replay`, or a bundled one: `sample:mooncake`. Traces are written as Mooncake's JSON lines
-    on standard output; if requests wait for requests, as those of Dynamo's agentic traces.
+    on standard output; those in which requests wait for requests, as lines of Dynamo's agentic traces.
     """
 
 

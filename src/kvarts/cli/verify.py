@@ -78,7 +78,7 @@ def verify_command(
 
 
 def _timelines(files: tuple[Path, ...]) -> Iterator[tuple[Path, KvartsError | None]]:
-    """Yield the timelines among `files`, and in run directories among them; with its error, a directory without any."""
+    """Yield the timelines among `files`, and those in run directories; a directory without any, with its error."""
     from kvarts.report.run_directory import timelines_in
 
     for path in files:
