@@ -7,11 +7,11 @@ only into memory that the other models do not want, as far as their guarantees r
 models that have waited longer for memory. Running requests may grow into all free memory.
 
 If free memory is not enough, running requests of strictly lower priority are preempted, in models that exceed their
-guarantee. A model within its guarantee preempts for requests that run or are to be admitted; beyond its guarantee,
-only for requests that already run. Within its guarantee it also preempts requests of equal priority: at once
-for a running request, which would otherwise be preempted itself, and for admission at once or after a set wait. A model
-within its guarantee never loses running requests to another model. A request that does not fit next to the guarantees
-of the other models is refused: it could wait for ever.
+guarantee. A model within its guarantee preempts for requests that run or are to be admitted; beyond its guarantee, only
+for requests that already run. Within its guarantee it also preempts requests of equal priority: at once for a running
+request, which would otherwise be preempted itself, and for admission at once or after a set wait. A model within its
+guarantee never loses running requests to another model. A request that does not fit next to the guarantees of the other
+models is refused: it could wait for ever.
 """
 
 from __future__ import annotations
