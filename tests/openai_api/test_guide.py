@@ -18,10 +18,13 @@ ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
 
 
-def test_the_example_of_the_fixture_passes(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_the_fixture_pass(pytester: pytest.Pytester, number: int) -> None:
     pytest.importorskip("openai")
     page = (ROOT / "docs" / "guide-serving.md").read_text()
-    (example,) = re.findall(r"^```python\n(import pytest\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    examples = re.findall(r"^```python\n(import pytest\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    example = examples[number]
     assert len([line for line in example.splitlines() if line]) <= 15
     pytester.makepyfile(example)
     result = pytester.runpytest_inprocess(*PLUGIN, "-p", "no:cacheprovider", "-n", "0")

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.forms import ChatForm
-from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.schemas import value_of
-from kvarts.openai_api.tool_calls import ToolCallsInText
 
-from builders.http_client import call, events_of
+from builders.http_client import Reply, call, events_of
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Tell me."}]
@@ -106,6 +103,27 @@ def test_a_schema_may_refer_to_its_own_parts() -> None:
         value_of(endless, "x", param="x", budget=Budget(sequences=0))
 
 
+def joined(reply: Reply, *, stream: bool) -> tuple[str, list[dict[str, Any]], str, list[str]]:
+    """Return the content of an answer, its calls, why it ended, and the pieces of the content or of arguments."""
+    if not stream:
+        (choice,) = reply.json["choices"]
+        calls = [call["function"] for call in choice["message"]["tool_calls"]]
+        return choice["message"]["content"] or "", calls, choice["finish_reason"], []
+    content, made, pieces, reason = "", [], [], ""
+    for event in events_of(reply.payload):
+        (choice,) = event["choices"]
+        delta, reason = choice["delta"], choice["finish_reason"]
+        content += delta.get("content") or ""
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                made.append({"name": part["function"]["name"], "arguments": ""})
+            made[part["index"]]["arguments"] += part["function"]["arguments"]
+            pieces.append(part["function"]["arguments"])
+        if delta.get("content"):
+            pieces.append(delta["content"])
+    return content, made, reason, pieces
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_mock_answers_in_the_form_that_is_asked_for(server: RunningServer, *, stream: bool) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 3}}}
@@ -114,17 +132,93 @@ def test_a_mock_answers_in_the_form_that_is_asked_for(server: RunningServer, *, 
         {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}},
     ]
     for form in forms:
-        body = {"messages": MESSAGES, "max_tokens": 5, "response_format": form, "stream": stream}
-        reply = call(server.url, CHAT, body)
-        if stream:
-            deltas = [event["choices"][0]["delta"] for event in events_of(reply.payload)]
-            content = "".join(delta.get("content") or "" for delta in deltas)
-        else:
-            content = reply.json["choices"][0]["message"]["content"]
+        body: dict[str, Any] = {"messages": MESSAGES, "response_format": form, "stream": stream}
+        content, _, reason, pieces = joined(call(server.url, CHAT, body), stream=stream)
         value = json.loads(content)
         assert isinstance(value, dict) and (form["type"] == "json_object" or value["days"] == 3)
+        assert reason == "stop" and (not stream or max(map(len, pieces)) <= 8 < 3 * len(pieces))
+        cut, _, reason, _ = joined(call(server.url, CHAT, {**body, "max_tokens": 2}), stream=stream)
+        assert reason == "length" and content.startswith(cut) and 0 < len(cut) < len(content)
     text = call(server.url, CHAT, {"messages": MESSAGES, "max_tokens": 5, "response_format": {"type": "text"}})
     assert len(text.json["choices"][0]["message"]["content"].split()) == 5
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", city={"type": "string"}), tool("time"), tool("final_answer", text={"type": "string"})]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_come_as_they_are_written_and_are_cut_where_the_tokens_end(
+    server: RunningServer, *, stream: bool
+) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    body: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "stream": stream}
+    content, (made,), reason, pieces = joined(call(server.url, CHAT, body), stream=stream)
+    assert (content, made["name"], reason) == ("", "weather", "tool_calls")
+    assert set(json.loads(made["arguments"])) == {"city"}
+    assert not stream or max(map(len, pieces)) <= 8 < 3 * len(pieces)
+    lengths = set()
+    for most in range(1, 200):
+        content, calls, reason, _ = joined(call(server.url, CHAT, {**body, "max_tokens": most}), stream=stream)
+        if reason != "length":
+            assert reason == "tool_calls" and calls == [made]
+            break
+        assert content == "" and all(made["arguments"].startswith(each["arguments"]) for each in calls)
+        lengths |= {len(each["arguments"]) for each in calls}
+    assert len(lengths) > 3
+
+
+def steps_of(server: RunningServer, text: str, **fields: Any) -> list[str]:
+    """Return the tools that an agent calls until a text comes or the final answer, ten at most."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    names: list[str] = []
+    while len(names) < 10:
+        reply = call(server.url, CHAT, {"messages": messages, "tools": TOOLS, **fields})
+        message = reply.json["choices"][0]["message"]
+        if not message["tool_calls"]:
+            assert message["content"]
+            break
+        names += [each["function"]["name"] for each in message["tool_calls"]]
+        messages += [message, *({"role": "tool", "tool_call_id": each["id"], "content": "fine"}
+                                for each in message["tool_calls"])]  # fmt: skip
+        if names[-1] == "final_answer":
+            break
+    return names
+
+
+def test_agents_come_to_an_end_and_call_various_tools(server: RunningServer) -> None:
+    texts = [f"question {number}" for number in range(20)]
+    auto = [tuple(steps_of(server, text)) for text in texts]
+    assert all(len(names) <= len(TOOLS) for names in auto)
+    assert {names[0] if names else "" for names in auto} == {"", "weather", "time", "final_answer"}
+    required = [steps_of(server, text, tool_choice="required") for text in texts]
+    assert all(names[-1] == "final_answer" and len(names) <= len(TOOLS) for names in required)
+    assert {names[0] for names in required} == {"weather", "time", "final_answer"}
+    assert auto == [tuple(steps_of(server, text)) for text in texts]
+    assert auto != [tuple(steps_of(server, text, seed=1)) for text in texts]
+    assert not any(steps_of(server, text, tool_choice="none") for text in texts)
+
+
+def test_what_a_mock_wrote_is_found_by_its_next_turn(start: Any) -> None:
+    server = start(page_size=1)
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    first = call(server.url, CHAT, asked).json
+    message = first["choices"][0]["message"]
+    messages = [*MESSAGES, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}]
+    second = call(server.url, CHAT, {**asked, "messages": messages}).json
+    # The last token of an answer is not computed.
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+
+
+def test_auto_leaves_a_tool_alone_of_which_no_arguments_can_be_made(server: RunningServer) -> None:
+    tools = [tool("odd", text={"type": "string", "pattern": "a+"})]
+    for number in range(6):
+        body = {"messages": [{"role": "user", "content": f"x {number}"}], "tools": tools, "max_tokens": 3}
+        assert call(server.url, CHAT, body).json["choices"][0]["message"]["tool_calls"] == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +228,7 @@ def test_a_mock_answers_in_the_form_that_is_asked_for(server: RunningServer, *, 
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "a"}}}},
          "response_format"),
-        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
+        (COMPLETIONS, {"prompt": ["x", "y"], "response_format": {"type": "json_object"}}, "response_format"),
         (COMPLETIONS, {"suffix": "the end"}, "suffix"),
         (COMPLETIONS, {"best_of": 3}, "best_of"),
         (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
@@ -145,7 +239,9 @@ def test_a_mock_answers_in_the_form_that_is_asked_for(server: RunningServer, *, 
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "sometimes"}, "tool_choice"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format"),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
         (RESPONSES, {"background": True}, "background"),
     ],
 )  # fmt: skip
@@ -165,40 +261,3 @@ def test_what_would_change_an_answer_and_is_not_done_is_refused(
 @pytest.mark.parametrize("fields", [{"logit_bias": {}}, {"best_of": 1}, {"logit_bias": None}, {"suffix": ""}])
 def test_the_same_without_any_effect_is_left_alone(server: RunningServer, fields: dict[str, Any]) -> None:
     assert call(server.url, COMPLETIONS, {"prompt": "x", **fields}).status == 200
-
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Lund"}}\n</tool_call>'
-
-
-@given(
-    st.text(alphabet="ab<t>o/", max_size=8),
-    st.integers(0, 2),
-    st.lists(st.integers(1, 12), min_size=1),
-)
-def test_calls_that_a_model_writes_are_found_however_the_text_comes(before: str, count: int, sizes: list[int]) -> None:
-    text = before + CALL * count
-    shape = ToolCallsInText()
-    message, reason = shape.message(text)
-    if count:
-        assert (message["content"] or "") == before and reason == "tool_calls"
-        assert [made["function"]["arguments"] for made in message["tool_calls"]] == ['{"city":"Lund"}'] * count
-    else:
-        assert message == {"content": text, "tool_calls": []} and reason is None
-    form = ChatForm("m", WordText(), shape=shape)
-    deltas, place = [], 0
-    for number in range(1000):
-        part = text[place : place + sizes[number % len(sizes)]]
-        place += len(part)
-        reason = "stop" if place >= len(text) else None
-        if chunk := form.piece(0, part, reason, (), None):
-            deltas.append(json.loads(chunk.removeprefix(b"data: "))["choices"][0])
-        if reason:
-            break
-    assert "".join(delta["delta"].get("content") or "" for delta in deltas) == (before if count else text)
-    assert deltas[-1]["finish_reason"] == ("tool_calls" if count else "stop")
-    assert len(deltas[-1]["delta"].get("tool_calls", [])) == count
-
-
-def test_a_call_that_cannot_be_read_is_text() -> None:
-    text = "so: <tool_call>{not json}</tool_call>"
-    assert ToolCallsInText().message(text) == ({"content": text, "tool_calls": []}, None)

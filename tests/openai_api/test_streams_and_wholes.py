@@ -13,8 +13,8 @@ from kvarts.openai_api.answer import TokenLogprob
 from kvarts.openai_api.forms import ChatForm, Form, Whole
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.running import RunningServer
-from kvarts.openai_api.shapes import JsonText, Shape, ToolCall
-from kvarts.openai_api.tool_calls import ToolCallsInText
+from kvarts.openai_api.shapes import Plain, Segment, Segments, Shape
+from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText
 
 from builders.http_client import call, events_of
 
@@ -40,7 +40,12 @@ def in_one_piece(events: list[Any]) -> tuple[dict[int, dict[str, Any]], Any, lis
             )
             delta = choice.get("delta", choice)
             made["text"] += delta.get("content") or delta.get("text") or ""
-            made["calls"] += [call["function"] for call in delta.get("tool_calls") or ()]
+            for part in delta.get("tool_calls") or ():
+                if "id" in part:
+                    assert part["index"] == len(made["calls"])
+                    made["calls"].append(part["function"])
+                else:
+                    made["calls"][part["index"]]["arguments"] += part["function"]["arguments"]
             take_logprobs(made, choice["logprobs"])
             assert made["reason"] is None, "a piece after the end"
             made["reason"], made["stop"] = choice["finish_reason"], choice.get("stop_reason")
@@ -126,7 +131,8 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, of: tup
         assert [one["completion_tokens"] for one in usages] == sorted(one["completion_tokens"] for one in usages)
 
 
-SHAPED: list[Shape | None] = [None, JsonText({"type": "object"}), ToolCall("weather", {}), ToolCallsInText()]
+TOLD = Segments([[Segment("reasoning", "{sea"), Segment("content", "<tool_call>"), Segment("arguments", "  ", "f")]])
+SHAPED: list[Shape | None] = [None, Plain(), TOLD, NamedCall("weather"), RequiredCalls(), ToolCallsInText()]
 
 
 @pytest.mark.parametrize("shape", SHAPED)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.shapes import Message, Shape, read_whole
 from kvarts.openai_api.tool_calls import (
     FORMATS,
     NamedCall,
@@ -46,21 +47,23 @@ WRITTEN: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
 ]
 
 
-def calls_in(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    made = [call["function"] for call in message["tool_calls"]]
-    return [(one["name"], json.loads(one["arguments"])) for one in made]
+def calls_in(message: Message) -> list[tuple[str, dict[str, Any]]]:
+    return [(one.name, json.loads(one.arguments)) for one in message.calls]
+
+
+def read(shape: Shape, text: str) -> Message:
+    return read_whole(shape, 0, text)
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), WRITTEN)
 def test_calls_are_read(name: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     shape = ToolCallsInText(FORMATS[name], ["weather", "time"])
-    message, reason = shape.message(text)
-    assert (calls_in(message), message["content"], reason) == (calls, None, "tool_calls")
+    message = read(shape, text)
+    assert (calls_in(message), message.content, message.reason) == (calls, "", "tool_calls")
     if not text.startswith(FORMATS[name].starts or ("\0",)):
-        message, _ = shape.message(f"Let me look.\n{text}")
-        assert (calls_in(message), message["content"]) == (calls, "Let me look.\n")
-    message, reason = ToolCallsInText(FORMATS[name], ["other"]).message(text)
-    assert (message, reason) == ({"content": text, "tool_calls": []}, None)
+        message = read(shape, f"Let me look.\n{text}")
+        assert (calls_in(message), message.content) == (calls, "Let me look.\n")
+    assert read(ToolCallsInText(FORMATS[name], ["other"]), text) == Message(text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -71,24 +74,65 @@ def test_calls_are_read(name: str, text: str, calls: list[tuple[str, dict[str, A
      "<|python_tag|>print(1)", "[" * 500, '{"name": "weather", "parameters": 3}', "\ud800<tool_call>"],
 )  # fmt: skip
 def test_what_is_no_call_is_text(name: str, text: str) -> None:
-    assert ToolCallsInText(FORMATS[name], ["weather"]).message(text) == ({"content": text, "tool_calls": []}, None)
+    assert read(ToolCallsInText(FORMATS[name], ["weather"]), text) == Message(text)
 
 
-@given(st.sampled_from(WRITTEN), st.sampled_from(["", "so: ", "a < b [x] {"]), st.data())
-def test_no_part_of_a_call_is_content(written: Any, before: str, data: st.DataObject) -> None:
-    """What was sent as content is a beginning of the content in the end, wherever the text was cut."""
+def without_ids(message: Message) -> Any:
+    calls = [(call.index, call.name, call.arguments) for call in message.calls]
+    return message.content, message.reasoning, message.refusal, calls, message.reason
+
+
+@given(
+    st.sampled_from(WRITTEN),
+    st.sampled_from(["", "so: ", "a < b [x] {"]),
+    st.sampled_from(["", "<tool_call>{", "\nDone.", "}"]),
+    st.lists(st.integers(1, 12), min_size=1),
+    st.integers(0, 200),
+)
+def test_a_text_is_read_alike_in_any_pieces(written: Any, before: str, after: str, sizes: list[int], cut: int) -> None:
     name, text, _ = written
-    shape = ToolCallsInText(FORMATS[name], ["weather", "time"])
-    whole = before + text
-    content = shape.message(whole)[0]["content"] or ""
-    cut = data.draw(st.integers(0, len(whole)))
-    assert content.startswith(whole[: shape.num_plain(whole[:cut])])
+    text = (before + text + after)[:cut]
+    for shape in (ToolCallsInText(FORMATS[name], ["weather", "time"]), NamedCall("weather"), RequiredCalls()):
+        reader, message, place, number = shape.reader(0), Message(), 0, 0
+        while place < len(text):
+            end = place + sizes[number % len(sizes)]
+            message.add(reader.add(text[place:end]))
+            place, number = end, number + 1
+        rest, message.reason = reader.end()
+        message.add(rest)
+        assert without_ids(message) == without_ids(read(shape, text))
+
+
+def test_arguments_come_as_they_are_written_and_are_cut_where_the_text_is() -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "a}\\"]b", "days": [1, {}]}}\n</tool_call>'
+    reader = ToolCallsInText(names=["weather"]).reader(0)
+    told = [part.calls[0] for part in map(reader.add, text) if part.calls]
+    assert [call.name for call in told] == ["weather", *[""] * (len(told) - 1)]
+    assert "".join(call.arguments for call in told) == '{"city": "a}\\"]b", "days": [1, {}]}'
+    assert all(len(call.arguments) == 1 for call in told)
+    assert reader.end()[1] == "tool_calls"
+    cut = read(ToolCallsInText(), text[: text.index("days")])
+    assert (cut.calls[0].arguments, cut.reason) == ('{"city": "a}\\"]b", "', None)
+
+
+@given(
+    st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_arguments_are_told_as_they_are(value: Any, is_ascii: bool, is_required: bool) -> None:
+    arguments = json.dumps({"value": value}, ensure_ascii=is_ascii)
+    one = f'{{"name": "f", "parameters": {arguments}}}'
+    message = read(RequiredCalls(), f"[{one}, {one}]") if is_required else read(
+        ToolCallsInText(), f"<tool_call>{one}</tool_call><tool_call>{one}</tool_call>")  # fmt: skip
+    assert [call.arguments for call in message.calls] == [arguments] * 2 and message.reason == "tool_calls"
+    assert message.content == ""
 
 
 @given(st.text(max_size=60), st.sampled_from(sorted(FORMATS)))
 def test_any_text_is_read_as_something(text: str, name: str) -> None:
-    message, _ = ToolCallsInText(FORMATS[name]).message(text)
-    assert message["tool_calls"] or message["content"] == text
+    message = read(ToolCallsInText(FORMATS[name]), text)
+    assert message.calls or message.content == text
 
 
 def test_templates_tell_which_family_it_is() -> None:
@@ -111,10 +155,10 @@ def test_schemas_of_calls() -> None:
 
 
 def test_enforced_calls() -> None:
-    message, reason = NamedCall("weather").message('{"city": "Lund"}')
-    assert (calls_in(message), reason) == ([CITY], "tool_calls")
-    message, reason = NamedCall("weather").message('{"city": "Lu')
-    assert (message["tool_calls"][0]["function"]["arguments"], reason) == ('{"city": "Lu', None)
-    message, reason = RequiredCalls().message('[{"name": "weather", "parameters": {"city": "Lund"}}]')
-    assert (calls_in(message), reason) == ([CITY], "tool_calls")
-    assert RequiredCalls().message('[{"name') == ({"content": '[{"name', "tool_calls": []}, None)
+    message = read(NamedCall("weather"), '{"city": "Lund"}')
+    assert (calls_in(message), message.reason) == ([CITY], "tool_calls")
+    message = read(NamedCall("weather"), '{"city": "Lu')
+    assert (message.calls[0].arguments, message.reason) == ('{"city": "Lu', None)
+    message = read(RequiredCalls(), '[{"name": "weather", "parameters": {"city": "Lund"}}]')
+    assert (calls_in(message), message.reason) == ([CITY], "tool_calls")
+    assert read(RequiredCalls(), '[{"name') == Message('[{"name')

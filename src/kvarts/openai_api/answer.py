@@ -136,8 +136,8 @@ def size_of(logprobs: Sequence[TokenLogprob]) -> int:
 class Choice:
     """A Listener of one request: a choice of an answer, by its `number`.
 
-    `ends_itself`: at its last token it comes to its own end. `started_s`: when its HTTP request came, on the monotonic
-    clock. `request` and `index` are set when it is submitted.
+    `own_end`: why it ends at its last token, where that is its own end. `started_s`: when its HTTP request came, on the
+    monotonic clock. `request` and `index` are set when it is submitted.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Choice:
         meter: ChoiceMeter,
         *,
         has_logprobs: bool = False,
-        ends_itself: bool = False,
+        own_end: str | None = None,
     ) -> None:
         self.number = number
         self.started_s = monotonic()
@@ -167,7 +167,7 @@ class Choice:
         """Is called at its first token, from any thread."""
         self.went: Callable[[], object] | None = None
         """Is called when it is over, from any thread."""
-        self._ends_itself = ends_itself
+        self._own_end = own_end
         self._answer = answer
         self._meter = meter
         self._has_logprobs = has_logprobs
@@ -228,8 +228,9 @@ class Choice:
     def end(self, completion: Completion) -> None:
         """Send the rest, and the end."""
         self._note_over()
-        if self._ends_itself and completion.finish_reason == "length":
-            completion = msgspec.structs.replace(completion, finish_reason="stop")
+        reason = completion.finish_reason
+        if self._own_end is not None and reason == "length":
+            completion, reason = msgspec.structs.replace(completion, finish_reason="stop"), self._own_end
         self.completion = completion
         self.tokens = completion.tokens
         if completion.prompt_logprobs is not None:
@@ -247,7 +248,7 @@ class Choice:
         if self._has_logprobs and completion.logprobs is not None:
             told = Logprobs(list(completion.logprobs), list(completion.top_logprobs))
             logprobs = self._new_logprobs(completion.tokens, told)
-        self._answer.put((self, completion.text[self._num_chars :], num_tokens, completion.finish_reason, logprobs))
+        self._answer.put((self, completion.text[self._num_chars :], num_tokens, reason, logprobs))
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""

@@ -11,15 +11,17 @@ import msgspec
 
 from kvarts.llm.text import Completion
 from kvarts.llm.token_bytes import TextOffsets
-from kvarts.openai_api.answer import TokenLogprob
+from kvarts.openai_api.answer import Choice, TokenLogprob
+from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.prompts import TextModel
-from kvarts.openai_api.shapes import Shape
+from kvarts.openai_api.shapes import CallPart, Part, Reader, Shape, read_whole
 from kvarts.sampling import Logprobs
 
 __all__ = ["ChatForm", "CompletionForm", "Echo", "Form", "Whole", "usage_of"]
 
 encode = msgspec.json.encode
 MOST_TEXTS = 256
+DONE = b"data: [DONE]\n\n"
 
 
 class Whole:
@@ -77,11 +79,30 @@ class Form(Protocol):
     ) -> bytes:
         """Return the chunk of a piece of a choice. `more`: its members beside the text, each after a comma."""
 
-    def last(self, usage: Mapping[str, Any]) -> bytes:
-        """Return the chunk that has the usage and no choice."""
+    def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
+        """Return what comes after the last of the choices. `tells_usage`: whether the client asked for it."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the end of an answer that goes wrong after its beginning."""
 
     def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """Return the body of an answer that is not streamed."""
+
+
+class _Chunks:
+    """What streams of completions and chat completions have in common. `facts`: of each chunk."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._chunk_facts = facts
+
+    def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
+        """Return the chunk with the usage and without a choice, where asked for, and the end."""
+        last = encode({**self._chunk_facts, "choices": [], "usage": usage}) if tells_usage else None
+        return DONE if last is None else b"data: %b\n\n%b" % (last, DONE)
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error, and the end."""
+        return b"data: %b\n\n%b" % (encode({"error": error.content}), DONE)
 
 
 def usage_of(num_prompt_tokens: int, num_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -101,7 +122,7 @@ class Echo(msgspec.Struct, frozen=True):
     tokens: Sequence[int]
 
 
-class CompletionForm:
+class CompletionForm(_Chunks):
     """/v1/completions. `echoes`: the prompt before each choice, where prompts are echoed.
 
     `prompts`: the tokens of each choice's prompt, where their log-probabilities are a field of the answer.
@@ -132,6 +153,7 @@ class CompletionForm:
         self._ids_of = ids_of
         self._skips_special_tokens = skips_special_tokens
         self._facts = {"id": self.answer_id, "object": "text_completion", "created": int(time()), "model": model}
+        super().__init__(self._facts)
         self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
         self._places: dict[int, TextOffsets] = {}
         """By choice."""
@@ -177,10 +199,6 @@ class CompletionForm:
         return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b' % (
             self._head, number, encode(text), logprobs, reason, more, tail
         )  # fmt: skip
-
-    def last(self, usage: Mapping[str, Any]) -> bytes:
-        """Return the chunk with the usage."""
-        return b"data: " + encode({**self._facts, "choices": [], "usage": usage}) + b"\n\n"
 
     def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """Return the body."""
@@ -241,7 +259,7 @@ class CompletionForm:
         return f"token_id:{token}" if self._names_ids else _token_text(self._text, token)
 
 
-class ChatForm:
+class ChatForm(_Chunks):
     """/v1/chat/completions. `shape`: what each choice is made into; without, it is text.
 
     `prompt`: its tokens, where their log-probabilities are a field of the answer. `ids_of`: the same, where the answer
@@ -267,10 +285,10 @@ class ChatForm:
         self._shape = shape
         self._facts = {"id": self.answer_id, "created": int(time()), "model": model}
         chunk = {**self._facts, "object": "chat.completion.chunk"}
-        self._chunk = chunk
+        super().__init__(chunk)
         self._head = b"data: " + encode(chunk)[:-1] + b',"choices":[{"index":'
-        self._so_far: dict[int, tuple[str, int]] = {}
-        """With a shape, by choice: its text, and how much of it was sent."""
+        self._readers: dict[int, Reader] = {}
+        """With a shape, by choice."""
         self._held: dict[int, list[TokenLogprob]] = {}
         """With a shape, by choice: log-probabilities of tokens that were not told yet."""
 
@@ -290,7 +308,7 @@ class ChatForm:
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the chunk of a piece. What is made into something else comes at its end, all at once."""
+        """Return the chunk of a piece; nothing where it has nothing to tell yet."""
         if self._shape is None:
             if finish_reason is None and usage is None and not logprobs and not more:  # most are such
                 return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
@@ -315,23 +333,16 @@ class ChatForm:
 
     def _shaped(self, shape: Shape, number: int, text: str, *, is_last: bool) -> tuple[dict[str, Any], str | None]:
         """Return what a piece adds to the message, and why the choice ended, where that is changed."""
-        whole, num_sent = self._so_far.get(number, ("", 0))
-        whole += text
-        if not is_last:
-            num_plain = max(num_sent, shape.num_plain(whole))
-            self._so_far[number] = whole, num_plain
-            return ({"content": whole[num_sent:num_plain]} if num_plain > num_sent else {}), None
-        message, reason = shape.message(whole)
-        change: dict[str, Any] = {}
-        if len(message["content"] or "") > num_sent:
-            change["content"] = message["content"][num_sent:]
-        if message["tool_calls"]:
-            change["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+        reader = self._readers.get(number)
+        if reader is None:
+            reader = self._readers[number] = shape.reader(number)
+        part, reason = reader.add(text), None
+        change = _delta(part)
+        if is_last:
+            rest, reason = reader.end()
+            for name, value in _delta(rest).items():
+                change[name] = change[name] + value if name in change else value
         return change, reason
-
-    def last(self, usage: Mapping[str, Any]) -> bytes:
-        """Return the chunk with the usage."""
-        return b"data: " + encode({**self._chunk, "choices": [], "usage": usage}) + b"\n\n"
 
     def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """Return the body."""
@@ -340,9 +351,15 @@ class ChatForm:
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "tool_calls": []}
             reason = choice.finish_reason
             if self._shape is not None:
-                made, changed = self._shape.message(choice.text)
-                message |= made
-                reason = changed or reason
+                made = read_whole(self._shape, number, choice.text)
+                message |= {
+                    "content": made.content or (None if made.calls or made.refusal else ""),
+                    "refusal": made.refusal or None,
+                    "tool_calls": [_call(call) for call in made.calls],
+                }
+                if made.reasoning:
+                    message |= {"reasoning": made.reasoning, "reasoning_content": made.reasoning}
+                reason = made.reason or reason
             one = {
                 "index": number,
                 "message": message,
@@ -373,6 +390,25 @@ class ChatForm:
         own = self._text.bytes_of(token)
         name = f"token_id:{token}" if self._names_ids else own.decode("utf-8", "replace")
         return {"token": name, "logprob": logprob, "bytes": list(own)}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    """Return what a part adds to a message, as a stream tells it."""
+    delta: dict[str, Any] = {"content": part.content} if part.content else {}
+    if part.reasoning:
+        delta |= {"reasoning": part.reasoning, "reasoning_content": part.reasoning}
+    if part.refusal:
+        delta["refusal"] = part.refusal
+    if part.calls:
+        delta["tool_calls"] = [
+            {"index": call.index, **(_call(call) if call.call_id else {"function": {"arguments": call.arguments}})}
+            for call in part.calls
+        ]
+    return delta
+
+
+def _call(call: CallPart) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _token_text(text: TextModel, token: int) -> str:

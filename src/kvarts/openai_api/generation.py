@@ -15,6 +15,7 @@ import msgspec
 
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
+from kvarts.openai_api.answers import Answers, Question, Told, ToldUsage
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
@@ -32,14 +33,14 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
-from kvarts.openai_api.shapes import Shape, ToolCall, schema_of_format, shape_of_format
+from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
 from kvarts.openai_api.workbench import Workbench
 from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
-__all__ = ["Exchange", "Generating", "begin", "chat_asks", "completion_asks"]
+__all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As of OpenAI's API, where nothing is said; a chat ends by itself."""
@@ -47,6 +48,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 T = TypeVar("T")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-dynamo-session-id")
 MAX_SESSION_CHARS = 256
+ANSWER_HEADER = "x-kvarts-answer"
 
 
 class Exchange(msgspec.Struct, kw_only=True):
@@ -114,10 +116,12 @@ def asks_of(
     *,
     top_logprobs: int | None,
     has_end: bool,
+    told: Sequence[Told] = (),
 ) -> list[Ask]:
     """Return a request for every choice of every prompt. Raise ApiError for what cannot be done.
 
-    `has_end`: without a number of tokens, the answer goes on to its own end.
+    `has_end`: without a number of tokens, the answer goes on to its own end. `told`: the answers of each prompt, where
+    they are known.
     """
     body.check()
     if body.priority and not exchange.owner.may_prioritize:
@@ -128,8 +132,9 @@ def asks_of(
     salt, tenant = salt_of(served, body, exchange.owner)
     limit = served.limits.max_model_len
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
-    params_of: dict[tuple[int, int | None], SamplingParams] = {}
+    params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
+    written = [served.written(each, exchange.budget) for each in told]
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
@@ -139,21 +144,27 @@ def asks_of(
             raise too_long(limit, len(tokens), max_tokens or 0, param="max_tokens" if room >= 1 else "prompt")
         for copy in range(num_choices):
             seed = body.seed if copy == 0 else (body.seed or 0) + copy
-            most, ends_itself = max_tokens, False
+            most, own_end = max_tokens, None
             if most is None:
                 most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
-            may_end = served.limits.caps_tokens or (has_end and max_tokens is None)
-            if may_end and served.limits.default_tokens is not None and not body.ignore_eos:
+            natural = None
+            if written:
+                natural = len(written[copy])
+            elif served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
-                most, ends_itself = min(most, natural), natural <= most
+            if natural is not None and natural <= most:
+                most, own_end = natural, (told[copy].finish_reason if told else "") or "stop"
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
-            params = params_of.get((most, seed))
+            key = (most, seed, copy if written else 0)
+            params = params_of.get(key)
             if params is None:
                 params = body.params(most, top_logprobs=top_logprobs)
                 if seed is not None and copy:
                     params = msgspec.structs.replace(params, seed=seed % 2**63)
-                params_of[most, seed] = params
+                if written:
+                    params = msgspec.structs.replace(params, forced_tokens=written[copy][:most])
+                params_of[key] = params
             asks.append(
                 Ask(
                     tokens=tokens,
@@ -162,13 +173,15 @@ def asks_of(
                     salt=salt,
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
-                    ends_itself=ends_itself,
+                    own_end=own_end,
                 )
             )
     return asks
 
 
-def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) -> tuple[list[Ask], list[Echo]]:
+def completion_asks(
+    served: Served, body: CompletionBody, exchange: Exchange, told: Sequence[Told] = ()
+) -> tuple[list[Ask], list[Echo]]:
     """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
     adds = body.add_special_tokens is not False
     given = body.prompts()
@@ -179,7 +192,9 @@ def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) ->
         else served.checked(prompt)
         for prompt in given
     ]
-    asks = asks_of(served, body, prompts, body.max_tokens, exchange, top_logprobs=body.top_logprobs, has_end=False)
+    asks = asks_of(
+        served, body, prompts, body.max_tokens, exchange, top_logprobs=body.top_logprobs, has_end=False, told=told
+    )
     echoes = []
     if body.echo:
         texts = [prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in given]
@@ -189,21 +204,27 @@ def completion_asks(served: Served, body: CompletionBody, exchange: Exchange) ->
     return asks, echoes
 
 
-def chat_asks(served: Served, body: ChatBody, exchange: Exchange) -> list[Ask]:
+def chat_asks(served: Served, body: ChatBody, exchange: Exchange, told: Sequence[Told] = ()) -> list[Ask]:
     """Return the requests of a chat completion."""
     exchange.budget.draw_sequences(1, body.num_choices)
     prompt = served.conversation(messages_of(body.messages), body.template_options())
     tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return asks_of(served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True)
+    return asks_of(
+        served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True, told=told
+    )
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What the text of an answer is to be, and what is made of it; each None for any text, as it is."""
+    """What the text of an answer is to be, and what is made of it; each None for any text, as it is.
+
+    `told`: the choices of a mock, where they are known.
+    """
 
     structured: StructuredOutputs | None = None
     shape: Shape | None = None
     keeps_special_tokens: bool = False
+    told: Sequence[Told] = ()
 
     def of(self, asks: Sequence[Ask]) -> list[Ask]:
         """Return the requests for it."""
@@ -220,69 +241,132 @@ class Wanted(msgspec.Struct, frozen=True):
         return [replace(ask, params=changed[id(ask.params)]) for ask in asks]
 
 
-def wanted_completion(served: Served, body: CompletionBody) -> Wanted:
+def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) -> Wanted:
     """Return what a completion is to be. Raise ApiError for what cannot be had."""
     schema = schema_of_format(body.response_format)
-    if schema is not None and not served.keeps_to_grammars:
-        raise ApiError(400, "of a mock, it is of chat completions", param="response_format")
-    return Wanted(_structured(served, body, schema))
+    structured, answers = _structured(served, body, schema), served.answers
+    asked = _asked(served, body, exchange)
+    if answers is None:
+        return Wanted(structured)
+    if isinstance(body.prompt, str):
+        question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
+        asked = asked or answers.find(question)
+        if asked is None and schema is not None:
+            return _told([answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)])
+    elif schema is not None:
+        raise ApiError(400, "of a mock, it is of prompts that are one text", param="response_format")
+    return Wanted() if asked is None else _told([asked] * body.num_choices)
+
+
+def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Told | None:
+    """Return the answer that a request brings for itself; None if it brings none."""
+    value, param = body.kvarts_answer, "kvarts_answer"
+    header = exchange.request.header(ANSWER_HEADER)
+    if value is None and header is not None:
+        param = ANSWER_HEADER
+        try:
+            value = msgspec.json.decode(header.encode("latin-1"))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"is not JSON: {error}", param=param) from error
+    if value is None:
+        return None
+    if served.answers is None:
+        raise ApiError(400, "is of mocks: a model writes its own answers", param=param)
+    return served.answers.asked(value, param)
+
+
+def _told(told: Sequence[Told]) -> Wanted:
+    return Wanted(None, Segments([each.segments() for each in told]), told=told)
 
 
 def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
     structured = body.structured(schema)
-    if structured is not None and not served.keeps_to_grammars:
-        raise ApiError(400, "a mock keeps to no grammar: omit it, or ask for response_format", param=_named(body))
+    if structured is not None and served.answers is not None:
+        if schema is None:
+            raise ApiError(400, "a mock keeps to no grammar: omit it, or ask for response_format", param=_named(body))
+        return None
     return structured
 
 
 def _named(body: GenerationBody) -> str:
     names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    return next((name for name in names if getattr(body, name) is not None), "response_format")
+    return next(name for name in names if getattr(body, name) is not None)
 
 
-def wanted_chat(served: Served, body: ChatBody, budget: Budget) -> Wanted:
+def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     """Return what a chat completion is to be. Raise ApiError for what cannot be had."""
     choice, tools = body.tool_choice, body.tools or []
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
     if len(known) < len(tools):
         raise ApiError(400, "a tool is a function with a name", param="tools")
-    schema = schema_of_format(body.response_format)
-    if choice in (None, "auto", "none"):
-        if served.keeps_to_grammars:
-            structured = _structured(served, body, schema)
-            if structured is not None or not known or choice == "none":
-                return Wanted(structured)
-            form = served.text.call_format
-            names = [function["name"] for function in known]
-            return Wanted(None, ToolCallsInText(form, names), form.has_special_tokens)
-        _structured(served, body, None)
-        return Wanted(None, shape_of_format(schema, budget, body.num_choices))
+    is_free = choice in (None, "auto", "none")
+    allowed = [] if choice == "none" else known
     if isinstance(choice, dict):
         named = choice.get("function") or {}
         name = named.get("name") if isinstance(named, dict) else None
-        known = [function for function in known if function["name"] == name]
-    elif choice != "required":
+        allowed = [function for function in known if function["name"] == name]
+    elif not is_free and choice != "required":
         raise ApiError(400, f"must be none, auto, required or a function, got {brief(choice)}", param="tool_choice")
-    if not known:
+    if not is_free and not allowed:
         raise ApiError(400, "names no tool that is there", param="tool_choice")
-    if body.structured(schema) is not None:
+    schema = schema_of_format(body.response_format)
+    if not is_free and body.structured(schema) is not None:
         raise ApiError(400, "calls of tools have a form already", param="response_format")
-    if not served.keeps_to_grammars:
-        # Another one after each result, so that an agent comes to its end; which is the first, the seed says.
-        num_results = sum(
-            isinstance(message, dict) and message.get("role") == "tool" for message in body.messages or ()
-        )
-        tool = known[((body.seed or 0) + num_results) % len(known)]
-        schema = tool.get("parameters")
-        call = ToolCall(tool["name"], schema if isinstance(schema, dict) else {})
-        call.draw(budget, body.num_choices)  # what cannot be made is refused now
-        return Wanted(None, call)
+    structured, answers = _structured(served, body, schema), served.answers
+    asked = _asked(served, body, exchange)
+    if answers is not None:
+        question = _question(served, body, known)
+        asked = asked or answers.find(question)
+        told = [
+            one
+            for copy in range(body.num_choices)
+            if (one := asked or _drawn(answers, question, copy, schema, allowed, exchange.budget, is_free=is_free))
+        ]
+        return _told(told) if told else Wanted()
+    if is_free:
+        if structured is not None or not allowed:
+            return Wanted(structured)
+        form = served.text.call_format
+        return Wanted(None, ToolCallsInText(form, [one["name"] for one in allowed]), form.has_special_tokens)
     if isinstance(choice, dict):
-        parameters = known[0].get("parameters") or {"type": "object"}
-        return Wanted(StructuredOutputs(json=parameters), NamedCall(known[0]["name"]))
-    calls = calls_schema(known, in_parallel=body.parallel_tool_calls is not False)
+        parameters = allowed[0].get("parameters") or {"type": "object"}
+        return Wanted(StructuredOutputs(json=parameters), NamedCall(allowed[0]["name"]))
+    calls = calls_schema(allowed, in_parallel=body.parallel_tool_calls is not False)
     return Wanted(StructuredOutputs(json=calls), RequiredCalls())
+
+
+def _question(served: Served, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Question:
+    """Return what a mock is asked in a conversation."""
+    body.messages = messages_of(body.messages)
+    roles = Counter(message["role"] for message in body.messages)
+    last = next((message["content"] for message in reversed(body.messages) if message["role"] == "user"), "")
+    return Question(
+        model=body.model or served.names[0],
+        message=last,
+        tools={tool["name"]: tool for tool in tools},
+        turn=1 + roles["assistant"],
+        num_results=roles["tool"],
+        seed=body.seed or 0,
+    )
+
+
+def _drawn(
+    answers: Answers,
+    question: Question,
+    copy: int,
+    schema: dict[str, Any] | None,
+    allowed: Sequence[dict[str, Any]],
+    budget: Budget,
+    *,
+    is_free: bool,
+) -> Told | None:
+    """Return an answer of the form that is asked for; None for words."""
+    names = [tool["name"] for tool in allowed]
+    if not is_free:
+        return answers.call(names, question, copy, budget)
+    told = answers.call_or_text(names, question, copy, budget) if names else None
+    return told if told is not None or schema is None else answers.json(schema, question, copy, budget)
 
 
 async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
@@ -352,6 +436,11 @@ class _Read(NamedTuple):
     body: GenerationBody
     asks: list[Ask]
     form: Form
+    told: Told | None
+    """The answer, where it is known."""
+
+
+MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
 
 
 class Generating:
@@ -366,8 +455,9 @@ class Generating:
         def read() -> _Read:
             body = exchange.take_body(CompletionBody)
             served = self._models.of(body.model)
-            asks, echoes = completion_asks(served, body, exchange)
-            asks = wanted_completion(served, body).of(asks)
+            wanted = wanted_completion(served, body, exchange)
+            asks, echoes = completion_asks(served, body, exchange, wanted.told)
+            asks = wanted.of(asks)
             form = CompletionForm(
                 body.model or served.names[0],
                 served.text,
@@ -379,7 +469,7 @@ class Generating:
                 names_ids=bool(body.return_tokens_as_token_ids),
             )
             body.prompt = None
-            return _Read(served, body, asks, form)
+            return _Read(served, body, asks, form, next(iter(wanted.told), None))
 
         await self._answer(exchange, await exchange.apart(read))
 
@@ -388,54 +478,79 @@ class Generating:
         is_short = len(exchange.payload) <= INLINE_BYTES
         read_before = exchange.take_body(ChatBody) if is_short else None
 
-        def read() -> _Read:
+        def read() -> tuple[ChatBody, MakeForm]:
             body = exchange.take_body(ChatBody) if read_before is None else read_before
-            served = self._models.of(body.model)
-            wanted = wanted_chat(served, body, exchange.budget)
-            asks = wanted.of(chat_asks(served, body, exchange))
-            prompt = asks[0].tokens if body.prompt_logprobs is not None else ()
-            ids_of = asks[0].tokens if body.return_token_ids else ()
-            form = ChatForm(
-                body.model or served.names[0],
-                served.text,
-                shape=wanted.shape,
-                prompt=prompt,
-                ids_of=ids_of,
-                names_ids=bool(body.return_tokens_as_token_ids),
-            )
-            body.messages = body.tools = None
-            return _Read(served, body, asks, form)
+            return body, _chat_form
 
         # A schema of a few bytes may take much longer than these say.
         num_bytes = INLINE_BYTES if read_before is not None and read_before.has_schema else 0
-        await self._answer(exchange, await exchange.apart(read, num_bytes=num_bytes))
+        await self.converse(exchange, read, num_bytes=num_bytes)
 
-    async def _answer(self, exchange: Exchange, read: _Read) -> None:
+    async def converse(
+        self, exchange: Exchange, read: Callable[[], tuple[ChatBody, MakeForm]], *, num_bytes: int = 0
+    ) -> Form:
+        """Answer a conversation, and return the form that it was answered in.
+
+        `read` returns what is asked, and what makes the form of the answer. `num_bytes`: as of Exchange.apart.
+        """
+
+        def read_all() -> _Read:
+            body, make = read()
+            served = self._models.of(body.model)
+            wanted = wanted_chat(served, body, exchange)
+            asks = wanted.of(chat_asks(served, body, exchange, wanted.told))
+            form = make(served, body, asks, wanted.shape)
+            body.messages = body.tools = None
+            return _Read(served, body, asks, form, next(iter(wanted.told), None))
+
+        return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
+
+    async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form
+        if read.told is not None:
+            _fail_as(read.told, exchange, served)
         await checked(exchange, served, read.asks)
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        prompt_lengths = [len(ask.tokens) for ask in read.asks]
+        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.told)
         read.asks.clear()  # the engine has the tokens
-        num_prompt_tokens = sum(prompt_lengths[:: body.num_choices])
         try:
             if body.stream:
-                options = body.stream_options or StreamOptions()
-                stream = _Stream(exchange, form, choices, options, prompt_lengths, body.num_choices)
+                stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage)
                 answer.is_read = True
-                await stream.write(answer, num_prompt_tokens)
+                await stream.write(answer)
             else:
                 wholes = [Whole() for _ in choices]
                 await _collect(answer, wholes)
                 exchange.failure.before_answer()
                 extra = {"kv_transfer_params": body.kv_transfer_params}
-                usage = usage_of(num_prompt_tokens, _num_tokens(choices), _cached_tokens(choices, body.num_choices))
-                num_bytes = exchange.budget.cost_bytes + sum(whole.num_bytes for whole in wholes)
-                payload = await exchange.work(lambda: form.whole(wholes, usage, extra), num_bytes=num_bytes)
+                num_bytes = sum(whole.num_bytes for whole in wholes)
+                payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
                 await exchange.failure.write_whole(exchange.response, payload)
         finally:
             await under_way.end()
+        return form
+
+
+def _chat_form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape | None) -> Form:
+    return ChatForm(
+        body.model or served.names[0],
+        served.text,
+        shape=shape,
+        prompt=asks[0].tokens if body.prompt_logprobs is not None else (),
+        ids_of=asks[0].tokens if body.return_token_ids else (),
+        names_ids=bool(body.return_tokens_as_token_ids),
+    )
+
+
+def _fail_as(told: Told, exchange: Exchange, served: Served) -> None:
+    """Let go wrong what an answer says. Raise what the request is refused with, if it is."""
+    if told.fail or told.latency_s:
+        exchange.failure = told.failure
+        if exchange.failure.kills_engine:
+            served.kill()
+        exchange.failure.before_request()
 
 
 async def _collect(answer: Answer, wholes: list[Whole]) -> None:
@@ -457,13 +572,40 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
         answer.keep(num_bytes)
 
 
-def _num_tokens(choices: Sequence[Choice]) -> int:
-    return sum(len(choice.completion.tokens) for choice in choices if choice.completion is not None)
+class _Usage:
+    """What an answer took. `copies`: choices of each prompt."""
 
+    def __init__(
+        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, told: Told | None
+    ) -> None:
+        self._choices = choices
+        self._prompt_lengths = prompt_lengths
+        self._copies = copies
+        self._told = None if told is None or told.usage == ToldUsage() else told.usage
 
-def _cached_tokens(choices: Sequence[Choice], copies: int) -> int:
-    """Return the cached tokens of each prompt once, although each of its copies may have found more."""
-    return sum(choice.cached_tokens for choice in choices[::copies])
+    @property
+    def of_all(self) -> dict[str, Any]:
+        """The usage of all choices, once they have ended."""
+        num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
+        # The cached tokens of each prompt once, although each of its copies may have found more.
+        cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
+        return self._as_told(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
+
+    def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
+        """Return that of a choice under way."""
+        return usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
+
+    def _as_told(self, usage: dict[str, Any]) -> dict[str, Any]:
+        told = self._told
+        if told is None:
+            return usage
+        prompt = usage["prompt_tokens"] if told.prompt_tokens is None else told.prompt_tokens
+        completion = usage["completion_tokens"] if told.completion_tokens is None else told.completion_tokens
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        usage = usage_of(prompt, completion, cached if told.cached_tokens is None else told.cached_tokens)
+        if told.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": told.reasoning_tokens}
+        return usage
 
 
 def _told_reason(finish_reason: str) -> str:
@@ -479,24 +621,20 @@ class _Stream:
         form: Form,
         choices: Sequence[Choice],
         options: StreamOptions,
-        prompt_lengths: Sequence[int],
-        copies: int,
+        usage: _Usage,
     ) -> None:
         self._exchange = exchange
         self._form = form
         self._choices = choices
+        self._usage = usage
         self._tells_usage = bool(options.include_usage)
         self._tells_usage_always = bool(options.include_usage and options.continuous_usage_stats)
-        self._prompt_lengths = prompt_lengths
-        self._copies = copies
         self._begun: set[int] = set()
         self._num_ids: Counter[int] = Counter()
         """By choice: of how many tokens the ids were told, where they are."""
         self._num_open = len(choices)
-        self._end_cost = exchange.budget.cost_bytes
-        """What making the end of all choices takes, in bytes."""
 
-    async def write(self, answer: Answer, num_prompt_tokens: int) -> None:
+    async def write(self, answer: Answer) -> None:
         """Write everything. What goes wrong after the first byte is told as an event."""
         response, failure, take = self._exchange.response, self._exchange.failure, answer.take
         pieces = await take()  # what is refused is refused before the first byte
@@ -506,8 +644,7 @@ class _Stream:
             answer.write_now = partial(self._write_now, answer, response.direct)
         try:
             while True:
-                cost = self._end_cost if any(piece[3] is not None for piece in pieces) else 0
-                parts = await self._exchange.work(partial(self._parts, pieces), num_bytes=cost)
+                parts = self._parts(pieces)
                 if failure.has_any:
                     await failure.write(response, parts)
                 else:
@@ -518,14 +655,10 @@ class _Stream:
         except (ClientGone, Cut):
             raise
         except Exception as error:
-            told = msgspec.json.encode({"error": api_error(error).content})
-            await response.more(b"data: " + told + b"\n\ndata: [DONE]\n\n")
+            await response.more(self._form.failed(api_error(error)))
         else:
-            end = b""
-            if self._tells_usage:
-                cached = _cached_tokens(self._choices, self._copies)
-                end = self._form.last(usage_of(num_prompt_tokens, _num_tokens(self._choices), cached))
-            await failure.write(response, [end, b"data: [DONE]\n\n"])
+            end = self._form.end(self._usage.of_all, self._choices, tells_usage=self._tells_usage)
+            await failure.write(response, [end])
         await response.end_stream()
 
     def _write_now(self, answer: Answer, direct: Direct) -> bool:
@@ -580,5 +713,5 @@ class _Stream:
                 more += b',"stop_reason":' + msgspec.json.encode(choice.completion.stop_reason)
         usage = None
         if self._tells_usage_always:
-            usage = usage_of(self._prompt_lengths[number], num_tokens, choice.cached_tokens)
+            usage = self._usage.of_one(choice, num_tokens)
         parts.append(self._form.piece(number, text, finish_reason, logprobs, usage, more))

@@ -11,6 +11,7 @@ from kvarts.clock import Clock
 from kvarts.event_log import EventReader
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.openai_api.access import Guard
+from kvarts.openai_api.answers import Answers, Rule
 from kvarts.openai_api.app import OpenAIApp, Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.meter import Meter
@@ -35,7 +36,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     `keys`: one of them is asked for; None: none is. `shares_prefix_cache`: several owners find each other's KV.
     `origins` and `hosts`: see Guard. `fail`: a script of failures, drawn by `seed`. `allows_failures`: requests may ask
     for failures as well.
-    `is_recording`: note what arrives.
+    `is_recording`: note what arrives. `answers`: of mocks, to requests that they are for.
     """
 
     names: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     fail: str = ""
     seed: int = 0
     is_recording: bool = False
+    answers: tuple[Rule, ...] = ()
 
 
 class Opened:
@@ -117,7 +119,6 @@ def mock_limits(door: Door, config: ReplayConfig) -> Limits:
         door.limits,
         max_model_len=most,
         default_tokens=DEFAULT_TOKENS if door.limits.default_tokens is None else door.limits.default_tokens,
-        caps_tokens=door.limits.default_tokens is not None,
     )
 
 
@@ -173,6 +174,9 @@ def make_served(
         facts=facts,
         shares={} if door.keys is None else door.keys.shares,
         sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
+        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
+        if facts.get("mock")
+        else None,
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvarts.llm.token_bytes import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.tool_calls import FORMATS, CallFormat, format_named
+from kvarts.openai_api.tool_calls import FORMATS, CallFormat, call_text, format_named
 from kvarts.openai_api.words import MAX_CHARS_PER_WORD, WordTokenizer
 
 __all__ = ["HubText", "Message", "TextModel", "WordText"]
@@ -92,8 +92,7 @@ class WordText:
         if tools:
             parts.append(f"<|im_start|>tools\n{_json(tools)}<|im_end|>\n")
         for message in messages:
-            calls = message.get("tool_calls")
-            text = message["content"] + (_json(calls) if calls else "")
+            text = f"{message['content']}{_calls(message)}"
             parts.append(f"<|im_start|>{message['role']}\n{text}<|im_end|>\n")
         if options.get("continue_final_message"):
             return "".join(parts).removesuffix("<|im_end|>\n")
@@ -196,6 +195,20 @@ def _with_arguments(message: Message) -> Message:
         else:
             made.append(call)
     return {**message, "tool_calls": made}
+
+
+def _calls(message: Message) -> str:
+    """Return the calls of a message as a mock writes them, so that they are found in the cache."""
+    texts: list[str] = []
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ApiError(400, "a call has a function with a name and arguments", param="messages")
+        arguments = function.get("arguments", "{}")
+        before, after = call_text(str(function.get("name")), is_first=not (texts or message["content"]))
+        texts += [before, arguments if isinstance(arguments, str) else _json(arguments), after]
+    return "".join(texts)
 
 
 def _json(value: Any) -> str:

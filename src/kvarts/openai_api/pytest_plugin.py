@@ -17,21 +17,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
     config.addinivalue_line(
         "markers",
-        "kvarts_server(model, pages, page_size, cost, seed, speedup, fail, ...): how `kvarts_server` is set up",
+        "kvarts(answers, model, pages, page_size, cost, seed, speedup, fail, ...): how `kvarts_server` is set up; "
+        "`kvarts_server` is another name of it, and the nearest of each says what it says",
     )
+    config.addinivalue_line("markers", "kvarts_server(...): as `kvarts`")
 
 
 @pytest.fixture
 def kvarts_server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    """A mock of a vLLM server on a free port, set up by the marker of the same name.
+    """A mock of a vLLM server on a free port, set up by the marker `kvarts`.
 
     The test fails if its client left a stream unread, or took a refusal that asks to come again for good, unless it
     excuses that: `kvarts_server.excuse("missing retry")`.
     """
     from kvarts.openai_api.running import RunningServer
 
-    marker = request.node.get_closest_marker("kvarts_server")
-    server = RunningServer(**({} if marker is None else marker.kwargs))
+    markers = map(request.node.get_closest_marker, ("kvarts_server", "kvarts"))
+    server = RunningServer(**{name: value for each in markers if each for name, value in each.kwargs.items()})
     try:
         yield server
         complaints = server.complaints()

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import msgspec
 from kvarts.config import EngineConfig
 from kvarts.event_log import EventReader
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.openai_api.answers import rules_of
 from kvarts.openai_api.app import Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
@@ -75,10 +77,10 @@ class RunningServer:
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: of the engine, by default with steps of
     a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own. `api_key`: one, several, or their owners. `speedup`: steps take an Xth of their time. `settings`: more of
-    ReplayConfig. `readers`: of all events of the engine. `several`: a SharingConfig; then its models are served by
-    their names, and it says what `model` and the settings of an engine say otherwise. `sessions`: a SessionsConfig;
-    then requests may name sessions.
+    their own. `answers`: rules of its answers, as objects or in a file. `api_key`: one, several, or their
+    owners. `speedup`: steps take an Xth of their time. `settings`: more of ReplayConfig. `readers`: of all events of
+    the engine. `several`: a SharingConfig; then its models are served by their names, and it says what `model` and the
+    settings of an engine say otherwise. `sessions`: a SessionsConfig; then requests may name sessions.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class RunningServer:
         max_queued: int = 1024,
         max_model_len: int = 131_072,
         output_tokens: int | None = None,
+        answers: Sequence[Any] | str | Path = (),
         trust_request_chat_template: bool = False,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
@@ -122,6 +125,7 @@ class RunningServer:
             fail=fail,
             seed=seed,
             is_recording=is_recording,
+            answers=rules_of(answers),
         )
         self.model = model
         self.seed = seed

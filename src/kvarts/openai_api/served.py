@@ -19,6 +19,7 @@ from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice
+from kvarts.openai_api.answers import Answers, Told
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError, too_long
@@ -26,6 +27,7 @@ from kvarts.openai_api.gate import Entry, Gate
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
+from kvarts.openai_api.words import NOTHING
 from kvarts.owners.keys import ANYONE, Owner
 from kvarts.owners.shares import Shares
 from kvarts.request import Request
@@ -105,10 +107,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_queued`: requests beyond those that may run at once; more are refused with 429. `retry_after_s`: what these are
     told. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: of one HTTP request, which has to come
-    within `body_timeout_s`. `default_tokens`: about as many tokens has an answer for which no number is asked, of a
-    mock; None: up to the end of the model. `caps_tokens`: the number that is asked for is the most, and an answer ends
-    where it would without. `trust_request_chat_template`: render templates that requests bring, which
-    are programs of clients that may compute for ever.
+    within `body_timeout_s`. `default_tokens`: tokens after which a mock's answers end, about; None: a model ends them.
+    `trust_request_chat_template`: render templates that requests bring, which are programs of clients that may compute
+    for ever.
 
     Raises ConfigError for a value out of range.
     """
@@ -119,7 +120,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 60.0
     default_tokens: int | None = None
-    caps_tokens: bool = False
     trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to the engine. `ends_itself`: it comes to its own end at `max_tokens`, as by a token for that.
+    """One request to the engine. `own_end`: why it ends at `max_tokens`, of an answer that comes to its own end there.
 
     `salt` sets its KV apart from that of all others, `tenant` from that of other requests of its owner.
     """
@@ -141,14 +141,15 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     tenant: str | None = None
     request_id: str | None = None
-    ends_itself: bool = False
+    own_end: str | None = None
 
 
 class Served:
     """Owner of the requests under way over HTTP, of the names of the model, and of whether it sleeps or drains.
 
     `names`: of the model, the first one is its own. `recorder` notes what arrives. `shares`: of owners, of places and
-    of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only.
+    of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only. `answers`: of a
+    mock, what it writes.
     """
 
     def __init__(
@@ -165,8 +166,10 @@ class Served:
         facts: Mapping[str, Any] | None = None,
         shares: Mapping[str, float] | None = None,
         sets_owners_apart: bool = False,
+        answers: Answers | None = None,
     ) -> None:
         self.host = host
+        self.answers = answers
         self.sets_owners_apart = sets_owners_apart
         config = host.config
         shares = self._shares = dict(shares or {})
@@ -209,10 +212,12 @@ class Served:
         self._live: set[Choice] = set()
         self._idle: asyncio.Event | None = None
 
-    @property
-    def keeps_to_grammars(self) -> bool:
-        """Whether the text of the model can be made to keep to a grammar."""
-        return self.host.check_params is not None
+    def written(self, told: Told, budget: Budget) -> tuple[int, ...]:
+        """Return the tokens of an answer, at least one: as many as a context has, and one more, at most."""
+        text = "".join(segment.text for segment in told.segments())
+        tokens = tuple(self.text.encode(text, add_special_tokens=False, most=self.limits.max_model_len))
+        budget.draw_values(len(tokens), "kvarts_answer")
+        return tokens or (NOTHING,)
 
     def open(self) -> None:
         """Let requests come from the event loop that runs now."""
@@ -352,7 +357,7 @@ class Served:
         answer.on_more = self._bound_answers
         choices = []
         for number, ask in enumerate(asks):
-            choice = Choice(answer, number, self.meter, has_logprobs=ask.params.logprobs, ends_itself=ask.ends_itself)
+            choice = Choice(answer, number, self.meter, has_logprobs=ask.params.logprobs, own_end=ask.own_end)
             choice.owner, choice.num_held_tokens = owner.name, len(ask.tokens)
             if started_s is not None:
                 choice.started_s = started_s

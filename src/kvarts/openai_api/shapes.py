@@ -1,97 +1,176 @@
-"""What an answer is made into where it is no plain text: calls of tools, and JSON."""
+"""What the text of an answer is made into, as it comes: content, reasoning, and calls of tools."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+from uuid import uuid4
 
 import msgspec
 
 from kvarts.limits import brief
-from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.schemas import value_of
-from kvarts.openai_api.tool_calls import call_message
 
-__all__ = ["JsonText", "Shape", "ToolCall", "schema_of_format", "shape_of_format"]
+__all__ = [
+    "ANY_OBJECT",
+    "CallPart",
+    "Kind",
+    "Message",
+    "Part",
+    "Plain",
+    "Reader",
+    "Segment",
+    "Segments",
+    "Shape",
+    "read_whole",
+    "schema_of_format",
+]
 
-encode = msgspec.json.encode
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of the format json_object."""
 
+Kind = Literal["content", "reasoning", "refusal", "arguments", "unseen"]
+
+
+class CallPart(msgspec.Struct):
+    """A part of the call with this `index`. The first part of a call has its id and its name, the others neither."""
+
+    index: int
+    arguments: str = ""
+    call_id: str = ""
+    name: str = ""
+
+    @classmethod
+    def first(cls, index: int, name: str, arguments: str = "") -> CallPart:
+        """Return the first part of a call of the tool `name`."""
+        return cls(index, arguments, f"chatcmpl-tool-{uuid4().hex}", name)
+
+
+class Part(msgspec.Struct):
+    """What a piece of text adds to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    refusal: str = ""
+    calls: list[CallPart] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.refusal or self.calls)
+
+
+class Reader(Protocol):
+    """Reads the text of one choice. What it returned cannot be taken back."""
+
+    def add(self, text: str) -> Part:
+        """Return what `text`, which comes next, adds to the message."""
+
+    def end(self) -> tuple[Part, str | None]:
+        """Return the rest of the message, and why the choice ended, where that is changed."""
+
 
 class Shape(Protocol):
-    """Makes a message out of a text."""
+    """What the choices of an answer are made into."""
 
-    def num_plain(self, text: str) -> int:
-        """Return how many characters of `text`, which goes on, are content as they are."""
-
-    def message(self, text: str) -> tuple[dict[str, Any], str | None]:
-        """Return the content and the calls of a text that is whole, and why it ended, where that is changed."""
+    def reader(self, number: int) -> Reader:
+        """Return the reader of a choice."""
 
 
-class JsonText(msgspec.Struct, frozen=True):
-    """The simplest JSON that `schema` allows, which a mock writes in place of words."""
+class Plain:
+    """A Shape and its Reader: all text is content."""
 
-    schema: dict[str, Any]
+    def reader(self, number: int) -> Reader:
+        """Return itself: it keeps nothing."""
+        return self
 
-    def num_plain(self, text: str) -> int:
-        """Return 0: before its end it is no JSON."""
-        return 0
+    def add(self, text: str) -> Part:
+        """Return the text."""
+        return Part(text)
 
-    def message(self, text: str) -> tuple[dict[str, Any], str | None]:
-        """Return the JSON as content."""
-        value = value_of(self.schema, text.strip(), param="response_format", budget=Budget(sequences=0))
-        return {"content": encode(value).decode(), "tool_calls": []}, None
-
-    def draw(self, budget: Budget, num_choices: int) -> None:
-        """Draw what `num_choices` messages cost. Raise ApiError for what cannot be made."""
-        _draw(self.schema, budget, num_choices, param="response_format")
+    def end(self) -> tuple[Part, str | None]:
+        """Return nothing."""
+        return Part(), None
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    """A call that a mock makes: of the tool `name`, with every required parameter of `schema`."""
+class Segment(msgspec.Struct, frozen=True):
+    """A stretch of text of one kind; of arguments, those of a call of the tool `name`."""
 
-    name: str
-    schema: dict[str, Any]
-
-    def num_plain(self, text: str) -> int:
-        """Return 0: all of it is arguments."""
-        return 0
-
-    def message(self, text: str) -> tuple[dict[str, Any], str | None]:
-        """Return a call with `text` where a text is asked for."""
-        value = value_of(self._arguments, text.strip(), param="tools", budget=Budget(sequences=0))
-        return {"content": None, "tool_calls": [call_message(self.name, encode(value).decode())]}, "tool_calls"
-
-    def draw(self, budget: Budget, num_choices: int) -> None:
-        """Draw what `num_choices` messages cost. Raise ApiError for what cannot be made."""
-        _draw(self._arguments, budget, num_choices, param="tools")
-
-    @property
-    def _arguments(self) -> dict[str, Any]:
-        return {"type": "object", **self.schema}
+    kind: Kind
+    text: str
+    name: str = ""
 
 
-def _draw(schema: dict[str, Any], budget: Budget, num_choices: int, *, param: str) -> None:
-    of_one = Budget(sequences=0)
-    before = of_one.num_made, of_one.num_made_bytes
-    value_of(schema, "", param=param, budget=of_one)
-    used = (before[0] - of_one.num_made) * num_choices, (before[1] - of_one.num_made_bytes) * num_choices
-    budget.draw_made(*used, param)
+class Segments:
+    """A Shape of choices that are known before they are written. `choices`: the segments of each, in order."""
+
+    def __init__(self, choices: Sequence[Sequence[Segment]]) -> None:
+        self._choices = choices
+
+    def reader(self, number: int) -> Reader:
+        """Return what cuts the text of a choice into its segments."""
+        return _SegmentReader(self._choices[number])
 
 
-def shape_of_format(schema: dict[str, Any] | None, budget: Budget, num_choices: int) -> JsonText | None:
-    """Return what a mock makes of a `response_format` with this schema; None for text.
+class _SegmentReader:
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        self._index = self._num_read = 0
+        self._num_calls = 0
 
-    Raise ApiError for what it cannot make.
-    """
-    if schema is None:
-        return None
-    if schema is ANY_OBJECT:
-        return JsonText({"type": "object", "properties": {"text": {"type": "string"}}})
-    shape = JsonText(schema)
-    shape.draw(budget, num_choices)  # what cannot be made is refused now
-    return shape
+    def add(self, text: str) -> Part:
+        part, place = Part(), 0
+        while self._index < len(self._segments):
+            segment = self._segments[self._index]
+            if place == len(text) and segment.text:
+                break
+            if segment.kind == "arguments" and not self._num_read:
+                part.calls.append(CallPart.first(self._num_calls, segment.name))
+            taken = text[place : place + len(segment.text) - self._num_read]
+            place += len(taken)
+            self._num_read += len(taken)
+            if segment.kind == "arguments":
+                if not part.calls:
+                    part.calls.append(CallPart(self._num_calls))
+                part.calls[-1].arguments += taken
+            elif segment.kind != "unseen":
+                setattr(part, segment.kind, getattr(part, segment.kind) + taken)
+            if self._num_read == len(segment.text):
+                self._num_calls += segment.kind == "arguments"
+                self._index, self._num_read = self._index + 1, 0
+        return part
+
+    def end(self) -> tuple[Part, str | None]:
+        is_whole = self._index == len(self._segments)
+        return Part(), "tool_calls" if is_whole and self._num_calls else None
+
+
+class Message(msgspec.Struct):
+    """A message that is whole, and why it ended, where its shape says so. `calls`: id, name and arguments of each."""
+
+    content: str = ""
+    reasoning: str = ""
+    refusal: str = ""
+    calls: list[CallPart] = []
+    reason: str | None = None
+
+    def add(self, part: Part) -> None:
+        """Add a part."""
+        self.content += part.content
+        self.reasoning += part.reasoning
+        self.refusal += part.refusal
+        for call in part.calls:
+            if call.call_id:
+                self.calls.append(msgspec.structs.replace(call))
+            else:
+                self.calls[call.index].arguments += call.arguments
+
+
+def read_whole(shape: Shape, number: int, text: str) -> Message:
+    """Return the message that a choice with this text is."""
+    reader, message = shape.reader(number), Message()
+    message.add(reader.add(text))
+    rest, message.reason = reader.end()
+    message.add(rest)
+    return message
 
 
 def schema_of_format(response_format: dict[str, Any] | None) -> dict[str, Any] | None:

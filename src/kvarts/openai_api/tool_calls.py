@@ -6,12 +6,12 @@ import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.shapes import CallPart, Part, Reader
 
 __all__ = [
     "FORMATS",
@@ -19,7 +19,7 @@ __all__ = [
     "NamedCall",
     "RequiredCalls",
     "ToolCallsInText",
-    "call_message",
+    "call_text",
     "calls_schema",
     "format_of",
 ]
@@ -182,42 +182,26 @@ def format_of(template: str) -> CallFormat:
 
 
 class ToolCallsInText:
-    """A Shape: calls as a model of a family writes them. What is no such call, or of no tool in `names`, is text."""
+    """A Shape: calls as a model of a family writes them. What is no such call, or of no tool in `names`, is text.
+
+    Calls of Hermes are told as they come, those of other families at the end of the text.
+    """
 
     def __init__(self, form: CallFormat = FORMATS["hermes"], names: Sequence[str] | None = None) -> None:
         self._form = form
         self._names = None if names is None else frozenset(names)
 
-    def num_plain(self, text: str) -> int:
-        """Return what comes before the first mark, or before what may become one."""
-        stripped = text.lstrip()
-        if any(stripped[: len(start)] == start[: len(stripped)] for start in self._form.starts):
-            return 0
-        places = [place for mark in self._form.marks if (place := text.find(mark)) >= 0]
-        if places:
-            return min(places)
-        held = 0
-        for mark in self._form.marks:
-            for length in range(min(len(mark) - 1, len(text)), held, -1):
-                if text.endswith(mark[:length]):
-                    held = length
-                    break
-        return len(text) - held
+    def reader(self, number: int) -> Reader:
+        """Return the reader of a choice."""
+        return _InText(self._form, self._names)
 
-    def message(self, text: str) -> tuple[dict[str, Any], str | None]:
-        """Return the text before the calls, and the calls; or the whole text, if one of them cannot be read."""
-        places = [place for mark in self._form.marks if (place := text.find(mark)) >= 0]
-        first = min(places, default=0)
-        if not places and not text.lstrip().startswith(self._form.starts or ("\0",)):
-            return {"content": text, "tool_calls": []}, None
-        try:
-            calls = self._form.read(text[first:].rstrip())
-        except (msgspec.DecodeError, ValueError, RecursionError):  # a text that looks like a call and is none
-            return {"content": text, "tool_calls": []}, None
-        if not calls or (self._names is not None and any(name not in self._names for name, _ in calls)):
-            return {"content": text, "tool_calls": []}, None
-        told = [call_message(name, encode(arguments).decode()) for name, arguments in calls]
-        return {"content": text[:first] or None, "tool_calls": told}, "tool_calls"
+
+class RequiredCalls:
+    """A Shape: the text is a list of calls in JSON."""
+
+    def reader(self, number: int) -> Reader:
+        """Return the reader of a choice."""
+        return _JsonCalls(_LIST_OPENING, _LIST_CLOSING, _listed, None, is_enforced=True)
 
 
 class NamedCall(msgspec.Struct, frozen=True):
@@ -225,38 +209,212 @@ class NamedCall(msgspec.Struct, frozen=True):
 
     name: str
 
-    def num_plain(self, text: str) -> int:
-        """Return 0: all of it is arguments."""
-        return 0
-
-    def message(self, text: str) -> tuple[dict[str, Any], str | None]:
-        """Return the call; one that was cut short has the arguments as far as they go, and ends as it did."""
-        return {"content": None, "tool_calls": [call_message(self.name, text)]}, _reason(text)
+    def reader(self, number: int) -> Reader:
+        """Return the reader of a choice."""
+        return _Arguments(self.name)
 
 
-class RequiredCalls:
-    """A Shape: the text is a list of calls in JSON."""
+class _Arguments:
+    """Reads the arguments of one call."""
 
-    def num_plain(self, text: str) -> int:
-        """Return 0: all of it is calls."""
-        return 0
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._end = _ObjectEnd()
+        self._has_begun = False
 
-    def message(self, text: str) -> tuple[dict[str, Any], str | None]:
-        """Return the calls; or the text, if it was cut short."""
+    def add(self, text: str) -> Part:
+        self._end.find(text)
+        call = CallPart(0, text) if self._has_begun else CallPart.first(0, self._name, text)
+        self._has_begun = True
+        return Part(calls=[call])
+
+    def end(self) -> tuple[Part, str | None]:
+        return Part() if self._has_begun else self.add(""), "tool_calls" if self._end.is_found else None
+
+
+class _ObjectEnd:
+    """Looks for the end of a JSON object in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        self.is_found = False
+
+    def find(self, text: str) -> int:
+        """Return how many characters of `text` are of the object."""
+        place = 0
+        while place < len(text) and not self.is_found:
+            if self._is_escaped:
+                self._is_escaped = False
+                place += 1
+                continue
+            found = (_IN_STRING if self._is_in_string else _OUT_OF_STRING).search(text, place)
+            if found is None:
+                return len(text)
+            mark, place = found[0], found.end()
+            if mark == "\\":
+                self._is_escaped = True
+            elif mark == '"':
+                self._is_in_string = not self._is_in_string
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                self.is_found = self._depth <= 0
+        return place
+
+
+_IN_STRING = re.compile(r'["\\]')
+_OUT_OF_STRING = re.compile(r'["{}\[\]]')
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+MAX_HEAD_CHARS = 1024
+"""What is longer than this before the arguments of a call is read at the end, with all that comes after it."""
+_LIST_OPENING, _LIST_CLOSING = re.compile(r"[\[\]},\s]*"), re.compile(r"[\]},\s]*")
+_TAG_OPENING = re.compile(r"[}\s]*(?:</tool_call>)?\s*<tool_call>\s*")
+_TAG_CLOSING = re.compile(r"[}\s]*(?:</tool_call>)?\s*")
+
+
+class _JsonCalls:
+    """Reads calls of which each is a JSON object, its arguments as they come.
+
+    `opening` matches what stands before a call, `closing` what may stand after the last one. `read` returns the calls
+    of the part of a text in which they are written otherwise, and raises ValueError for others. `is_enforced`: the text
+    is nothing but calls, so that what follows the last whole call is a call that was cut off.
+    """
+
+    def __init__(
+        self,
+        opening: re.Pattern[str],
+        closing: re.Pattern[str],
+        read: Callable[[str], list[Call]],
+        names: frozenset[str] | None,
+        *,
+        is_enforced: bool = False,
+    ) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._read = read
+        self._names = names
+        self._is_enforced = is_enforced
+        self._texts: list[str] = []
+        """What was not understood yet."""
+        self._num_held = 0
+        self._arguments: _ObjectEnd | None = None
+        """Of the call that is being read."""
+        self._num_calls = 0
+
+    def add(self, text: str) -> Part:
+        calls: list[CallPart] = []
+        while text:
+            if self._arguments is not None:
+                count = self._arguments.find(text)
+                self._extend(calls, text[:count])
+                text = text[count:]
+                if not self._arguments.is_found:
+                    break
+                self._arguments = None
+                continue
+            self._texts.append(text)
+            if self._num_held > MAX_HEAD_CHARS:
+                break
+            self._num_held += len(text)
+            held = "".join(self._texts)
+            opening = self._opening.match(held)
+            head = None if opening is None else _HEAD.match(held, opening.end())
+            name = None if head is None else _string(head[1])
+            if head is None or name is None or (self._names is not None and name not in self._names):
+                break
+            self._texts.clear()
+            self._num_held = 0
+            calls.append(CallPart.first(self._num_calls, name))
+            self._num_calls += 1
+            self._arguments = _ObjectEnd()
+            text = held[head.end() :]
+        return Part(calls=calls)
+
+    def _extend(self, calls: list[CallPart], arguments: str) -> None:
+        if not calls or calls[-1].index != self._num_calls - 1:
+            calls.append(CallPart(self._num_calls - 1))
+        calls[-1].arguments += arguments
+
+    def end(self) -> tuple[Part, str | None]:
+        if self._arguments is not None:
+            return Part(), None
+        held = "".join(self._texts)
         try:
-            calls = [one.call for one in msgspec.json.decode(text, type=list[_Written])]
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            return {"content": text, "tool_calls": []}, None
-        told = [call_message(name, encode(arguments).decode()) for name, arguments in calls]
-        return {"content": None, "tool_calls": told}, "tool_calls"
+            written = self._read(held.rstrip())
+        except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):  # it looks like a call, at most
+            written = []
+        if written and (self._names is None or all(name in self._names for name, _ in written)):
+            calls = [
+                CallPart.first(self._num_calls + index, name, encode(arguments).decode())
+                for index, (name, arguments) in enumerate(written)
+            ]
+            return Part(calls=calls), "tool_calls"
+        if not self._num_calls:
+            return Part(held), None
+        closing = self._closing.match(held)
+        rest = "" if closing is None else held[closing.end() :]
+        return (Part(), None) if rest and self._is_enforced else (Part(rest), "tool_calls")
 
 
-def _reason(text: str) -> str | None:
+def _string(written: str) -> str | None:
     try:
-        msgspec.json.decode(text)
+        return msgspec.json.decode(written, type=str)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
-    return "tool_calls"
+
+
+def _listed(text: str) -> list[Call]:
+    return [one.call for one in msgspec.json.decode(text, type=list[_Written])]
+
+
+class _InText:
+    """Reads a text in which there may be calls."""
+
+    def __init__(self, form: CallFormat, names: frozenset[str] | None) -> None:
+        self._form = form
+        self._held = ""
+        """The last characters, if they may be the beginning of calls."""
+        self._has_text = False
+        is_tagged = form.name == "hermes"
+        opening, closing = (_TAG_OPENING, _TAG_CLOSING) if is_tagged else (_NEVER, _NEVER)
+        self._calls = _JsonCalls(opening, closing, form.read, names)
+        self._is_in_calls = False
+
+    def add(self, text: str) -> Part:
+        if self._is_in_calls:
+            return self._calls.add(text)
+        text = self._held + text
+        first = self._first_mark(text)
+        if first is not None:
+            self._held, self._is_in_calls = "", True
+            part = self._calls.add(text[first:])
+            part.content = text[:first]
+            return part
+        count = len(text) - self._num_doubtful(text)
+        self._held = text[count:]
+        self._has_text |= not text[:count].isspace() and count > 0
+        return Part(text[:count])
+
+    def _first_mark(self, text: str) -> int | None:
+        """Return where calls begin; None where none do."""
+        if not self._has_text and text.lstrip().startswith(self._form.starts or _NOWHERE):
+            return 0
+        return min((place for mark in self._form.marks if (place := text.find(mark)) >= 0), default=None)
+
+    def _num_doubtful(self, text: str) -> int:
+        """Return how many characters at the end of a text without a mark may be the beginning of one."""
+        stripped = text.lstrip()
+        if not self._has_text and any(start.startswith(stripped) for start in self._form.starts):
+            return len(text)
+        ends = (mark[:length] for mark in self._form.marks for length in range(1, len(mark)))
+        return max((len(end) for end in ends if text.endswith(end)), default=0)
+
+    def end(self) -> tuple[Part, str | None]:
+        return self._calls.end() if self._is_in_calls else (Part(self._held), None)
+
+
+_NEVER = re.compile(r"(?!)")
+_NOWHERE = ("\0",)
 
 
 def calls_schema(functions: Sequence[Mapping[str, Any]], *, in_parallel: bool) -> dict[str, Any]:
@@ -286,13 +444,13 @@ def calls_schema(functions: Sequence[Mapping[str, Any]], *, in_parallel: bool) -
     return whole | {keyword: known for keyword, known in definitions.items() if known}
 
 
-def call_message(name: str, arguments: str) -> dict[str, Any]:
-    """Return a call as a message has it."""
-    return {
-        "id": f"chatcmpl-tool-{uuid4().hex}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+def call_text(name: str, *, is_first: bool) -> tuple[str, str]:
+    """Return what Hermes and Qwen write before the arguments of a call, and after. `is_first`: in its message."""
+    return ("" if is_first else "\n") + f'<tool_call>\n{{"name": {_json(name)}, "arguments": ', "}\n</tool_call>"
+
+
+def _json(value: Any) -> str:
+    return encode(value).decode()
 
 
 def format_named(name: str, template: str) -> CallFormat:

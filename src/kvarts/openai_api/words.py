@@ -50,11 +50,17 @@ BARE = NUM_WORDS
 
 SPECIALS = 2 * NUM_WORDS
 SPECIAL_TEXTS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+NOTHING = SPECIALS + 15
+"""A token of no text, as the end of an answer is one."""
+
 BYTES = SPECIALS + 16
-"""One byte, then two, then three: ids are those of their big-endian values in turn."""
+"""One byte, then two, then three: ids are those of their big-endian values in turn. A character of four bytes is one
+token as well.
+"""
 
 PAIRS = BYTES + 256
 TRIPLES = PAIRS + 256**2
+CHARACTERS = TRIPLES + 256**3
 VOCABULARY_SIZE = 1 << 32
 """Ids that a mock accepts in prompts: what clients and routers keep in 32 bits. Those past the pieces have no text."""
 
@@ -69,7 +75,8 @@ _PIECES = tuple(f" {word}" for word in WORDS) + WORDS
 MAX_CHARS_PER_WORD = max(map(len, _KNOWN))
 """The most characters of a token: pieces that are no words are shorter."""
 _BASES = (BYTES, PAIRS, TRIPLES)
-_END = TRIPLES + 256**3
+_FIRST_CHARACTER = 0x10000
+_END = CHARACTERS + 0x110000 - _FIRST_CHARACTER
 
 
 class WordTokenizer:
@@ -88,7 +95,10 @@ class WordTokenizer:
             if token is not None:
                 yield token
                 continue
-            payload = part.encode("utf-8", "surrogatepass")
+            if not part.isascii():
+                yield from _tokens_of_characters(part)
+                continue
+            payload = part.encode()
             for start in range(0, len(payload), 3):
                 piece = payload[start : start + 3]
                 yield _BASES[len(piece) - 1] + int.from_bytes(piece, "big")
@@ -111,10 +121,26 @@ class WordTokenizer:
         if token < BYTES:
             index = token - SPECIALS
             return SPECIAL_TEXTS[index].encode() if index < len(SPECIAL_TEXTS) else b""
-        if token >= _END:
-            return b""
+        if token >= CHARACTERS:
+            return chr(_FIRST_CHARACTER + token - CHARACTERS).encode() if token < _END else b""
         length = 1 + (token >= PAIRS) + (token >= TRIPLES)
         return (token - _BASES[length - 1]).to_bytes(length, "big")
+
+
+def _tokens_of_characters(text: str) -> Iterator[int]:
+    """Iterate over the tokens of a text, each of whole characters: so the text of a token is its own."""
+    piece = b""
+    for character in text:
+        own = character.encode("utf-8", "surrogatepass")
+        if len(piece) + len(own) > 3 and piece:
+            yield _BASES[len(piece) - 1] + int.from_bytes(piece, "big")
+            piece = b""
+        if len(own) > 3:
+            yield CHARACTERS + ord(character) - _FIRST_CHARACTER
+        else:
+            piece += own
+    if piece:
+        yield _BASES[len(piece) - 1] + int.from_bytes(piece, "big")
 
 
 def vary_words(before: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
