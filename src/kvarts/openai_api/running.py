@@ -77,7 +77,7 @@ class RunningServer:
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: of the engine, by default with steps of
     a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own. `answers`: rules of what it says to whom, as objects or in a file. `api_key`: one, several, or their
+    their own. `answers`: rules of its answers, as objects or in a file. `api_key`: one, several, or their
     owners. `speedup`: steps take an Xth of their time. `settings`: more of ReplayConfig. `readers`: of all events of
     the engine. `several`: a SharingConfig; then its models are served by their names, and it says what `model` and the
     settings of an engine say otherwise. `sessions`: a SessionsConfig; then requests may name sessions.
