@@ -75,7 +75,9 @@ class Clients:
         rng = self._rng
         head = [rng.randrange(6)] * (16 * rng.randrange(1, 20))
         prompt = head + [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
-        return json.dumps({"prompt": prompt, "max_tokens": rng.randrange(1, 200), **fields}).encode()
+        return json.dumps(
+            {"prompt": prompt, "max_tokens": rng.randrange(1, 200), "ignore_eos": True, **fields}
+        ).encode()
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Return a new connection."""
@@ -310,7 +312,7 @@ async def at_rest(clients: Clients) -> dict[str, float]:
 
 async def terminated(process: subprocess.Popen[bytes], clients: Clients, account: Account) -> tuple[int, float]:
     """Send SIGTERM while streams are under way, which must end well; return the exit code, and how long it took."""
-    body = json.dumps({"prompt": [1] * 40, "max_tokens": 300, "stream": True}).encode()
+    body = json.dumps({"prompt": [1] * 40, "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
     asking = [asyncio.ensure_future(clients.post(body, (200,))) for _ in range(16)]
     await asyncio.sleep(0.5)
     began_s = time.monotonic()

@@ -225,7 +225,8 @@ class Drill:
         """Run a command in the copy; return its output. Raise DrillFailedError if it fails."""
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("KVARTS_", "PYTHON"))},
-            "PYTHONPATH": str(self.copy / "src"),
+            # The copy before all else; what this process found there, since pip installs nothing that was found so.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.copy / "src"), os.environ.get("PYTHONPATH")])),
             "KVARTS_HYPOTHESIS": "drill",
         }
         started = time.monotonic()

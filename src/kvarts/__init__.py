@@ -1,6 +1,6 @@
 """kvarts: a KV-cache engine for LLM serving.
 
-The names below are loaded when they are first used, so `import kvarts` costs next to nothing.
+The names below are imported on first use, so `import kvarts` is almost free.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# A name is a line here and a line in _HOMES, so that a room and its names can be removed line by line.
+# Each name has one line here and one in _HOMES, so that a room and its names can be removed line by line.
 if TYPE_CHECKING:
     from kvarts.audit.auditor import AuditError as AuditError
     from kvarts.audit.auditor import Auditor as Auditor
@@ -133,20 +133,20 @@ _HOMES = {
     "verify": "kvarts.verify",
     "verify_file": "kvarts.verify.verifier",
 }
-"""Each name, and the module that it is loaded from."""
+"""The module that each name is imported from."""
 
 _EXTRAS = {"LLM": "torch"}
-"""Names that need more than the core: each with its extra. A star import leaves them out."""
+"""Names that need an extra, with that extra. A star import omits them."""
 
 __all__ = [name for name in _HOMES if name not in _EXTRAS]
 
 
 def __dir__() -> list[str]:
-    """Return the public names, whether they are loaded or not."""
+    """Return the public names, whether imported yet or not."""
     return sorted([*_HOMES, "__version__"])
 
 
-if not TYPE_CHECKING:  # to a type checker, there are no names but those above
+if not TYPE_CHECKING:  # type checkers should know only the names above
 
     def __getattr__(name: str) -> Any:
         home = _HOMES.get(name)

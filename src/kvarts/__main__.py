@@ -1,4 +1,4 @@
-"""`python -m kvarts`, and the script `kvarts`: a process with one command, from its first moment to its exit code."""
+"""`python -m kvarts` and the script `kvarts`: runs one command and ends the process with its exit code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def run() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _end_at_once)
-    # NumPy's library of linear algebra starts a thread for each core when it is loaded, and none has anything to do.
+    # OpenBLAS, NumPy's linear algebra, would start a thread per core on import, and all of them would stay idle.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # A command makes many objects that live to its end, imports most of all, and no cycles worth looking for.
+    # A command creates many objects that live until it ends, mostly during imports, and few reference cycles.
     gc.disable()
-    # All that takes time comes now: nothing is written yet that would have to be removed.
+    # The slow imports are here: before any output exists, an interrupted process has nothing to clean up.
     from kvarts.cli.main import run_main
 
     run_main()

@@ -1,4 +1,4 @@
-"""Builds an engine: makes cache, tiers, queue and scheduler, and hands them in."""
+"""Builds an engine: creates the cache, tiers, queue and scheduler, and passes them to it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
+from kvarts.errors import ConfigError
 from kvarts.event_log import EventLog, EventReader, Tell
 from kvarts.executor.base import Executor
 from kvarts.kv.cache import Cache
@@ -37,12 +38,12 @@ __all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
 
 
 class PreparedTiers(Protocol):
-    """Tiers that can be opened below one cache, which has a tree made with `order` and `watcher`."""
+    """Tiers that can be opened below one cache, whose tree was made with `order` and `watcher`."""
 
     order: EvictionOrder
     watcher: TreeWatcher | None
     evicts_safe_first: bool
-    """Whether the device evicts pages first that a tier below holds as well."""
+    """Whether the device evicts pages first that a tier below also holds."""
 
     full_prompt_hits: bool
     """Whether a load may cover a whole prompt."""
@@ -58,7 +59,8 @@ class PreparedTiers(Protocol):
     ) -> LowerTiers:
         """Open the tiers below `cache`.
 
-        `prefill`: how long computing takes; None: that is measured. `fingerprint`: what pages depend on beside tokens.
+        `prefill`: compute times; None: measured while running. `fingerprint`: returns an identifier of everything that
+        pages depend on besides their tokens.
         """
 
 
@@ -66,17 +68,17 @@ class TierSettings(Protocol):
     """Settings of tiers below a device."""
 
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config` that evicts by orders of `make_order`; None without tiers."""
+        """Prepare tiers below an engine of `config` that evicts by orders from `make_order`; None without tiers."""
 
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier below the KV groups of `memory`, by its name.
+        """Return the blocks of each tier below the KV groups of `memory`, by tier name.
 
-        Raise ConfigError for tiers that know whole pages only.
+        Raise ConfigError for tiers that store whole pages only.
         """
 
     @property
     def is_lazy(self) -> bool:
-        """Whether what is stored depends on what is evicted next."""
+        """Whether the choice of pages to store depends on which are evicted next."""
 
     def open_group_tiers(
         self,
@@ -87,7 +89,7 @@ class TierSettings(Protocol):
         tell: Tell | None,
         prefill: PrefillTimes | None,
     ) -> GroupTiers:
-        """Open the tiers, of which there is at least one, below `cache`."""
+        """Open the tiers below `cache`. There must be at least one."""
 
 
 def build_engine(
@@ -114,19 +116,18 @@ def build_engine(
 ) -> Engine:
     """Return an engine around `executor`.
 
-    `memory`: the KV groups of a model of which some layers keep less than every token; it has `num_blocks` blocks,
-    as many as `config.num_pages` pages take if left out. `readers`: readers of its events; `num_waiting`: how many
-    events may wait, as in EventLog. `log`, `cache` and `pages`: those of an engine that shares its device, instead of
-    a new log with these readers and a pool of its own. `policy`: which waiting request is next; by default by priority,
-    then arrival. `make_order`: makes the order in which runs are evicted. `offload`: tiers below the device; `below`:
-    instead, tiers that were prepared for the tree of `cache`. `prefill`: how long prompts take to compute, for the
-    choice between that and loading them; by default that is measured. `moves_pages`: the executor carries out
-    transfers; left out, if it needs page ids; otherwise they take the time of their channels. `audit`: assert the laws
-    of page accounting after every step, and, unless the device is shared, check every event against a second
-    bookkeeping. `drafter`: guesses how sequences go on, for an executor that says which guesses are right; those of
-    virtual time compute no tokens, and have none. `holds_pages`: pages are kept in use between requests.
-    `hands_over`: other engines compute the prompts of requests, or go on with them; there is no second bookkeeping for
-    that.
+    `memory`: the KV groups of a model in which some layers keep less than every token. It has `num_blocks` blocks,
+    by default as many as `config.num_pages` pages occupy. `readers`: readers of its events; `num_waiting`: number of
+    events that may wait, as in EventLog. `log`, `cache` and `pages`: those of an engine that shares its device,
+    instead of a new log with these readers and a separate pool. `policy`: chooses the next waiting request; default:
+    by priority, then arrival. `make_order`: makes the order in which runs are evicted. `offload`: tiers below the
+    device; `below`: instead, tiers that were prepared for the tree of `cache`. `prefill`: compute times of prompts,
+    for the choice between computing and loading; default: measured. `moves_pages`: the executor performs transfers;
+    default: if it needs page ids; otherwise transfers take the time of their channels. `audit`: assert the laws of
+    page accounting after every step and, unless the device is shared, check every event against an independent
+    ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
+    tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
+    compute the prompts of requests or continue them; this excludes the independent ledger.
 
     Raise ConfigError for an audit if the room `audit` is not installed.
     """
@@ -170,6 +171,7 @@ def build_engine(
                 with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
                 has_below=with_tiers,
                 watches_list=is_lazy,
+                make_order=make_order,
             )
     pins = None
     if pages is None:
@@ -180,7 +182,7 @@ def build_engine(
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:
-        fingerprint = getattr(executor, "fingerprint", None)  # not every executor has a model
+        fingerprint = getattr(executor, "fingerprint", None)  # executors without a model lack it
         whole = cast(PageCache, cache)
         tiers = below.open_below(whole, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
         loads = Loads(tiers, whole, waiting, page_size, tell)
@@ -224,14 +226,27 @@ def open_group_cache(
     with_ids: bool,
     has_below: bool = False,
     watches_list: bool = False,
+    make_order: Callable[[], EvictionOrder] = LruOrder,
 ) -> GroupPages:
-    """Return the cache of an engine of a model with the KV groups of `memory`, in `num_blocks` blocks.
+    """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
-    `with_ids`: parts have ids, as those that are kept in use between requests need. `tell` receives what happened to
-    each part. `has_below` and `watches_list`: of a tier below, see GroupPages.
+    `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
+    of parts. `has_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
+    runs of parts are evicted; LruOrder stands for the cache's own list.
+
+    Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
     from kvarts.kv.group_pages import GroupPages
 
+    order = None if make_order is LruOrder else make_order()
+    if isinstance(order, LruOrder):
+        if type(order) is not LruOrder:
+            raise ConfigError(
+                f"makes {type(order).__name__}, which is derived from LruOrder: that lists whole pages only",
+                field="eviction",
+                hint="Derive it from BaseOrder.",
+            )
+        order = None
     return GroupPages(
         memory,
         num_blocks=num_blocks,
@@ -241,6 +256,7 @@ def open_group_cache(
         tell=tell,
         has_below=has_below,
         watches_list=watches_list,
+        eviction_order=order,
     )
 
 
@@ -266,7 +282,7 @@ def _audited_groups(memory: GroupMemory) -> tuple[object, ...]:
 
 
 def _settle_places(memory: GroupMemory, page_size: int) -> tuple[int, ...]:
-    """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+    """Return the offsets in a page at which a token no longer needs a page that the previous token needed."""
     places: set[int] = set()
     for group in memory.groups:
         span = group.layer.span or 1

@@ -1,6 +1,6 @@
-"""Which features do not combine, and why: one table. Every such refusal is raised from it, and docs/limits.md has it.
+"""Features that do not combine, with reasons, in one table. It is the source of all such errors and of docs/limits.md.
 
-Features that are not in a row together combine. Places are features as well: a row with a place is refused only there.
+Features that are not listed together combine. Places are listed too: a row with a place is refused only there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PLACES = {
     "sessions": "sessions",
     "several": "several models on a device",
 }
-"""Where features are used: the columns of the table, and their words. `sessions`: of a replay or a server."""
+"""Places where features are used: the columns of the table, and their names. `sessions`: of a replay or a server."""
 
 
 class Feature(NamedTuple):
-    """Something that can be asked for in some places: its words, and the places."""
+    """A feature that users can request: its name in messages, and the places where it exists."""
 
     words: str
     places: tuple[str, ...] = tuple(PLACES)
@@ -49,13 +49,13 @@ FEATURES = {
     "gpu": Feature("a GPU", ("model", "sessions")),
     "fused": Feature("FlashAttention and FlexAttention", ("model",)),
 }
-"""What can be asked for: the rows of the table."""
+"""Features that users can request: the rows of the table."""
 
 
 class Refusal(NamedTuple):
     """Features that are refused `together`. The error names the setting of the first.
 
-    `why` ends the sentence that says so. `{name}` in `hint` stands for a setting.
+    `why` completes the sentence of the error. `{name}` in `hint` is replaced by the setting as the user would write it.
     """
 
     together: tuple[str, ...]
@@ -69,7 +69,6 @@ REFUSED = (
     Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
-    Refusal(("orders", "kv_groups"), "parts are evicted in the order of their release", WHOLE),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),
@@ -90,7 +89,7 @@ REFUSED = (
 
 
 def check_combination(given: Mapping[str, str]) -> None:
-    """Raise SettingError if some of `given` are refused together: features and places, each with its setting."""
+    """Raise SettingError if some of `given` are refused together. `given`: features and places, with their settings."""
     refusal = _refusal(given)
     if refusal is not None:
         blamed, *others = refusal.together
@@ -98,13 +97,13 @@ def check_combination(given: Mapping[str, str]) -> None:
 
 
 def sentence(refusal: Refusal) -> str:
-    """Return the sentence that `refusal` is, for the docs."""
+    """Return the sentence for `refusal` in the docs."""
     blamed, *others = refusal.together
     return f"{_words([blamed])} with {_words(others)}: {refusal.why}"
 
 
 def why_not(*given: str) -> str:
-    """Return why some of `given` are refused together, as a clause; empty if they combine."""
+    """Return the reason why some of `given` are refused together, as a clause; empty if they combine."""
     refusal = _refusal(dict.fromkeys(given, ""))
     if refusal is None:
         return ""

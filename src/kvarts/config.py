@@ -1,7 +1,7 @@
-"""What one engine is built from: the size of its KV memory and the limits of its steps.
+"""Configuration of one engine: the size of its KV memory and the limits of its steps.
 
-A frozen value, checked where it is built, so a library caller meets the same refusal as a user of the
-command line. In a TOML file and on the command line the fields go by the short names of `rename`.
+It is an immutable value that is checked on construction, so callers of the library get the same errors as users of the
+command line. TOML files and the command line use the short field names in `rename`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class EngineConfig(
 ):
     """Size and limits of one engine.
 
-    `num_pages`: pages of KV memory. `page_size`: tokens a page. `max_num_batched_tokens`: tokens a step may
-    compute. `max_num_seqs`: requests that may run at once. `profile`: `default`, or `mocker` for the rules of
-    NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached
-    tokens are the most it hit in any of its admissions.
+    `num_pages`: pages of KV memory. `page_size`: tokens per page. `max_num_batched_tokens`: most tokens computed per
+    step. `max_num_seqs`: most requests running at once. `profile`: `default`, or `mocker` for the rules of NVIDIA
+    Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached tokens are
+    the largest hit of any of its admissions.
 
     Raises ConfigError for a value out of range.
     """
@@ -75,9 +75,9 @@ class EngineConfig(
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens the whole pool holds."""
+        """Number of tokens that the whole pool holds."""
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the pages that `num_tokens` tokens occupy, the last one perhaps in part."""
+        """Return the number of pages that `num_tokens` tokens occupy, including a partial last page."""
         return -(-num_tokens // self.page_size)

@@ -1,11 +1,11 @@
 """The content of the pages of one sequence, as far as its tokens are known.
 
-A sequence is a string of *units*, each standing for `unit_tokens` equal tokens: one token id in a live engine
-(`unit_tokens` 1), one hash id in a recorded trace (512 tokens for Mooncake). Two pages are the same exactly if all
-tokens up to their ends are the same; the tree compares positions, so a content only compares units.
+A sequence consists of *units*, each standing for `unit_tokens` equal tokens: a token id in a live engine (`unit_tokens`
+1), a hash id in a recorded trace (512 tokens for Mooncake). Two pages are equal exactly if all tokens up to their ends
+are equal. The tree compares positions, so a content only compares units.
 
-Pages past the known tokens are private: no other sequence's page can equal them, but the sequence finds its own again
-after a preemption. `owner` tells such pages apart.
+Pages beyond the known tokens are private: no other sequence's page can equal them, but the sequence itself can find
+them again after a preemption. `owner` distinguishes such pages.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvarts.errors import ConfigError
 __all__ = ["UNIT_BYTES", "Content", "PageKey", "pack_units"]
 
 PageKey = bytes | int
-"""The name of a page among the pages that may follow one prefix: the bytes of its units, or an owner."""
+"""Identifies a page among the pages that may follow one prefix: the bytes of its units, or an owner."""
 
 UNIT_BYTES = 8
 
 TRIM_BYTES = 1024
-"""Less than this is not worth a copy of the whole."""
+"""Smallest saving in bytes that justifies a copy."""
 
 
 class Content:
-    """The known tokens of one sequence. Only its request appends to it; those that read it may leave notes."""
+    """The known tokens of one sequence. Only its request appends to it; readers may attach notes."""
 
     __slots__ = (
         "_notes",
@@ -53,7 +53,7 @@ class Content:
         owner: int,
         salt: str | None = None,
     ) -> None:
-        """Make the content of `units`, 8 bytes each, in native byte order. `salt`: the tenant."""
+        """Create a content from `units`, 8 bytes each in native byte order. `salt`: the tenant."""
         if len(units) // UNIT_BYTES * unit_tokens < num_tokens:
             raise ConfigError(
                 f"{len(units) // UNIT_BYTES} units of {unit_tokens} tokens do not cover {num_tokens} tokens",
@@ -64,7 +64,7 @@ class Content:
         self.page_size = page_size
         self.num_known_tokens = num_tokens
         self.num_known_pages = num_tokens // page_size
-        # 0 where pages and units do not line up.
+        # 0 if page and unit boundaries are not aligned.
         self._pages_per_unit = 0 if unit_tokens % page_size else unit_tokens // page_size
         self.owner = owner
         self.salt = salt
@@ -72,29 +72,29 @@ class Content:
 
     @classmethod
     def from_tokens(cls, token_ids: Iterable[int], *, page_size: int, owner: int, salt: str | None = None) -> Content:
-        """Return a growing content of single tokens, ids in [0, 2**64). Raise ConfigError for other ids."""
+        """Return a growable content of single tokens, ids in [0, 2**64). Raise ConfigError for other ids."""
         units = bytearray(pack_units(token_ids))
         return cls(units, num_tokens=len(units) // UNIT_BYTES, page_size=page_size, owner=owner, salt=salt)
 
     def append(self, packed_tokens: bytes) -> None:
-        """Append known tokens, 8 bytes each in `packed_tokens`. Requires one token a unit."""
+        """Append known tokens, packed in 8 bytes each. Requires `unit_tokens` 1."""
         assert self.unit_tokens == 1 and isinstance(self.units, bytearray)
         self.units += packed_tokens
         self.num_known_tokens += len(packed_tokens) // UNIT_BYTES
         self.num_known_pages = self.num_known_tokens // self.page_size
 
     def note(self, reader: object, notes: object) -> None:
-        """Keep `notes` of `reader`, which are about this content, as long as it lives."""
+        """Attach `notes` of `reader` to this content, for as long as it lives."""
         if self._notes is None:
             self._notes = {}
         self._notes[reader] = notes
 
     def noted(self, reader: object) -> Any:
-        """Return the notes of `reader`, None if it has made none."""
+        """Return the notes of `reader`; None if it has attached none."""
         return None if self._notes is None else self._notes.get(reader)
 
     def trim(self) -> None:
-        """Give back memory for tokens to come, of which a growing content takes an eighth beforehand."""
+        """Free spare capacity: a growing content reserves about an eighth in advance."""
         if isinstance(self.units, bytearray) and getsizeof(self.units) - len(self.units) > TRIM_BYTES:
             self.units = bytearray(self.units)
 
@@ -112,7 +112,7 @@ class Content:
         return spelled[offset : offset + end - start]
 
     def key(self, page: int) -> PageKey:
-        """Return the name of `page` among its siblings."""
+        """Return the key of `page` among its siblings."""
         if page >= self.num_known_pages:
             return self.owner
         if self._pages_per_unit:
@@ -125,7 +125,7 @@ class Content:
         return key if isinstance(key, bytes) else bytes(key)
 
     def common_pages(self, other: Content, start: int, end: int) -> int:
-        """Return the largest r in [start, end] with pages [start, r) equal in both, given that all pages before are."""
+        """Return the largest r in [start, end] such that pages [start, r) are equal; earlier pages must be."""
         if self is other:
             return end
         if end > self.num_known_pages:
@@ -144,7 +144,7 @@ class Content:
         theirs = other.units[first * UNIT_BYTES : last * UNIT_BYTES]
         if mine == theirs:
             return end
-        # The lowest bit that differs, read little-endian, lies in the first unit that differs.
+        # Read as little-endian numbers, the lowest differing bit is in the first differing unit.
         differing = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
         first_differing = first + ((differing & -differing).bit_length() - 1) // (8 * UNIT_BYTES)
         return max(start, first_differing * self.unit_tokens // self.page_size)

@@ -1,4 +1,4 @@
-"""Directories that one process writes: whole or not at all, and never two processes at once; private files."""
+"""Output directories, written completely or not at all and by one process at a time; also private files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvarts.files import shown, writing
 __all__ = ["UNFINISHED", "make_private", "new_directory", "open_private", "own_directory"]
 
 UNFINISHED = ".kvarts-unfinished"
-"""In a directory that is being written: what will be in it. A process that is killed leaves it behind."""
+"""Subdirectory that collects the contents of a directory being written. A killed process leaves it behind."""
 
 
 @contextmanager
 def own_directory(path: Path) -> Iterator[None]:
-    """Have a directory, made if it is not there, for this process alone. Raise OutputError if another one has it."""
+    """Lock a directory for this process, creating it if needed. Raise OutputError if another process holds it."""
     with writing(path):
         path.mkdir(exist_ok=True)
         number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -35,10 +35,10 @@ def own_directory(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_directory(path: Path, *, last: str) -> Iterator[Path]:
-    """Take a directory, new or empty, for this process alone; yield a folder for what will be in it.
+    """Lock a new or empty directory for this process; yield a folder for its contents.
 
-    What is in the folder gets to the directory on success, `last` at the end of all. If anything fails, the directory
-    is as it was. Raise OutputError if it is not empty, or another process has taken it.
+    On success, the contents are moved to the directory, `last` as the very last. If anything fails, the directory is
+    restored. Raise OutputError if it is not empty, or is held by another process.
     """
     with writing(path):
         is_new = not path.exists()
@@ -64,7 +64,7 @@ def new_directory(path: Path, *, last: str) -> Iterator[Path]:
         yield folder
         with writing(path):
             for name in sorted((file.name for file in folder.iterdir()), key=lambda name: (name == last, name)):
-                moved.append(name)  # before: a signal may come as soon as it is there
+                moved.append(name)  # recorded before the rename, since a signal may arrive right after it
                 os.rename(folder / name, path / name)  # noqa: PTH104
             folder.rmdir()
     except BaseException:
@@ -82,10 +82,10 @@ def new_directory(path: Path, *, last: str) -> Iterator[Path]:
 
 
 def make_private(directory: Path, is_ours: Callable[[str], bool]) -> None:
-    """Make a directory that only this user reads, with the directories above it. Raise OSError.
+    """Create a directory that only this user can read, with its parents. Raise OSError.
 
-    One that is there loses the permissions of others if this user owns it and every name in it `is_ours`: nothing else
-    is kept there. Files of any other directory are protected by their own modes.
+    An existing directory loses the permissions of others if this user owns it and `is_ours` holds for every name in it,
+    since then it serves only this purpose. Files in other directories are protected by their own modes.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -98,9 +98,10 @@ def make_private(directory: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a regular file that only this user reads, made if `flags` say so; return its descriptor. Raise OSError.
+    """Open a regular file that only this user can read, created if `flags` ask for it; return its descriptor.
 
-    A symbolic link, a file with other names, or one of another user, is not opened: another user could have laid it.
+    Raise OSError for a symbolic link, a file with several names, or one of another user: someone else could have
+    planted it.
     """
     number = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
@@ -116,7 +117,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def _lock(number: int, path: Path) -> None:
-    """Lock an open directory until it is closed; without a lock where the file system has none."""
+    """Lock an open directory until it is closed. File systems without locks are accepted."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -129,8 +130,8 @@ def _lock(number: int, path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove what this module has made, as far as that is possible."""
-    import shutil  # only where something failed
+    """Remove a file or directory made by this module, as far as possible."""
+    import shutil  # needed only after failures
 
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
 """One engine: plan, execute, commit, emit.
 
-`step` does all four. Callers that have events between the beginning and the end of a step call `begin`, which plans and
-executes, and `end`, which commits and emits. Virtual time adds leaps around these two and no other way through a step.
+`step` does all four. Callers with events between the beginning and the end of a step call `begin`, which plans and
+executes, and then `end`, which commits and emits. Leaps in virtual time use the same two.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """A scheduler, an executor, and the step that is under way. Writes `now_ns` and `plan`.
+    """A scheduler, an executor, and the step under way. Writes `now_ns` and `plan`.
 
-    `log` receives all events. `audit`: assert laws L1, L2 and L3 after every step. `moves_pages`: the executor carries
-    out transfers, and gets a plan also where nothing can be computed.
+    `log` receives all events. `audit`: assert laws L1, L2 and L3 after every step. `moves_pages`: the executor performs
+    transfers, and receives a plan even if there is nothing to compute.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Engine:
         self.log = log
         self.tiers = scheduler.tiers
         self.now_ns = 0
-        """The end of the step under way; without one, the time that the engine has reached."""
+        """The end of the step under way; without one, the latest time that the engine has reached."""
         self.plan = StepPlan(-1, Batch((), 0, 0, config.pool_tokens))
         """The plan of the last scheduled step."""
         self._result: StepResult | None = None
@@ -74,7 +74,7 @@ class Engine:
         return None
 
     def cancel(self, request: Request) -> None:
-        """Drop `request` between steps. Its pages are free at once."""
+        """Drop `request` between steps. Its pages become free immediately."""
         request.cancelled_ns = self.now_ns
         if self.log.tell_details is not None:
             self.log.tell_details(Cancelled(request.index, self.now_ns))
@@ -82,7 +82,7 @@ class Engine:
         self.emit()
 
     def clear_cache(self) -> None:
-        """Forget every page, between steps, that holds a prefix and is not in use."""
+        """Drop every cached page that is not in use. Only between steps."""
         cache = self.scheduler.cache
         if self.log.tell_details is not None:
             self.log.tell_details(CacheCleared())
@@ -91,11 +91,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do or to wait for: requests, or transfers."""
+        """Whether the engine has something to do or wait for: requests or transfers."""
         return self.scheduler.has_work or (self.tiers is not None and self.tiers.has_work)
 
     def step(self, now_ns: int) -> list[Request]:
-        """Do one whole step that starts at `now_ns`; return the requests that finished, in admission order."""
+        """Run one whole step that starts at `now_ns`; return the requests that finished, in admission order."""
         if self.begin(now_ns):
             return self.end()
         self.emit()
@@ -104,7 +104,7 @@ class Engine:
     def begin(self, now_ns: int) -> bool:
         """Plan and execute the step that starts at `now_ns`; `end` must follow, at `self.now_ns`.
 
-        Return False, without a step, if there is nothing to compute and the executor does not carry out transfers.
+        Return False, without a step, if there is nothing to compute and the executor does not perform transfers.
         """
         if not self.prepare(now_ns):
             return False
@@ -112,7 +112,7 @@ class Engine:
         return True
 
     def prepare(self, now_ns: int) -> bool:
-        """Plan the step that starts at `now_ns`: the first half of `begin`. Return whether there is anything to do."""
+        """Plan the step that starts at `now_ns`: the first half of `begin`. Return whether it has any work."""
         log, scheduler = self.log, self.scheduler
         if self.tiers is not None and self.executor.needs_page_ids:
             self.tiers.expire(now_ns)
@@ -144,7 +144,7 @@ class Engine:
             raise TooLateError
 
     def end(self) -> list[Request]:
-        """Commit the step under way and emit what happened; return the requests that finished, in admission order."""
+        """Commit the step under way and emit its events; return the requests that finished, in admission order."""
         if self.log.tell_details is not None:
             self.log.tell_details(StepEnded(self.scheduler.wheel.step, self.now_ns))
         finished = self.scheduler.commit(self.now_ns, self._result)
@@ -152,9 +152,9 @@ class Engine:
         return finished
 
     def emit(self) -> None:
-        """Hand the events to the readers of the log, between steps. Raise what a reader raises, such as AuditError."""
+        """Pass the events to the readers of the log, between steps. Raise what they raise, such as AuditError."""
         scheduler = self.scheduler
-        # The first two are most of `has_work`, and this runs after every step.
+        # The first two decide most calls of `has_work`, and this runs after every step.
         if not (scheduler.running.num_running or scheduler.waiting.num_waiting or self._is_at_rest or self.has_work):
             self._tell_rest()
         log = self.log
@@ -164,12 +164,12 @@ class Engine:
             scheduler.check()
 
     def _tell_rest(self) -> None:
-        """Tell that the engine has run out of work."""
+        """Emit that the engine is idle."""
         self._is_at_rest = True
         if self.log.tell is not None and self.scheduler.wheel.step:
             rest = at_rest(self.scheduler, self.now_ns)
             last = self._last_rest
-            # What came and went at one moment, and left all as it was but the count of released pages, is no rest.
+            # Requests that arrived and ended at one instant and changed only the released count are not reported.
             if last is None or rest != replace(last, num_released=rest.num_released):
                 self._last_rest = rest
                 self.log.tell(rest)

@@ -1,7 +1,7 @@
-"""Errors that a user can cause, with the place, the problem, and what to do next.
+"""Errors that a user can cause, with the place, the problem, and a hint.
 
-Bugs of kvarts are assertions, and an expected outcome ("no free page") is a return value: neither is here.
-Each class has the exit code that the command line ends with.
+Bugs of kvarts are assertions, and expected outcomes ("no free page") are return values; neither is defined here.
+Each class has the exit code of the command line.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def parts_of(error: Exception) -> tuple[str, str | None]:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return `Did you mean NAME?` with the closest of `known`, or an empty text where none is close.
+    """Return `Did you mean NAME?` with the closest of `known`, or an empty text if none is close.
 
-    Case, punctuation and an owner before a slash (`meta-llama/`) do not count. A name that begins with one of the
-    known, or the other way round, is close.
+    Case, punctuation and an owner before a slash (`meta-llama/`) are ignored. A name that is a prefix of a known name,
+    or begins with one, is close.
     """
     matches = _closest(name, known)
     if not matches:
@@ -85,7 +85,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def _closest(name: str, known: Sequence[str]) -> list[str]:
-    from difflib import SequenceMatcher  # most runs misspell nothing
+    from difflib import SequenceMatcher  # most runs have no misspelled name
 
     asked = _bare(name)
     if not asked:
@@ -103,5 +103,5 @@ def _closest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def _bare(name: str) -> str:
-    """Return the letters and digits of a name, without what owns it and what makers put before it."""
+    """Return the letters and digits of a name, without its owner and the maker's prefix."""
     return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower().removeprefix("nvidia-").removeprefix("meta-"))

@@ -1,7 +1,7 @@
-"""The log of one engine: every event once, in order, numbered without gaps, and handed to the readers.
+"""The log of one engine: every event once, in order, numbered without gaps, and passed to the readers.
 
-Journal, timeline, audit and metrics read the same log. Page and request events cost time to make, so they are made only
-if a reader wants details; events of steps go to every reader.
+Journal, timeline, audit and metrics read the same log. Page and request events are expensive, so they are created only
+if a reader wants details; events of steps are passed to every reader.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Tell = Callable[[Event], object]
 class EventReader(Protocol):
     """Reads events. Promises to change nothing in the engine.
 
-    A reader with an attribute `wants_details` that is False needs StepDone, LeapDone and AtRest only; any other gets
-    every event.
+    A reader with an attribute `wants_details` that is False needs only StepDone, LeapDone and AtRest; any other reader
+    receives every event.
     """
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -29,9 +29,9 @@ class EventReader(Protocol):
 
 
 class EventLog:
-    """Owner of the events of one engine that were not yet handed to its readers.
+    """Owner of the events of one engine that have not been passed to its readers.
 
-    `num_waiting`: so many events wait before an engine hands them out; 1: they are handed out after every step.
+    `num_waiting`: number of waiting events at which an engine passes them on; 1: after every step.
     """
 
     __slots__ = ("_readers", "num_events", "num_waiting", "tell", "tell_details", "waiting")
@@ -40,34 +40,34 @@ class EventLog:
         self._readers = tuple(readers)
         self.num_waiting = num_waiting
         self.waiting: list[Event] = []
-        """Events that the readers have not been given yet."""
+        """Events not yet passed to the readers."""
         self.num_events = 0
-        """The number of events handed out so far, which is also the number of the first that waits."""
+        """Number of events passed on so far, which is also the number of the first waiting event."""
         self.tell: Tell | None = self.waiting.append if self._readers else None
-        """Adds an event; None if there is no reader."""
+        """Adds an event; None without readers."""
         has_details = any(getattr(reader, "wants_details", True) for reader in self._readers)
         self.tell_details: Tell | None = self.tell if has_details else None
         """Adds a page or request event; None if no reader wants details."""
 
     def add_reader(self, reader: EventReader) -> None:
-        """Hand events to one reader more from now on; it must do without details."""
+        """Add a reader of all events from now on. It must not want details."""
         assert getattr(reader, "wants_details", True) is False, "details are made for readers that were there first"
         self._readers += (reader,)
         self.tell = self.waiting.append
 
     @property
     def mark(self) -> int:
-        """The place of the next event among those that wait."""
+        """The position of the next event among those waiting."""
         return len(self.waiting)
 
     def take_from(self, mark: int) -> list[Event]:
-        """Remove and return the events added since `mark`, to be added again in another order."""
+        """Remove and return the events added since `mark`, so that the caller can add them again in another order."""
         events = self.waiting[mark:]
         del self.waiting[mark:]
         return events
 
     def flush(self) -> None:
-        """Hand all waiting events to the readers. Raise what a reader raises, such as AuditError."""
+        """Pass all waiting events to the readers. Their exceptions, such as AuditError, propagate."""
         events = self.waiting
         if not events:
             return

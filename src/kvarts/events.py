@@ -1,11 +1,11 @@
-"""Events: what happened in an engine, as values. They are made only if a reader asked for them.
+"""Events: what happened in an engine, as values. They are created only if a reader wants them.
 
-Page events are about runs, pages [start_page, end_page) of a content, so that an event costs no more than the operation
-it reports. Requests are named by `index`, their place in arrival order. Times are integer nanoseconds. Page and request
-events are in the order in which they happened, after the `StepStarted` or `StepEnded` that they belong to.
+Page events describe runs, pages [start_page, end_page) of a content, so that an event costs no more than the operation
+it reports. Requests are identified by `index`, their position in arrival order. Times are integer nanoseconds. Page and
+request events are in order of occurrence, after the `StepStarted` or `StepEnded` that they belong to.
 
-Of a cache with KV groups, a page event is about the parts of its pages in one `group`, counted from 0; a state is at
-the page that it was taken at the end of. Numbers of pages that requests lack, or that are used, are then in blocks.
+With KV groups, a page event describes the parts of its pages in one `group`, counted from 0; a state belongs to the
+page at whose end it was taken. Numbers of pages that requests lack, or that are used, are then in blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class PagesStored(msgspec.Struct, frozen=True, gc=False):
-    """A run of full pages became findable, after page `start_page - 1` of `parent`; None if it is at the root.
+    """A run of full pages became findable, after page `start_page - 1` of `parent`; None at the root.
 
     Copies of findable pages are not reported as stored. `medium`: the tier.
     """
@@ -65,10 +65,11 @@ class PagesStored(msgspec.Struct, frozen=True, gc=False):
 
 
 class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
-    """A run of cached pages was evicted, the last page first; it can no longer be found. `medium`: the tier.
+    """A run of cached pages was evicted, the last page first, and can no longer be found. `medium`: the tier.
 
-    `is_held`: transfers still hold its pages, which are empty when these end; what is before it is evicted next.
-    `is_dropped`: they were not evicted to make room: nothing keeps what windows leave behind.
+    `is_held`: transfers still hold these pages, which become empty when the transfers end; the pages before them are
+    evicted next. `is_dropped`: the pages were not evicted to make room, but because pages that leave a window are not
+    kept.
     """
 
     content: Content
@@ -83,8 +84,7 @@ class PagesRemoved(msgspec.Struct, frozen=True, gc=False):
 class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
     """A run of cached pages was evicted, the last page first; another copy can still be found.
 
-    `copy`: which of the resident copies, counted from 0 in the order in which they were made. `is_dropped`: as in
-    PagesRemoved.
+    `copy`: index of the resident copy, from 0 in order of creation. `is_dropped`: as in PagesRemoved.
     """
 
     content: Content
@@ -96,7 +96,7 @@ class CopiesRemoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class PartsGivenBack(msgspec.Struct, frozen=True, gc=False):
-    """No later token of a running request sees these pages in this KV group: it gives its parts back, the last first.
+    """A running request released its parts of these pages, the last first: no later token sees them in this KV group.
 
     `content`: that of the request.
     """
@@ -110,8 +110,8 @@ class PartsGivenBack(msgspec.Struct, frozen=True, gc=False):
 class StoreStarted(msgspec.Struct, frozen=True, gc=False):
     """A store of runs of pages, each (content, first page, page after the last), to the tier `medium` began.
 
-    Until `TransferEnded`, the device keeps these pages; if `medium` lies below host memory, host memory keeps every
-    page up to their ends. `groups`: of a cache with KV groups, that of each run.
+    Until `TransferEnded`, the device keeps these pages; if `medium` is below host memory, host memory keeps all pages
+    up to their ends. `groups`: with KV groups, the group of each run.
     """
 
     transfer: int
@@ -121,11 +121,11 @@ class StoreStarted(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadStarted(msgspec.Struct, frozen=True, gc=False):
-    """A load of pages to the device began for a request, after the `num_hit_pages` pages it found there.
+    """A load of pages to the device began for a request, after the `num_hit_pages` pages that it found there.
 
-    `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. Of a
-    cache with KV groups, what is loaded is whatever the device lacks of the parts that all groups need to go on from
-    there, and the request has as many blocks, or may take them when it begins to run.
+    `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. With KV
+    groups, a load contains all parts that the groups need to resume from there and that the device lacks. The request
+    then has as many blocks, or may allocate them when it begins to run.
     """
 
     transfer: int
@@ -137,10 +137,10 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadWeighed(msgspec.Struct, frozen=True, gc=False):
-    """Tiers below have pages for a request after the `num_hit_pages` that the device has; not all of them are loaded.
+    """Lower tiers have pages for a request after the `num_hit_pages` on the device, but not all of them are loaded.
 
-    `by_tier`: how many each has, in order. The first `num_pages` of these are loaded, in the same step: to load all
-    would have taken `load_ns`, and it would have been worth `worth_ns` at most.
+    `by_tier`: the number of pages in each, in order. The first `num_pages` of these are loaded in the same step.
+    Loading all would have taken `load_ns` and been worth at most `worth_ns`.
     """
 
     request: int
@@ -153,9 +153,9 @@ class LoadWeighed(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadAwaited(msgspec.Struct, frozen=True, gc=False):
-    """A request waits for the load of another, `transfer`.
+    """A request waits for `transfer`, the load of another request.
 
-    It brings what follows the first `num_hit_pages` pages of the request.
+    The load contains pages that follow the first `num_hit_pages` pages of this request.
     """
 
     transfer: int
@@ -164,12 +164,12 @@ class LoadAwaited(msgspec.Struct, frozen=True, gc=False):
 
 
 class TransferEnded(msgspec.Struct, frozen=True, gc=False):
-    """A transfer ended; its first `num_good_pages` pages arrived. `request`: the request that the load was for, or -1.
+    """A transfer ended; its first `num_good_pages` pages arrived. `request`: the request of a load, or -1.
 
-    Of a cache with KV groups, a request can go on from all pages of a load or from none; `num_good_blocks` blocks of
-    its parts arrived.
+    With KV groups, a request can resume from all pages of a load or from none; `num_good_blocks` blocks of its parts
+    arrived.
 
-    `time_ns`: when the engine took note of it, which happens between steps.
+    `time_ns`: when the engine processed the end, which happens between steps.
     """
 
     transfer: int
@@ -185,18 +185,18 @@ PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack
 
 
 class Blocked(IntEnum):
-    """Why the head of the waiting queue was not admitted."""
+    """The reason why the head of the waiting queue was not admitted."""
 
     NOT = 0
     BUDGET = 1
     PAGES = 2
     SEQS = 3
     HANDOFFS = 4
-    """Requests that other engines have computed go first."""
+    """Requests computed by other engines have precedence."""
 
 
 class Arrived(msgspec.Struct, frozen=True, gc=False):
-    """A request was queued with `num_ahead` others before it."""
+    """A request was queued behind `num_ahead` others."""
 
     request: int
     time_ns: int
@@ -207,17 +207,17 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     request_id: str | None
     num_ahead: int
     has_own_pages: bool = False
-    """It brings its pages along, and takes no others."""
+    """It brings its own pages and takes no others."""
 
 
 class PagesReserved(msgspec.Struct, frozen=True, gc=False):
-    """Pages that requests bring along, and that are in use whether these run or not, are `num_pages` from now on."""
+    """The number of reserved pages is now `num_pages`: pages that requests bring, in use whether these run or not."""
 
     num_pages: int
 
 
 class PagesPinned(msgspec.Struct, frozen=True, gc=False):
-    """The first `num_pages` pages of `content` are kept in use by `pin`, beside requests, until it is given up."""
+    """The first `num_pages` pages of `content` are kept in use by `pin`, whatever requests use, until it ends."""
 
     pin: int
     content: Content
@@ -225,17 +225,17 @@ class PagesPinned(msgspec.Struct, frozen=True, gc=False):
 
 
 class PagesUnpinned(msgspec.Struct, frozen=True, gc=False):
-    """What `pin` kept in use may be evicted, unless something else uses it."""
+    """The pages kept by `pin` may be evicted, unless they are otherwise in use."""
 
     pin: int
 
 
 class CacheCleared(msgspec.Struct, frozen=True, gc=False):
-    """All cached pages of the device that no transfer holds are forgotten; their removals follow at once."""
+    """All cached pages of the device that no transfer holds are dropped; the events of their removal follow."""
 
 
 class Rejected(msgspec.Struct, frozen=True, gc=False):
-    """A request was refused on arrival, because of `reason`."""
+    """A request was refused on arrival, for `reason`."""
 
     request: int
     time_ns: int
@@ -244,9 +244,9 @@ class Rejected(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeadBlocked(msgspec.Struct, frozen=True, gc=False):
-    """The request at the head of the queue was not admitted. Reported when that begins, not in every step.
+    """The request at the head of the queue was not admitted. Reported when the wait begins, not at every step.
 
-    `num_pages_short`: how many pages were missing, if pages were the reason; else 0.
+    `num_pages_short`: number of missing pages, if pages were the reason; else 0.
     """
 
     request: int
@@ -257,9 +257,9 @@ class HeadBlocked(msgspec.Struct, frozen=True, gc=False):
 class Admitted(msgspec.Struct, frozen=True, gc=False):
     """A request began to run, and found its first `num_hit_pages` pages.
 
-    `by_tier`: how many of these, the last ones, had to be loaded from each tier below the device; None if none.
-    `reach`: of a cache with KV groups, as far as any of them has a part of a page: from how many pages each group by
-    itself could have gone on.
+    `by_tier`: how many of these, at the end, were loaded from each tier below the device; None if none were. `reach`:
+    with KV groups, per group, the longest prefix in pages that the group alone could resume from, among the pages of
+    which some group has a part.
     """
 
     request: int
@@ -272,7 +272,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
 class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a request are computed in this step, of `num_known_tokens` known ones.
 
-    If the chunk ends the known tokens, the request samples a token, and one more in every step after it.
+    If the chunk reaches the last known token, the request samples a token, and one more in every later step.
     """
 
     request: int
@@ -282,9 +282,9 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
 
 
 class DraftTaken(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, end) of a request are drafted ones, computed in this step after its decode.
+    """Tokens [start, end) of a request are drafted, and computed in this step after its decode.
 
-    It has the pages for them from now on, until `DraftJudged`.
+    The request has the pages for them from now on, until `DraftJudged`.
     """
 
     request: int
@@ -293,10 +293,10 @@ class DraftTaken(msgspec.Struct, frozen=True, gc=False):
 
 
 class DraftJudged(msgspec.Struct, frozen=True, gc=False):
-    """Of the `num_drafted` tokens that were drafted for a request in this step, the first `num_accepted` are its own.
+    """The first `num_accepted` of the `num_drafted` tokens drafted for a request in this step were accepted.
 
-    They are computed, and count beside the token that the request samples in every step. Pages that only the others
-    were in are empty again.
+    They are computed, and count in addition to the token that the request samples in every step. Pages that contain
+    only rejected tokens are empty again.
     """
 
     request: int
@@ -308,9 +308,8 @@ class Preemption(msgspec.Struct, frozen=True, gc=False):
     """A running request lost its pages because another request needed them.
 
     `num_pages_short`: how many of the `num_pages_asked` pages were missing. `num_used_pages`: pages in use at that
-    moment. `num_computed_tokens`: tokens that the victim had computed and has to find or compute again. `model`: if not
-    empty, the request that asked for pages is one of that model on the same device; pages are counted in the victim's
-    size.
+    time. `num_computed_tokens`: tokens that the victim had computed and must find or compute again. `model`: if not
+    empty, the model of the asking request, another one on the same device; pages are counted in the victim's size.
     """
 
     victim: int
@@ -330,7 +329,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cancelled(msgspec.Struct, frozen=True, gc=False):
-    """A request was dropped, waiting or running."""
+    """A request was dropped, while waiting or running."""
 
     request: int
     time_ns: int
@@ -340,14 +339,14 @@ class Cancelled(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepStarted(msgspec.Struct, frozen=True, gc=False):
-    """The events that follow happened in this step. Steps with nothing but decodes may be left out."""
+    """The following events happened in this step. Steps with only decodes may be omitted."""
 
     step: int
     start_ns: int
 
 
 class StepEnded(msgspec.Struct, frozen=True, gc=False):
-    """All steps up to this one are done; the events that follow happened at its end."""
+    """All steps up to this one are done; the following events happened at its end."""
 
     step: int
     end_ns: int
@@ -356,7 +355,7 @@ class StepEnded(msgspec.Struct, frozen=True, gc=False):
 class Turns(msgspec.Struct, frozen=True, gc=False):
     """The state before each step of a leap of an engine that shares its device: other models ran between the steps.
 
-    When the step began; the pages cached at its mark; the pages withheld, as in StepDone.
+    It contains the start of each step, the pages cached at its mark, and the pages withheld, as in StepDone.
     """
 
     starts_ns: list[int]
@@ -367,12 +366,11 @@ class Turns(msgspec.Struct, frozen=True, gc=False):
 class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A scheduled step. Pages are counted at the step's mark: the first moment with the most pages in use.
 
-    `num_released`: pages that have gone out of use since the engine began. `blocked`: why the head of the queue waits.
-    `tiers`: pages used and pages cached in each tier below the device, one pair a tier; of a cache with KV groups,
-    parts used and parts cached in each group, and pages are counted in blocks. `num_withheld`: pages that are not used
-    here and could not be taken before the step, because other models on the device use or claim them.
-    `num_reserved`: pages in use that stay in use when no request runs. `num_loading`: waiting requests that wait for a
-    load.
+    `num_released`: pages that have ceased to be in use since the engine began. `blocked`: why the head of the queue
+    waits. `tiers`: pages used and pages cached in each tier below the device, one pair per tier; with KV groups, parts
+    used and parts cached in each group, and pages are counted in blocks. `num_withheld`: pages that are not used here
+    and could not be taken before the step, because other models on the device use or claim them. `num_reserved`: pages
+    that remain in use when no request runs. `num_loading`: waiting requests that wait for a load.
     """
 
     step: int
@@ -393,18 +391,18 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
     num_reserved: int = 0
     num_loading: int = 0
     num_drafted: int = 0
-    """Of the tokens: those that were drafted."""
+    """How many of the tokens were drafted."""
     num_accepted: int = 0
-    """Of the drafted ones: those that were accepted."""
+    """How many of the drafted tokens were accepted."""
 
 
 class PartsMoved(msgspec.Struct, frozen=True, gc=False):
-    """What the steps of a leap did to parts in KV groups, beside taking those of pages.
+    """The effects of a leap's steps on parts in KV groups, other than allocating them with pages.
 
-    For each group with windows or chunks, and each step, how many parts go out of use at its end: `listed` ones are
-    cached, `emptied` ones empty; nothing, where all are cached. The last step of the leap is not over. `evicted`: a
-    group and how many of its parts were evicted, again and again, in order. That happens as late as it can: when there
-    are too few empty blocks.
+    For each group with windows or chunks, and each step, the number of parts released at its end: `listed` ones become
+    cached, `emptied` ones empty; both are empty if all are cached. The last step of the leap is not over. `evicted`:
+    pairs of a group and a number of evicted parts, concatenated in order. Evictions happen as late as possible: when
+    there are too few empty blocks.
     """
 
     listed: list[list[int]]
@@ -413,11 +411,11 @@ class PartsMoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class LeapDone(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive steps that are alike: decodes only.
+    """Consecutive steps with the same decodes and nothing else.
 
-    `durations_ns` and `pages_taken` are for each step; `num_used` and `num_cached` as before the first. `turns`: only
-    for an engine that shares its device. `parts`: only of a cache with KV groups, of which `tiers` has the parts used
-    and cached as before the first step.
+    `durations_ns` and `pages_taken` are per step; `num_used` and `num_cached` are as before the first. `turns`: only
+    for an engine that shares its device. `parts`: only with KV groups; `tiers` is then the parts used and cached before
+    the first step.
     """
 
     step: int
@@ -438,7 +436,7 @@ class LeapDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class AtRest(msgspec.Struct, frozen=True, gc=False):
-    """After `step` no request runs or waits."""
+    """No request runs or waits after `step`."""
 
     step: int
     time_ns: int

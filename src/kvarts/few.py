@@ -1,7 +1,7 @@
-"""Whether NumPy pays, and columns of numbers that are too few for it.
+"""Decides whether NumPy is worth loading, and provides columns for numbers too few for it.
 
-NumPy takes longer to load than a short replay to run. Where it is not loaded, work on few numbers is done without it,
-with the same results to the last bit.
+Loading NumPy takes longer than running a short replay. If it is not loaded, small columns are processed without it,
+with bit-identical results.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Column = npt.NDArray[Any]
-else:  # not in a compiled module: mypyc takes this branch for one that is never reached
+else:  # not in compiled modules, where mypyc treats this branch as unreachable
     Column = Any
 
 __all__ = ["Column", "Few", "Numbers", "arrays_pay"]
 
 Numbers = Any
-"""A column: an array of NumPy, or Few."""
+"""A column: a NumPy array, or Few."""
 
 PAYS = 1 << 16
-"""Work on so many numbers in Python takes about as long as loading NumPy."""
+"""Processing this many numbers in Python takes about as long as loading NumPy."""
 
 _num_asked = [0]
-"""Numbers that were worked on without NumPy so far, in this process."""
+"""Count of numbers processed without NumPy so far in this process."""
 
 
 def arrays_pay(num_values: int) -> bool:
-    """Return whether to work on `num_values` numbers as arrays: NumPy is loaded, or has been asked for often enough."""
+    """Return whether to process `num_values` numbers as arrays: NumPy is loaded or worth loading by now."""
     if "numpy" in sys.modules:
         return True
     _num_asked[0] += num_values
@@ -40,7 +40,7 @@ def arrays_pay(num_values: int) -> bool:
 
 
 class Few:
-    """A column of numbers with those methods of NumPy's arrays that summaries call."""
+    """A column of numbers with the methods of NumPy arrays that summaries use."""
 
     __slots__ = ("_values",)
 
@@ -107,19 +107,19 @@ class Few:
         return sum(self._values)
 
     def max(self, initial: int = 0) -> Any:
-        """Return the largest, `initial` included."""
+        """Return the largest value, including `initial`."""
         return max(initial, *self._values) if self._values else initial
 
     def clip(self, least: int) -> Few:
-        """Return the numbers, those below `least` as that."""
+        """Return the numbers, raised to at least `least`."""
         return Few(max(least, value) for value in self._values)
 
     def dot(self, other: Few) -> int:
-        """Return the sum of products, exact."""
+        """Return the exact sum of products."""
         return sum(map(mul, self._values, other._values))
 
     def copy(self) -> Few:
-        """Return the same numbers."""
+        """Return a copy."""
         return Few(self._values)
 
     def sort(self) -> None:
@@ -132,10 +132,10 @@ class Few:
         return np.array(self._values, np.int64 if dtype is None else dtype)
 
     def tolist(self) -> list[Any]:
-        """Return the numbers; they are not to be changed."""
+        """Return the numbers. The list must not be modified."""
         return self._values
 
 
 def _divided(number: float, by: float) -> float:
-    """Return what NumPy does: both numbers are rounded first."""
+    """Return the quotient as NumPy computes it: both numbers are rounded to floats first."""
     return float(number) / float(by)

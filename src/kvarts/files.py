@@ -1,11 +1,11 @@
-"""Reading files, and writing result files whole or not at all.
+"""Reading files, and writing result files completely or not at all.
 
-Every command and every room reads and writes through this module, so that each of these is decided once:
+All commands and rooms read and write through this module, which guarantees:
 
-- Only a regular file is replaced, at once, by a complete new one with the same permissions. A link is followed. A
-  device, a pipe or a socket is written to. `-`, and `/dev/stdout`, is standard output.
-- What fails while an output is written is an OutputError with its path, and then the old file is there, or none.
-- What fails while an input is read is a MissingFileError or an InputError with its path.
+- Only a regular file is replaced, atomically, by a complete new one with the same permissions. Links are followed.
+  Devices, pipes and sockets are written to directly. `-` and `/dev/stdout` are standard output.
+- A failure to write an output is an OutputError with its path. The old file, or its absence, is preserved.
+- A failure to read an input is a MissingFileError or an InputError with its path.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 STANDARD_OUTPUT = 1
 MOST_LINKS = 40
 DATA_SUFFIXES = (".csv", ".gz", ".json", ".jsonl", ".parquet", ".safetensors", ".toml")
-"""Of the files that are read where a directory is."""
+"""Suffixes of the files that are read if a directory is given."""
 
 
 def shown(path: Path | str) -> str:
-    """Return a path as text that any encoding of Unicode can hold: bytes that are no UTF-8 become a question mark."""
+    """Return a path as text that any Unicode encoding can represent; bytes that are not UTF-8 become question marks."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -55,7 +55,7 @@ def shown(path: Path | str) -> str:
 
 @contextmanager
 def reading(path: Path | str, *, hint: str | None = None) -> Iterator[None]:
-    """Give an OSError the path: raise MissingFileError with `hint` for a file that is not there, else InputError."""
+    """Add the path to an OSError: raise MissingFileError with `hint` for a missing file, else InputError."""
     try:
         yield
     except FileNotFoundError:
@@ -69,15 +69,15 @@ def reading(path: Path | str, *, hint: str | None = None) -> Iterator[None]:
 
 
 def read_bytes(path: Path, *, hint: str | None = None) -> bytes:
-    """Return what is in a file, or in a bundled one. Raise MissingFileError with `hint`, or InputError."""
+    """Return the contents of a file or a bundled file. Raise MissingFileError with `hint`, or InputError."""
     with reading(path, hint=hint):
         return located(path).read_bytes()
 
 
 def read_text(path: Path, *, hint: str) -> str:
-    """Return the text of a file. Raise MissingFileError with `hint`, or InputError for a file that is no text."""
+    """Return the text of a file. Raise MissingFileError with `hint`, or InputError if it is not text."""
     try:
-        # As Path.read_text has it: every kind of line end is one.
+        # Line ends are normalised, as in Path.read_text.
         return io.TextIOWrapper(io.BytesIO(read_bytes(path, hint=hint)), encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise InputError(f"cannot be read: {error}", path=path) from error
@@ -85,22 +85,22 @@ def read_text(path: Path, *, hint: str) -> str:
 
 def read_toml(path: Path, *, hint: str) -> dict[str, Any]:
     """Return the tables of a TOML file. Raise MissingFileError with `hint`, or InputError for invalid TOML."""
-    import tomllib  # imported only if such a file is given
+    import tomllib  # imported only when needed
 
     text = read_text(path, hint=hint)
     try:
         return tomllib.loads(text)
-    except ValueError as error:  # of the syntax, and of a number with thousands of digits
+    except ValueError as error:  # a syntax error, or a number with thousands of digits
         raise InputError(f"is no readable TOML: {error}", path=path) from error
     except RecursionError:
         raise InputError("is no readable TOML: it is nested too deeply", path=path) from None
 
 
-# Where results go -----------------------------------------------------------------------------------------
+# Destinations of results ----------------------------------------------------------------------------------
 
 
 def _descriptor_of(path: Path) -> int | None:
-    """Return the open file of this process that a path stands for: `-`, /dev/stdout, /dev/fd/3; None for a file."""
+    """Return the open descriptor that a path such as `-`, /dev/stdout or /dev/fd/3 refers to; None for a file."""
     if str(path) == "-":
         return STANDARD_OUTPUT
     own = f"/proc/{os.getpid()}/fd"
@@ -115,7 +115,7 @@ def _descriptor_of(path: Path) -> int | None:
 
 
 def is_standard_output(path: Path | None) -> bool:
-    """Return whether a result goes to standard output, where nothing else belongs then."""
+    """Return whether a result is written to standard output, which must then contain nothing else."""
     if path is None:
         return False
     with writing(path):
@@ -123,7 +123,7 @@ def is_standard_output(path: Path | None) -> bool:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether a result is a file of its own, which may be written again: no device, no pipe."""
+    """Return whether a result is a regular file, which may be written again, rather than a device or pipe."""
     with writing(path):
         return _descriptor_of(path) is None and (_mode_of(path) is None or path.is_file())
 
@@ -137,7 +137,7 @@ def _mode_of(path: Path) -> int | None:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Give an OSError the path: raise OutputError."""
+    """Convert an OSError to an OutputError with the path."""
     try:
         yield
     except OSError as error:
@@ -149,7 +149,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written to, before any work is done. Raise OutputError."""
+    """Raise OutputError for a path that cannot be written to. To be called before any work is done."""
     with writing(path):
         descriptor = _descriptor_of(path)
         if descriptor is not None:
@@ -172,9 +172,9 @@ def check_writable(path: Path) -> None:
 
 
 def check_outputs(outputs: Iterable[Path], inputs: Iterable[Path] = (), *, run_dir: Path | None = None) -> None:
-    """Refuse outputs that would destroy what is read, each other, or what goes to `run_dir`. Raise ConfigError.
+    """Raise ConfigError for outputs that would overwrite inputs, each other, or files in `run_dir`.
 
-    Files are the same by what they are, whatever they are called. A directory among `inputs` stands for its data.
+    Files are compared by identity, not by name. A directory among `inputs` stands for the data files in it.
     """
     taken: dict[object, str] = {}
     for path in inputs:
@@ -203,7 +203,7 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _keys_of(path: Path) -> list[object]:
-    """Return what makes a file the same as another; nothing for a device, which many can use."""
+    """Return the identities of a file; empty for a device, which may have several users."""
     try:
         descriptor = _descriptor_of(path)
         if descriptor is not None:
@@ -220,7 +220,7 @@ def _keys_of(path: Path) -> list[object]:
 
 
 class _Result(io.FileIO):
-    """A file that knows what it is for: an error names that path."""
+    """A file whose errors name the path of its result."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         super().__init__(descriptor, "wb")
@@ -234,9 +234,9 @@ class _Result(io.FileIO):
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for a result, which gets to `path` on success, as the module says. Raise OutputError.
+    """Open a file for a result that replaces `path` on success, as described above. Raise OutputError.
 
-    If anything fails, `path` is as it was.
+    If anything fails, `path` is unchanged.
     """
     with writing(path):
         descriptor = _descriptor_of(path)
@@ -246,9 +246,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         with _spooled(path, lambda: _open_special(target, descriptor, mode)) as file:
             yield file
         return
-    # Hidden, and short whatever the name of the file is.
+    # Hidden, and short even if the file's own name is long.
     temporary = target.with_name(f".kvarts-{os.urandom(8).hex()}")
-    is_left = True  # from now on: a signal may come as soon as the file is there
+    is_left = True  # set before the file exists, since a signal may arrive right after its creation
     try:
         with writing(path):
             number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -261,7 +261,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
                 if mode is not None:
                     os.fchmod(raw.fileno(), stat.S_IMODE(mode))
         finally:
-            # What could not be flushed is lost with the file.
+            # Data that could not be flushed is discarded with the file.
             with suppress(OSError, OutputError):
                 file.close()
         with writing(path):
@@ -275,8 +275,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _spooled(path: Path, open_target: Callable[[], IO[bytes]]) -> Iterator[IO[bytes]]:
-    """Collect what is written, and pass it on when all of it is there."""
-    import tempfile  # takes longer to import than a small replay
+    """Collect the output, and pass it on once it is complete."""
+    import tempfile  # importing it takes longer than a small replay
 
     with writing(path):
         spool = tempfile.TemporaryFile()  # noqa: SIM115
@@ -311,7 +311,7 @@ def _open_special(target: Path, descriptor: int | None, mode: int | None) -> IO[
 
 
 def open_stream(path: Path) -> IO[bytes]:
-    """Open a device, a pipe or a socket, without a buffer, for what is written bit by bit. Raise OutputError."""
+    """Open a device, a pipe or a socket, unbuffered, for incremental output. Raise OutputError."""
     with writing(path):
         descriptor = _descriptor_of(path)
         if descriptor is not None:
@@ -326,7 +326,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_all(file: IO[bytes], data: bytes) -> None:
-    """Write all of `data` to a file without a buffer, which may take less at a time."""
+    """Write all of `data` to an unbuffered file, which may accept less per call."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

@@ -1,8 +1,8 @@
-"""The form of a journal: every event of one engine as a line of JSON, numbered without gaps.
+"""The format of a journal: every event of one engine as a line of JSON, numbered without gaps.
 
-Page events stay runs: pages [start_page, end_page) of a request's sequence. The line of an arrival carries the sequence
-itself, so a page can be named, compared and hashed from the journal alone. With KV groups, the head names them, memory
-is counted in blocks, and a line about pages is about their parts in one group.
+Page events describe runs: pages [start_page, end_page) of a request's sequence. The line of an arrival contains the
+sequence, so pages can be identified, compared and hashed from the journal alone. With KV groups, the head lists them,
+memory is counted in blocks, and a line about pages describes their parts in one group.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ REASONS = {Blocked.BUDGET: "token_budget", Blocked.PAGES: "pages", Blocked.SEQS:
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""Numbers of things, of requests and of pages, as far as a journal that is read back is believed."""
+"""Counts and indices; the bound applies when a journal is read."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event", omit_defaults=True):
-    """Every line: its number, the step it belongs to (-1 before the first), when it happened, and its request."""
+    """Fields of every line: its number, its step (-1 before the first), its time, and its request."""
 
     n: int
     step: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
@@ -58,7 +58,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="event
 
 
 class ArrivedLine(Line, tag="arrived", frozen=True, kw_only=True, gc=False):
-    """`units` stand for `unit_tokens` equal tokens each; `num_known_tokens` of them are known beforehand."""
+    """`units` stand for `unit_tokens` equal tokens each; `num_known_tokens` of them are known in advance."""
 
     request_id: str
     prompt_tokens: Count
@@ -72,23 +72,23 @@ class ArrivedLine(Line, tag="arrived", frozen=True, kw_only=True, gc=False):
 
 
 class RejectedLine(Line, tag="rejected", frozen=True, kw_only=True, gc=False):
-    """It could never run."""
+    """The request was refused, because it could never run."""
 
     request_id: str
     reason: str
 
 
 class BlockedLine(Line, tag="blocked", frozen=True, kw_only=True, gc=False):
-    """From now on it is the head of the queue that is not admitted; `reason` is one of REASONS."""
+    """The request is now the head of the queue and is not admitted. `reason` is one of REASONS."""
 
     reason: str
     pages_short: Count = 0
 
 
 class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
-    """It began to run. `loaded_pages`: those of its hit pages, the last ones, that each tier below the device had.
+    """The request began to run. `loaded_pages`: how many hit pages, at the end, were loaded from each lower tier.
 
-    `reach`: from how many pages each KV group by itself could have gone on.
+    `reach`: per KV group, the longest prefix in pages that the group alone could resume from.
     """
 
     hit_pages: Count
@@ -97,7 +97,7 @@ class AdmittedLine(Line, tag="admitted", frozen=True, kw_only=True, gc=False):
 
     @property
     def ended_by(self) -> list[int]:
-        """The KV groups that ended a hit which others could have gone on from; empty if none did by itself."""
+        """The KV groups that limited a hit that others could have extended; empty if no single group limited it."""
         least = min(self.reach, default=0)
         if max(self.reach, default=0) == least or least > self.hit_pages:
             return []
@@ -113,14 +113,14 @@ class ComputedLine(Line, tag="computed", frozen=True, kw_only=True, gc=False):
 
 
 class DraftedLine(Line, tag="drafted", frozen=True, kw_only=True, gc=False):
-    """Of `drafted` tokens that were guessed to follow its own, `accepted` were right: it has that many more."""
+    """`accepted` of `drafted` draft tokens were accepted: the request has that many more."""
 
     drafted: Count
     accepted: Count
 
 
 class PreemptedLine(Line, tag="preempted", frozen=True, kw_only=True, gc=False):
-    """It lost its pages to `asker`."""
+    """The request lost its pages to `asker`."""
 
     asker: Count
     pages_asked: Count
@@ -130,17 +130,17 @@ class PreemptedLine(Line, tag="preempted", frozen=True, kw_only=True, gc=False):
 
 
 class FinishedLine(Line, tag="finished", frozen=True, kw_only=True, gc=False):
-    """It made its last token. `units`: those generated, where they were not known when it arrived."""
+    """The request generated its last token. `units`: the generated ones, if they were not known at arrival."""
 
     units: list[int] = []
 
 
 class CancelledLine(Line, tag="cancelled", frozen=True, kw_only=True, gc=False):
-    """It was dropped."""
+    """The request was dropped."""
 
 
 class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence can be found from now on."""
+    """Pages of the request's sequence became findable."""
 
     start_page: Count
     end_page: Count
@@ -148,7 +148,7 @@ class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
 
 
 class GivenBackLine(Line, tag="given_back", frozen=True, kw_only=True, gc=False):
-    """It gave parts of its pages back, which none of its later tokens sees."""
+    """The request released parts of its pages that none of its later tokens sees."""
 
     start_page: Count
     end_page: Count
@@ -156,7 +156,7 @@ class GivenBackLine(Line, tag="given_back", frozen=True, kw_only=True, gc=False)
 
 
 class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence are on their way to a tier below, with transfer `transfer`."""
+    """A store of pages of the request's sequence to a tier below began, as `transfer`."""
 
     transfer: Count
     tier: str
@@ -166,7 +166,7 @@ class StoringLine(Line, tag="storing", frozen=True, kw_only=True, gc=False):
 
 
 class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence did not arrive in the tier below."""
+    """Pages of the request's sequence failed to arrive in the tier below."""
 
     transfer: Count
     tier: str
@@ -176,7 +176,7 @@ class StoreFailedLine(Line, tag="store_failed", frozen=True, kw_only=True, gc=Fa
 
 
 class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence can be found in a tier below from now on."""
+    """Pages of the request's sequence became findable in a tier below."""
 
     tier: str
     start_page: Count
@@ -185,7 +185,7 @@ class StoredBelowLine(Line, tag="stored_below", frozen=True, kw_only=True, gc=Fa
 
 
 class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence left a tier below."""
+    """Pages of the request's sequence were removed from a tier below."""
 
     tier: str
     start_page: Count
@@ -194,7 +194,7 @@ class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=
 
 
 class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
-    """Pages it has in tiers below, after `hit_pages` on the device, are on their way, with transfer `transfer`."""
+    """A load of the request's pages from tiers below began, after `hit_pages` on the device, as `transfer`."""
 
     transfer: Count
     hit_pages: Count
@@ -202,16 +202,16 @@ class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
 
 
 class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):
-    """Its load ended, and `good_pages` pages arrived."""
+    """The request's load ended, and `good_pages` pages arrived."""
 
     transfer: Count
     good_pages: Count
 
 
 class RemovedLine(Line, tag="removed", frozen=True, kw_only=True, gc=False):
-    """Pages of its sequence were evicted, the last first. `is_copy`: another copy can still be found.
+    """Pages of the request's sequence were evicted, the last first. `is_copy`: another copy can still be found.
 
-    `is_dropped`: nothing was short: what windows leave behind is not kept.
+    `is_dropped`: not for lack of room, but because pages that leave a window are not kept.
     """
 
     start_page: Count
@@ -244,7 +244,7 @@ AnyLine = (
 
 
 class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A KV group: what its layers keep, how many they are, and the blocks of a part. `tokens`: of a window or chunk."""
+    """A KV group: kind and number of its layers, and the blocks per part. `tokens`: span of a window or chunk."""
 
     kind: str
     layers: Count
@@ -256,9 +256,9 @@ class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return self.kind if self.tokens is None else f"{self.kind} {self.tokens:,}"
 
     def needed(self, num_pages: int, page_size: int) -> tuple[range, range]:
-        """Return the pages that are needed to go on from so many, at least one: of the sink, and after it.
+        """Return the pages needed to resume after `num_pages` (at least one): those of the sink, and those after it.
 
-        Of a state, that of its snapshot.
+        For a state, it is the page of its snapshot.
         """
         if self.kind == "state":
             return range(0), range(num_pages - 1, num_pages)
@@ -271,7 +271,7 @@ class JournalGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The first line. `kv_groups`: empty where pages are whole."""
+    """The first line. `kv_groups`: empty if pages are not divided into parts."""
 
     kvarts_journal: int
     block_size_tokens: Count

@@ -1,10 +1,10 @@
-"""Block keys: the names that KV pages have outside this process.
+"""Block keys: the names of KV pages outside this process.
 
-As vLLM defines them (`vllm.v1.core.kv_cache_utils`): the key of a page is the SHA-256 of the triple (key of the page
-before it, token ids, extra keys), serialised by pickle (`sha256`) or as canonical CBOR (`sha256_cbor`); before the
-first page stands a root key. The salt of a tenant is the extra key of the first page, and so enters every later key.
+Keys are those of vLLM (`vllm.v1.core.kv_cache_utils`). The key of a page is the SHA-256 of the triple (key of the
+previous page, token ids, extra keys), serialised by pickle (`sha256`) or as canonical CBOR (`sha256_cbor`); the chain
+begins with a root key. The salt of a tenant is the extra key of the first page, and so affects every later key.
 
-A key costs a hash a page, so the control plane does not use keys: they are computed on demand.
+A key costs one hash per page, so the control plane does not use keys: they are computed on demand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvarts.errors import ConfigError
 __all__ = ["VLLM_DEFAULT_SEED", "BlockKey", "BlockKeys", "KeyAlgorithm", "KeyMaker", "root_key"]
 
 VLLM_DEFAULT_SEED = "vllm-none-hash"
-"""The seed that vLLM 0.32 hashes to its root key if PYTHONHASHSEED is not set."""
+"""The seed from which vLLM 0.32 hashes its root key if PYTHONHASHSEED is not set."""
 
 BlockKey = NewType("BlockKey", bytes)
 KeyAlgorithm = Literal["sha256", "sha256_cbor"]
@@ -31,7 +31,7 @@ def _hash_pickle(value: object) -> bytes:
 
 
 def _hash_cbor(value: object) -> bytes:
-    import cbor2  # imported only if keys of this kind are asked for
+    import cbor2  # imported only if keys of this kind are used
 
     return sha256(cbor2.dumps(value, canonical=True)).digest()
 
@@ -53,7 +53,7 @@ def _hash(algorithm: str) -> Callable[[object], bytes]:
 
 
 class KeyMaker:
-    """Makes keys, one after the other. `root`: the key before the first page, as `root_key` returns it.
+    """Sequential computation of keys. `root`: the key before the first page, as returned by `root_key`.
 
     Raises ConfigError for an unknown algorithm.
     """
@@ -65,7 +65,7 @@ class KeyMaker:
         self._root = root_key(algorithm) if root is None else root
 
     def extend(self, keys: list[BlockKey], content: Content, num_pages: int) -> None:
-        """Append keys of `content`, of which `keys` has the first ones, until it has `num_pages`; all must be known."""
+        """Extend `keys`, the first keys of `content`, to `num_pages` keys. All these pages must be known."""
         size = content.page_size
         start = len(keys)
         if start >= num_pages:
@@ -80,10 +80,10 @@ class KeyMaker:
 
 
 class BlockKeys:
-    """The keys of one content's full pages, computed on demand and then kept.
+    """The keys of one content's full pages, computed on demand and cached.
 
-    `root`: the key before the first page, as `root_key` returns it. `known`: keys of the first pages, if known
-    already. Raises ConfigError for an unknown algorithm.
+    `root`: the key before the first page, as returned by `root_key`. `known`: keys of the first pages, if already
+    known. Raises ConfigError for an unknown algorithm.
     """
 
     __slots__ = ("_content", "_keys", "_maker")

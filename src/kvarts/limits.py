@@ -1,6 +1,6 @@
-"""The limits of numbers, stated once. Values are checked against them where they are built, in all rooms.
+"""Numeric limits, defined once. Values are checked against them on construction, in all rooms.
 
-Within them, every sum and product that kvarts makes fits 64 bits, and what is made beforehand fits memory.
+Within these limits, every sum and product in kvarts fits 64 bits, and everything allocated in advance fits memory.
 """
 
 from __future__ import annotations
@@ -32,29 +32,28 @@ __all__ = [
 ]
 
 MOST_COUNT = (1 << 31) - 1
-"""Tokens of a request or a step, requests that run at once, and whatever else is counted."""
+"""Tokens of a request or a step, concurrent requests, and all other counts."""
 MOST_PAGE_TOKENS = 1 << 20
-"""Tokens of a page."""
+"""Tokens per page."""
 MOST_PAGES = 1 << 40
 MOST_BYTES = 1 << 60
-"""Bytes of a memory, and bytes a second: an exbibyte."""
+"""Bytes of a memory, or bytes per second: an exbibyte."""
 MOST_BYTES_PER_TOKEN = 1 << 40
 MOST_DRAFTED = 64
 MOST_LAYERS = 10_000
 MOST_REPLICAS = 4_096
 MOST_REQUESTS = 10_000_000
-"""Requests that a description of traffic makes."""
+"""Requests generated from a description of traffic."""
 MOST_MS = 1e12
-"""A time that a setting says: 31 years."""
+"""A time in a setting: 31 years."""
 MOST_SECONDS = 1e9
 """The same in seconds."""
 MOST_SEED = (1 << 63) - 1
 MOST_UINT32 = (1 << 32) - 1
 MOST_UINT64 = (1 << 64) - 1
-"""What a field of a message can hold: a client may ask for as many tokens as that, and mean as many as there is room
-for."""
+"""Limit of fields in messages. A client may request this many tokens to mean as many as there is room for."""
 LATEST_NS = 1 << 61
-"""Virtual time: 73 years after its beginning."""
+"""Virtual time: 73 years after its start."""
 
 MOST_SHOWN = 40
 
@@ -70,7 +69,7 @@ class TooLateError(ConfigError):
 
 
 def brief(value: Any) -> str:
-    """Return a value as an error shows it, in a few characters whatever it is."""
+    """Return a value for an error message, shortened to a few characters."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
     text = str(value) if isinstance(value, int | float) else repr(value)

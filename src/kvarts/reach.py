@@ -1,7 +1,7 @@
-"""Addresses that other machines reach, and the protection that a door needs there. One rule for every door.
+"""Addresses that other machines can reach, and the protection required there. The rule is the same for every door.
 
-Beyond loopback a door encrypts and asks for a token. Without one of the two, --insecure is needed twice: once is easily
-copied from an example.
+Beyond loopback, a door must use encryption and ask for a token. To omit either, --insecure must be given twice, since
+a single flag is easily copied from an example.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?P<port>\d{1,5})|ipc://\S+|inproc://\S+"
 MAX_PORT = 65_535
 
 INSECURE = 2
-"""The number of times that --insecure is given to waive the rule."""
+"""The number of --insecure flags that waives the rule."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`. A name other than localhost may be anything."""
+    """Return whether only this machine can reach `host`. Names other than localhost are assumed to be reachable."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -33,9 +33,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_reach(host: str, *, field: str, insecure: int, encrypts: bool, asks_for_token: bool, missing: str) -> None:
-    """Raise ConfigError for a door that other machines reach and that does not protect what passes through it.
+    """Raise ConfigError for a door that other machines can reach and that is not protected.
 
-    `insecure`: how often --insecure was given. `missing`: the options that would protect it.
+    `insecure`: number of --insecure flags. `missing`: the options that would protect it.
     """
     if is_loopback(host) or (encrypts and asks_for_token) or insecure >= INSECURE:
         return
@@ -49,9 +49,9 @@ def check_reach(host: str, *, field: str, insecure: int, encrypts: bool, asks_fo
 
 
 def check_endpoint(endpoint: str, *, field: str, binds: bool, offset: int = 0) -> None:
-    """Raise ConfigError for an endpoint of ZMQ that cannot be, or that has no port `offset` beyond its own.
+    """Raise ConfigError for an invalid ZMQ endpoint, or one whose port plus `offset` is not a valid port.
 
-    `binds`: then port 0 stands for any free one.
+    `binds`: port 0 is allowed and stands for any free port.
     """
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None:
@@ -65,7 +65,7 @@ def check_endpoint(endpoint: str, *, field: str, binds: bool, offset: int = 0) -
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:
-    """Raise ConfigError for one without the other, MissingFileError or InputError for files that are no such pair."""
+    """Raise ConfigError if only one is given; MissingFileError or InputError if the files are not a matching pair."""
     if (cert is None) != (key is None):
         raise ConfigError("a certificate and its key go together", field="tls_cert", hint="Give both files.")
     if cert is None or key is None:

@@ -1,8 +1,8 @@
 """A request in one engine.
 
-The first fields are the caller's and never change. The others are written by the scheduler only. The tokens of a
-request are *known* up to the end of its prompt plus what was generated, and *computed* as far as their KV is in pages:
-the scheduler makes computed catch up with known.
+The first fields belong to the caller and never change. The others are written only by the scheduler. Tokens of a
+request are *known* up to the end of its prompt and generated tokens, and *computed* as far as their KV is in pages. The
+scheduler makes computed catch up with known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["NEXT_STATES", "Request", "RequestState"]
 
 
 class RequestState(IntEnum):
-    """The state of a request. NEXT_STATES says which state may follow which."""
+    """The state of a request. NEXT_STATES lists the legal transitions."""
 
     NEW = 0
     WAITING = 1
@@ -27,13 +27,13 @@ class RequestState(IntEnum):
     LOADING = 3
     """It has pages, and waits for a transfer to fill the first of them, from a tier below or from another engine."""
     LOADED = 4
-    """Its load has ended; it runs as soon as the token budget allows."""
+    """Its load has ended; it runs as soon as the token budget permits."""
     PREFILLING = 5
     """It runs, and has more than one token to compute, or computes the last of its known tokens in this step."""
     DECODING = 6
-    """It runs, and computes one token a step."""
+    """It runs, and computes one token per step."""
     ABANDONED = 7
-    """It was cancelled while its load was under way; its pages are freed when that ends."""
+    """It was cancelled during its load; its pages are freed when the load ends."""
     FINISHED = 8
     CANCELLED = 9
     REJECTED = 10
@@ -66,13 +66,13 @@ NEXT_STATES: Final[tuple[frozenset[RequestState], ...]] = tuple(
 
 
 class Request:
-    """One request. `index` is its place in arrival order and ends every sort key; times are integer nanoseconds.
+    """One request. `index` is its position in arrival order and ends every sort key; times are integer nanoseconds.
 
-    `max_tokens` is how many tokens it generates, unless it stops earlier. `request_id`: its id outside this engine.
-    `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them as they are.
-    `start`: how many of its tokens are computed in the pages that it brings. `computes_only`: it ends when its prompt
-    is computed, and samples nothing; `max_tokens` is 0. `is_handed_over`: its pages stay in use when it ends, and
-    another engine goes on with them; `max_tokens` is 1.
+    `max_tokens`: number of tokens it generates, unless it stops earlier. `request_id`: its id outside this engine.
+    `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them unchanged.
+    `start`: number of its tokens already computed in these pages. `computes_only`: it ends when its prompt is computed,
+    without sampling; `max_tokens` is 0. `is_handed_over`: its pages stay in use when it ends, and another engine
+    continues with them; `max_tokens` is 1.
     """
 
     __slots__ = (
@@ -138,18 +138,18 @@ class Request:
         self.is_handed_over = is_handed_over
 
         self.state: RequestState = NEW
-        """Written through `become` only."""
+        """Written only by `become`."""
 
-        # Progress. While the request decodes, `num_computed` and `num_output_tokens` are as of when it joined the
-        # wheel.
+        # Progress. While the request decodes, `num_computed` and `num_output_tokens` have their values from when it
+        # joined the wheel.
         self.num_output_tokens = 0
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         self.num_computed = 0
         self.holding: Holding | None = None
         self.admission = -1
-        """Its place in admission order while it runs, else -1."""
+        """Its position in admission order while it runs, else -1."""
         self.row = -1
-        """Its row in the executor's batch while it runs, where an executor needs rows, else -1."""
+        """Its row in the executor's batch while it runs, if the executor needs rows, else -1."""
 
         # Written by the wheel.
         self.wheel_base = 0
@@ -160,36 +160,36 @@ class Request:
         self.first_token_ns = -1
         self.last_token_ns = -1
         self.cancelled_ns = -1
-        """When the engine dropped it; written by the engine."""
+        """When the engine dropped it. Written by the engine."""
         self.num_admissions = 0
         self.goes_first = False
-        """It was the head of the queue and has waited for the load of another: it goes before those of its priority."""
+        """It has waited for another request's load as head of the queue, so it has precedence within its priority."""
         self.num_preemptions = 0
         self.hit_tokens = 0
-        """Tokens hit in the present admission."""
+        """Tokens hit in the current admission."""
         self.largest_hit_tokens = 0
         self.cached_tokens = 0
-        """Prompt tokens hit in KV of other requests; those that it found of its own after a preemption do not count."""
+        """Prompt tokens hit in KV of other requests; its own KV, found again after a preemption, does not count."""
         self.cached_tokens_below: tuple[int, ...] = ()
-        """The tokens of `cached_tokens` that were loaded from each tier below the device; empty if there were none."""
+        """The part of `cached_tokens` loaded from each tier below the device; empty if nothing was loaded."""
         self.recomputed_tokens = 0
         self.furthest_computed = 0
         """Tokens it had in pages before its last preemption."""
         self.stalls_ns: tuple[int, ...] = ()
-        """For each token sampled first after a preemption: the time since the token before it."""
+        """For each token sampled first after a preemption, the time since the previous token."""
 
     @property
     def num_known(self) -> int:
-        """The number of prompt and generated tokens. While the request decodes: as of when it joined the wheel."""
+        """Number of prompt and generated tokens. While the request decodes, the value from when it joined the wheel."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended: a cancelled one also while a transfer still fills its pages."""
+        """Whether it has ended. A cancelled request has, even while a transfer still fills its pages."""
         return self.state >= ABANDONED
 
     def become(self, state: RequestState) -> None:
-        """Enter `state`, which must be one that may follow the present state."""
+        """Enter `state`, which must be a legal next state."""
         assert state in NEXT_STATES[self.state], f"{self!r} cannot become {state.name}"
         self.state = state
 

@@ -1,4 +1,4 @@
-"""Rooms of the installation that may be missing, rooms that can be called, and code that a user names."""
+"""Optional rooms of the installation, callable rooms, and code named by a user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CallableRoom", "code_named", "from_room", "is_code_name"]
 
 
 def from_room(module: str, name: str, *, field: str) -> Any:
-    """Return `name` of `kvarts.MODULE`. Raise ConfigError, for the setting `field`, if that room is not installed."""
+    """Return `name` from `kvarts.MODULE`. Raise ConfigError, for the setting `field`, if the room is not installed."""
     try:
         return getattr(import_module(f"kvarts.{module}"), name)
     except ModuleNotFoundError as error:
@@ -31,9 +31,9 @@ def is_code_name(text: str) -> bool:
 
 
 def code_named(name: str) -> Callable[..., Any]:
-    """Return what `module:Class` names, also in a module of the working directory.
+    """Import the object named by `module:Class`; modules of the working directory are found too.
 
-    Raise ConfigError for what is not of that form, cannot be imported, or cannot be called.
+    Raise ConfigError if `name` is malformed, or the object cannot be imported or called.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -51,7 +51,7 @@ def code_named(name: str) -> Callable[..., Any]:
 
 
 class CallableRoom(ModuleType):
-    """The type of a package that is also its main function, the one that its `MAIN` names as `module:function`."""
+    """The type of a package that can be called like its main function, given by `MAIN` as `module:function`."""
 
     MAIN: str
 

@@ -1,4 +1,4 @@
-"""Bundled files, by names that stand for them wherever a file is read: `sample:mooncake`."""
+"""Bundled files, and names that stand for them wherever a file is read: `sample:mooncake`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = Path(__file__).parent / "data"
 
 
 class Sample(NamedTuple):
-    """A bundled trace: a file or folder in `data`, what it holds, and the tokens per hash id where that is not 512."""
+    """A bundled trace: its file or folder in `data`, a description, and the tokens per hash id if not 512."""
 
     file: str
     what: str
@@ -34,13 +34,13 @@ SAMPLES = {
         trace_block_size=16,
     ),
 }
-"""Each bundled trace by its name; `sample:NAME/FILE` stands for another file of its folder."""
+"""The bundled traces by name; `sample:NAME/FILE` stands for another file of the sample's folder."""
 
 
 def located(path: Path | str) -> Path:
     """Return the file that `path` stands for: a bundled one for `sample:NAME`, else `path` itself.
 
-    Raise MissingFileError for a sample that is not bundled.
+    Raise MissingFileError for an unknown sample.
     """
     text = str(path)
     if not text.startswith(PREFIX):
@@ -62,13 +62,13 @@ def located(path: Path | str) -> Path:
 
 
 def sample_of(path: Path | str) -> Sample | None:
-    """Return the bundled trace that `path` names; None for a file of the user's own."""
+    """Return the bundled trace that `path` names; None for a user's file."""
     text = str(path)
     return SAMPLES.get(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else None
 
 
 def where_samples_are(path: Path | str) -> str:
-    """Return what to do about a trace that does not exist: the sample of that name, or where all are listed."""
+    """Return a hint for a trace that does not exist: the sample of that name, or how to list all samples."""
     name = Path(path).name
     for known, sample in SAMPLES.items():
         if name in (sample.file, known):

@@ -1,4 +1,4 @@
-"""What a request asks of its generated tokens: a value, which needs no PyTorch."""
+"""Sampling parameters of a request. Does not depend on PyTorch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvarts.limits import MOST_UINT32, MOST_UINT64, brief, check_whole
 __all__ = ["Logprobs", "SamplingParams", "StructuredOutputs", "TopLogprobs"]
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one place, with their log-probabilities, in falling order."""
+"""The most likely tokens at one position, with their log-probabilities, in descending order."""
 
 
 class Logprobs(msgspec.Struct):
     """Log-probabilities of consecutive tokens, as the model computes them: before temperature, penalties and grammars.
 
-    `values`: of each token; None for the first token of a prompt. `top`: the likeliest tokens at each place, as many as
-    were asked for. `ranks`, of prompts only: how many tokens were at least as likely.
+    `values`: of each token; None for the first token of a prompt. `top`: the most likely tokens at each position, as
+    many as requested. `ranks`, only for prompts: the number of tokens that were at least as likely.
     """
 
     values: list[float | None] = []
@@ -27,16 +27,16 @@ class Logprobs(msgspec.Struct):
     ranks: list[int] = []
 
     def until(self, num_tokens: int) -> Logprobs:
-        """Return those of the first `num_tokens` tokens."""
+        """Return the log-probabilities of the first `num_tokens` tokens."""
         return Logprobs(self.values[:num_tokens], self.top[:num_tokens], self.ranks[:num_tokens])
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the generated text is to be, by exactly one of its fields. The names are those of vLLM.
+    """A constraint on the generated text, given by exactly one of the fields. The names are those of vLLM.
 
-    `json`: a value that a JSON schema allows, given as the schema or its text. `regex`: a text that matches all of a
-    regular expression. `choice`: one of several texts. `grammar`: a text of a grammar in Lark's or GBNF's form.
-    `json_object`: any object. Raises ConfigError for none or several, and for values of other types.
+    `json`: a value that matches a JSON schema, given as an object or text. `regex`: a text that a regular expression
+    matches completely. `choice`: one of several texts. `grammar`: a text of a grammar in Lark or GBNF. `json_object`:
+    any object. Raises ConfigError for none or several, and for values of other types.
     """
 
     json: Any = None
@@ -67,7 +67,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             msgspec.structs.force_setattr(self, "choice", tuple(value))
 
     def as_text(self) -> tuple[str, str]:
-        """Return the kind and the text of the grammar: a JSON schema, a list of choices, or as it was given."""
+        """Return the kind and the text of the grammar: a JSON schema, a list of choices, or the text as given."""
         if self.regex is not None:
             return "regex", self.regex
         if self.choice is not None:
@@ -82,18 +82,18 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many tokens one request generates, how each is chosen, and what ends it. The names are those of vLLM.
 
-    `temperature` 0 is greedy: then only the repetition penalty changes which token is chosen. `top_k` 0, `top_p` 1 and
-    `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; without one, a request is
-    seeded by its index. `stop`: a text, or texts, that end the request and are not part of the answer, but for
-    `include_stop_str_in_output`. `stop_token_ids`: tokens that end it. `min_tokens`: nothing but `max_tokens` ends the
-    request before it has so many. `ignore_eos`: the model's own end is a token like any other. `presence_penalty` and
-    `frequency_penalty`: of tokens that were generated, once and for each time. `logprobs`: return the log-probability
-    of each token; `top_logprobs`: and of so many of the likeliest tokens in its place. `prompt_logprobs`: return them
-    of the tokens of the prompt, and of so many of the likeliest in their places; all of the prompt is computed then,
-    whatever is cached. `max_tokens` may be 0 with it. `skip_special_tokens`: special tokens have no text; a stop text
-    that is one is never found then. `structured_outputs`: a grammar that the text keeps to, as long as `max_tokens`
-    allows; its end comes before `min_tokens` and in spite of `ignore_eos`. `forced_tokens`: the first tokens, whatever
-    a model would choose; mocks alone take them.
+    `temperature` 0 is greedy: then only the repetition penalty can change the chosen token. `top_k` 0, `top_p` 1 and
+    `min_p` 0 are off. `seed`: the same seed gives the same text, alone and in any batch; default: derived from the
+    request's index. `stop`: one or several texts that end the request; they are not part of the answer, except with
+    `include_stop_str_in_output`. `stop_token_ids`: tokens that end it. `min_tokens`: with fewer, only `max_tokens` ends
+    the request. `ignore_eos`: the model's end token does not end the request. `presence_penalty` and
+    `frequency_penalty`: applied to generated tokens, once and per occurrence. `logprobs`: return the log-probability of
+    each token; `top_logprobs`: also those of this many most likely tokens at its position. `prompt_logprobs`: return
+    both for the tokens of the prompt, with this many most likely ones per position; the whole prompt is then computed,
+    even if it is cached, and `max_tokens` may be 0. `skip_special_tokens`: special tokens have no text, so a stop text
+    that is one is never found. `structured_outputs`: a grammar that constrains the text within `max_tokens`; its end
+    takes precedence over `min_tokens` and `ignore_eos`. `forced_tokens`: the first tokens, whatever a model would
+    choose; only mocks support them.
     Raises ConfigError for a value out of range.
     """
 
@@ -152,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             check_whole(token, "sampling.stop_token_ids", least=0, most=MOST_UINT64)
 
     def _take_all(self, field: str, kind: type, what: str) -> None:
-        """Make a tuple of a field: of one text, or of several values."""
+        """Convert a field to a tuple, from a single text or from several values."""
         given: Any = getattr(self, field)
         values = (given,) if isinstance(given, str) else given
         if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
@@ -161,7 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_argmax(self) -> bool:
-        """Whether each token is simply the one with the largest logit, and log-probabilities are not asked for."""
+        """Whether each token is simply the one with the largest logit, and log-probabilities are not requested."""
         return (
             self.temperature == 0.0
             and self.repetition_penalty == 1.0

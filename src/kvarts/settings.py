@@ -1,11 +1,11 @@
-"""Settings: fields of structs, what is said of each, and where each of their values was given.
+"""Settings: fields of structs, their descriptions, and the sources of their values.
 
-A setting is a field of a msgspec.Struct that is annotated with `setting(...)`: what it is for and its flag. Its default
-is that of the field and stated nowhere else; its key in a file is the name the struct encodes it by, after the
-name of its table. The options of the command line and the tables of a file are both made from this.
+A setting is a field of a msgspec.Struct annotated with `setting(...)`, which gives its help and its flag. Its default
+is that of the field and is stated nowhere else. Its key in a file is its encoded name, after the name of its table.
+Both the options of the command line and the tables of a file are derived from this.
 
-`Given` holds what was given, by key, and where: a flag, a key of a file. It merges what several sources give, builds
-structs from it, and names in every error the setting as the user wrote it.
+`Given` contains the values that were given, by key, with their sources: a flag, or a key of a file. It merges several
+sources, builds structs from them, and names settings in errors as the user wrote them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-"""The type of a setting that a file and the command line refuse below 1."""
+"""The type of a setting with a minimum of 1, enforced in files and on the command line."""
 
 _NAME = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
@@ -51,8 +51,8 @@ _NAME = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting: the field of a struct, its key in a file, its flag on the command line, and its default.
 
-    `default_text`: what the help says of it instead. `replaces`: keys of the settings that it drops when it is laid
-    over them. `is_name`: it is no value, but stands for the name of a table that the user chose.
+    `default_text`: shown in the help instead of the default. `replaces`: keys of settings that it drops when it is
+    merged over them. `is_name`: not a value, but the name of a table chosen by the user.
     """
 
     field: str
@@ -68,7 +68,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """What `setting` says of a field. In a signature it reads as the first sentence of its help."""
+    """The description of a field by `setting`. In a signature, it appears as the first sentence of its help."""
 
     help: str
     flag: str | None
@@ -92,16 +92,16 @@ def setting(
 ) -> Words:
     """Return the annotation that makes the field of a struct a setting.
 
-    `kind`: the type of what files and options give, where that is not the field's type. `flag`: left out, it is made
-    from the key; None: there is none. `default`: what the help says where the field's default does not say it.
-    `replaces`: fields of the same struct, or keys, see Setting.
+    `kind`: the type of given values, if it differs from the field's type. `flag`: derived from the key by default;
+    None: no flag. `default`: text for the help, if the field's default does not explain itself. `replaces`: fields of
+    the same struct, or keys, see Setting.
     """
     return Words(help=help, flag=flag, metavar=metavar, default=default, replaces=replaces, kind=kind)
 
 
 @cache
 def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting, ...]:
-    """Return the settings among the fields of `struct`, with keys in `table`; the top of a file has no name."""
+    """Return the settings among the fields of `struct`, with keys in `table`; an empty `table` is the top of a file."""
     found = []
     prefix = f"{table}." if table else ""
     for field in msgspec.structs.fields(struct):
@@ -127,16 +127,16 @@ def settings_of(struct: type[msgspec.Struct], table: str = "") -> tuple[Setting,
 
 
 def _words_of(kind: Any) -> Words | None:
-    """Return what `setting` said of a field of type `kind`; None for a field that is no setting."""
+    """Return the annotation of a field of type `kind`; None if the field is not a setting."""
     if get_origin(kind) is not Annotated:
         return None
     return next((meta for meta in get_args(kind)[1:] if isinstance(meta, Words)), None)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that belong together: those of `struct`, in `table` of a file, under `title` in the help.
+    """A group of settings: those of `struct`, in `table` of a file, under `title` in the help.
 
-    `is_named`: the file has such a table for each of several names: `[models.chat]`.
+    `is_named`: the file has one such table per name, such as `[models.chat]`.
     """
 
     struct: type[msgspec.Struct]
@@ -156,9 +156,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 class SettingError(ConfigError):
     """A value that a setting cannot have, or settings that exclude each other.
 
-    `fields`: the settings that are at fault. The error names the first of them that was given; of a struct, `of`, that
-    is the first that is not at its default. `{name}` in a text stands for another field, and is spelled as the user
-    would write it.
+    `fields`: the settings at fault. The error names the first of them that was given; with a struct `of`, the first
+    that differs from its default. `{name}` in a text stands for another field, and is replaced by the user's spelling.
     """
 
     def __init__(self, what: str, *fields: str, hint: str | None = None, of: msgspec.Struct | None = None) -> None:
@@ -172,7 +171,7 @@ class SettingError(ConfigError):
 
 
 def parts_of_error(error: ConfigError) -> tuple[str, str | None, tuple[str, ...]]:
-    """Return what is wrong and the hint, as texts in which `{name}` stands for a field, and the fields at fault."""
+    """Return the problem and the hint, as texts in which `{name}` stands for a field, and the fields at fault."""
     if isinstance(error, SettingError):
         return *error.texts, error.fields
     return error.what, error.hint, () if error.field is None else (error.field,)
@@ -191,14 +190,14 @@ def _spelled(text: str, spell: Callable[[str], str]) -> str:
 
 
 class Source(Protocol):
-    """Where values were given."""
+    """The source of values."""
 
     @property
     def path(self) -> Path | None:
         """The file, if it is one."""
 
     def spell(self, setting: Setting, inner: str = "") -> str:
-        """Return `setting` as one writes it there; `inner`: a part of its value."""
+        """Return the spelling of `setting` in this source; `inner`: a part of its value."""
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -212,7 +211,7 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 class Flags(msgspec.Struct, frozen=True):
-    """The command line. `spellings`: of keys that have no flag of their own."""
+    """The command line. `spellings`: for keys without a flag."""
 
     spellings: Mapping[str, str] = {}
     path: None = None
@@ -224,23 +223,23 @@ class Flags(msgspec.Struct, frozen=True):
 
 
 class _Within(msgspec.Struct, frozen=True):
-    """The value of another setting, which says something of this one too."""
+    """The value of another setting, which implies a value for this one."""
 
     source: Source
     setting: Setting
 
     @property
     def path(self) -> Path | None:
-        """Where that other setting was given."""
+        """The file in which that other setting was given."""
         return self.source.path
 
     def spell(self, setting: Setting, inner: str = "") -> str:
-        """Return the other setting, and the key in it."""
+        """Return the spelling of the other setting, with the key in it."""
         return self.source.spell(self.setting, f"{setting.key}.{inner}" if inner else setting.key)
 
 
 class Keywords(msgspec.Struct, frozen=True):
-    """Arguments of a call in Python, by the names that options have on the command line."""
+    """Arguments of a Python call, named like the options of the command line."""
 
     path: None = None
 
@@ -250,11 +249,11 @@ class Keywords(msgspec.Struct, frozen=True):
 
 
 def keyword_of(setting: Setting) -> str:
-    """Return the name of a setting as an argument: `host_memory` for `--host-memory`; its key if it has no option."""
+    """Return the argument name of a setting: `host_memory` for `--host-memory`; its key if it has no option."""
     return (setting.flag or setting.key).removeprefix("--").replace("-", "_").replace(".", "_")
 
 
-# What was given -------------------------------------------------------------------------------------------
+# Given values ---------------------------------------------------------------------------------------------
 
 
 class _Value(msgspec.Struct, frozen=True):
@@ -264,20 +263,20 @@ class _Value(msgspec.Struct, frozen=True):
 
 
 class Given:
-    """Values of settings by their keys, and where each was given."""
+    """Values of settings by key, with the source of each."""
 
     def __init__(self) -> None:
         self._values: dict[str, _Value] = {}
 
     def add(self, setting: Setting, value: Any, source: Source) -> None:
-        """Take in one value."""
+        """Add one value."""
         self._values[setting.key] = _Value(setting, value, source)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value, as the type of its setting. Raise ConfigError where it is none."""
+        """Return the value, converted to the type of its setting. Raise ConfigError if that fails."""
         given = self._values[key]
         try:
             return msgspec.convert(given.value, given.setting.kind)
@@ -288,42 +287,42 @@ class Given:
             ) from error
 
     def source_of(self, key: str) -> Source:
-        """Return where the value was given."""
+        """Return the source of the value."""
         return self._values[key].source
 
     def setting_of(self, key: str) -> Setting:
-        """Return the setting that a value was given for."""
+        """Return the setting of the value."""
         return self._values[key].setting
 
     def value_of(self, key: str) -> Any:
-        """Return the value as it was given."""
+        """Return the value before conversion."""
         return self._values[key].value
 
     def path_of(self, key: str) -> Path:
-        """Return the value as a path: relative to the file that gives it, if one does, unless it is a sample's name."""
+        """Return the value as a path, relative to the file that contains it, if any; sample names stay as they are."""
         file = self._values[key].source.path
         return Path(self[key]) if file is None or self[key].startswith(PREFIX) else file.parent / self[key]
 
     def in_table(self, table: str) -> list[str]:
-        """Return the keys that were given in `table`, in their order."""
+        """Return the keys given in `table`, in order."""
         return [key for key, given in self._values.items() if key.startswith(f"{table}.") and not given.setting.is_name]
 
     def names(self, table: str) -> list[str]:
-        """Return the names of the tables `[table.NAME]`, in their order."""
+        """Return the names of the tables `[table.NAME]`, in order."""
         return [
             given.value for given in self._values.values() if given.setting.is_name and given.setting.field == table
         ]
 
     def add_name(self, table: str, name: str, source: Source) -> None:
-        """Take in that there is a table `[table.name]`."""
+        """Record that there is a table `[table.name]`."""
         self.add(Setting(field=table, key=f"[{table}.{name}]", kind=str, help="", is_name=True), name, source)
 
     def over(self, below: Given) -> Given:
-        """Merge: what is given here wins over what is given `below`.
+        """Merge with `below`; values given here take precedence.
 
         Tables are merged key by key. A value that `replaces` others drops them from below: host_pages drops a
-        host_memory of the file and the other way round, pages and kv_memory drop each other, and concurrency drops
-        speedup. Given by one source both stay, and what is built from them refuses them.
+        host_memory of the file and vice versa, pages and kv_memory drop each other, and concurrency drops speedup. If
+        one source gives both, both stay, and the struct built from them refuses the combination.
         """
         replaced = {key for given in self._values.values() for key in given.setting.replaces}
         merged = Given()
@@ -332,7 +331,7 @@ class Given:
         return merged
 
     def implied(self, key: str, settings: Iterable[Setting], facts: Mapping[str, Any]) -> Given:
-        """Return what the value of `key` says of other settings, by their keys; None: nothing."""
+        """Return the values that `key` implies for other settings. `facts`: by key; None: no value."""
         given = self._values[key]
         said = Given()
         for setting in settings:
@@ -343,9 +342,9 @@ class Given:
     def build(
         self, struct: type[StructT], table: str = "", *, facts: Mapping[str, Any] | None = None, **values: Any
     ) -> StructT:
-        """Build a `struct` from what is given for it, and else from `facts` by field, and else from its defaults.
+        """Build a `struct` from the given values, else from `facts` by field, else from its defaults.
 
-        `values` of fields stand before anything given. Raise ConfigError that names what was given.
+        `values` of fields take precedence over given ones. Raise ConfigError that names settings as they were given.
         """
         settings = settings_of(struct, table)
         known = facts or {}
@@ -362,12 +361,12 @@ class Given:
             raise self.named(error, settings) from error
 
     def error(self, key: str, what: str, *, hint: str | None = None) -> ConfigError:
-        """Return an error of what was given for `key`."""
+        """Return an error about the value given for `key`."""
         given = self._values[key]
         return ConfigError(what, path=given.source.path, field=given.source.spell(given.setting), hint=hint)
 
     def named(self, error: ConfigError, settings: Iterable[Setting]) -> ConfigError:
-        """Return `error`, which names fields of `settings`, with the names that the user wrote."""
+        """Return `error`, which names fields of `settings`, with the user's spelling of these names."""
         if error.path is not None or error.field is None:
             return error
         by_name = {setting.field: setting for setting in settings}
@@ -409,7 +408,7 @@ class Given:
 
 
 def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path | None = None) -> Given:
-    """Take in `values`, which are what a file says, or have its form. Raise ConfigError for an unknown key."""
+    """Convert `values`, in the form of a file, to Given. Raise ConfigError for an unknown key."""
     source = Keys(path)
     given = Given()
     known = {setting.key: setting for section in sections if not section.is_named for setting in section.settings}
@@ -437,7 +436,7 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
 
 
 def given_by_keywords(values: Mapping[str, Any], sections: Sequence[Section]) -> Given:
-    """Take in `values` by the names of options. Raise ConfigError for one that no section has."""
+    """Convert `values`, by option names, to Given. Raise ConfigError for a name that no section has."""
     given = Given()
     settings = [setting for section in sections if not section.is_named for setting in section.settings]
     known = {keyword_of(setting): setting for setting in settings}

@@ -1,4 +1,4 @@
-"""Signals that ask a server to end."""
+"""Signals that ask a server to stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def asked_to_stop() -> asyncio.Event:
-    """Return an event of the running loop that the first SIGTERM or SIGINT sets. A second one ends the process."""
+    """Return an event of the running loop that is set by the first SIGTERM or SIGINT. A second one ends the process."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
 

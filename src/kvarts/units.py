@@ -1,4 +1,4 @@
-"""Sizes, rates and durations with units, as users write them, and the one form in which they are printed."""
+"""Sizes, rates and durations with units: parsing user input, and uniform formatting."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of `64GiB` (binary), `50GB` or `50G` (decimal), `4096`, in capitals or not.
+    """Return the bytes of `64GiB` (binary), `50GB` or `50G` (decimal), or `4096`, in any case.
 
-    Raise ConfigError for anything else, also for `64Gb`, which may stand for bits.
+    Raise ConfigError for anything else, including `64Gb`, which might mean bits.
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match[3] and not match[2]):
@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def meant_size(size: str | int, least_bytes: int) -> str:
-    """Return what to write for a `size` that is below `least_bytes`: a bare number most often lacks its unit."""
+    """Return a hint for a `size` below `least_bytes`: a bare number usually lacks its unit."""
     number = str(size).strip().rstrip("bB").strip()
     if number.isdecimal() and len(number) <= 6 and int(number):
         return f"Did you mean {number}GiB?"
@@ -45,7 +45,7 @@ def meant_size(size: str | int, least_bytes: int) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Return bytes a second of `50GB/s`, or of a size as `parse_bytes` takes it. Raise ConfigError otherwise."""
+    """Return the bytes per second of `50GB/s`, or of a size as in `parse_bytes`. Raise ConfigError otherwise."""
     size = text.strip()
     per_second = size[-2:].lower() == "/s"
     try:
@@ -74,11 +74,11 @@ def parse_delay_ms(text: str) -> float:
     return float(match[1]) * {"us": 1e-3, "s": 1e3}.get((match[2] or "ms").lower(), 1.0)
 
 
-# As they are printed --------------------------------------------------------------------------------------
+# Formatting -----------------------------------------------------------------------------------------------
 
 
 def as_duration(ms: float | None) -> str:
-    """Return a time in the units in which people read it: `75.0 ms`, `9.77 s`, `49 min 25 s`; `-` for none."""
+    """Return a time in readable units: `75.0 ms`, `9.77 s`, `49 min 25 s`; `-` for None."""
     if ms is None:
         return "-"
     if ms < 999.95:
@@ -95,9 +95,9 @@ def as_duration(ms: float | None) -> str:
 
 
 def as_percent(ratio: float | None, *, bound: float | None = None) -> str:
-    """Return a ratio in per cent: `85.9 %`; `-` for none.
+    """Return a ratio in per cent: `85.9 %`; `-` for None.
 
-    With a `bound` that it does not reach, it gets as many digits as it takes to be below: `94.98 %` of 95.
+    If it is below `bound`, it has enough digits to show that: `94.98 %` for a bound of 95 %.
     """
     if ratio is None:
         return "-"
@@ -108,14 +108,14 @@ def as_percent(ratio: float | None, *, bound: float | None = None) -> str:
 
 
 def as_number(value: float | None) -> str:
-    """Return a rate or a mean with as many digits as say something; `-` for none."""
+    """Return a rate or a mean with its significant digits; `-` for None."""
     if value is None:
         return "-"
     return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def as_memory(num_bytes: float) -> str:
-    """Return an amount of memory in GiB: `55.5 GiB`, or in MiB below one."""
+    """Return an amount of memory: `55.5 GiB`, or in MiB or KiB if smaller."""
     if num_bytes >= 1 << 30:
         return f"{num_bytes / (1 << 30):,.1f} GiB"
     return f"{num_bytes / (1 << 20):,.1f} MiB" if num_bytes >= 1 << 17 else f"{num_bytes / (1 << 10):,.1f} KiB"

@@ -1,39 +1,64 @@
-"""An eviction order as a researcher would write one."""
+"""Eviction orders as a researcher would write them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from kvarts.kv.eviction import BaseOrder
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import BaseOrder, Run
 
-__all__ = ["FewestHits"]
+__all__ = ["FewestHits", "LatestFirst", "MostHits"]
 
 
 class FewestHits(BaseOrder):
     """What was hit least often goes first, and of that what was released first."""
 
     def __init__(self) -> None:
-        self._runs: set[Node] = set()
+        self._runs: set[Run] = set()
         self._clock = count()
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         return iter(sorted(self._runs, key=lambda node: (node.place, -node.start)))
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         for node in nodes:
             node.place = (node.place or (0,))[0], next(self._clock)
         self._runs.update(nodes)
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
         self._runs.difference_update(nodes)
         for node in path:
             hits, *when = node.place or (0,)
             node.place = (hits + 1, *when)
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         self._runs.remove(node)
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         self._runs.add(head)  # with the place of `tail`
+
+
+class LatestFirst(FewestHits):
+    """What was released last goes first; of a path, what is deepest."""
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(sorted(self._runs, key=self._rank))
+
+    def _rank(self, node: Run) -> tuple[int, int]:
+        return -node.place[1], -node.start
+
+    def released(self, nodes: Sequence[Run]) -> None:
+        when = next(self._clock)
+        for node in nodes:
+            node.place = 0, when
+        self._runs.update(nodes)
+
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
+        self._runs.difference_update(nodes)
+
+
+class MostHits(FewestHits):
+    """What was hit most often goes first, though others follow it."""
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(sorted(self._runs, key=lambda node: (-node.place[0], node.place[1], -node.start)))

@@ -43,6 +43,7 @@ NEEDS = {
 """What the examples of a page need, by its name."""
 
 SLOW = {
+    "README.md-1",
     "guide-kv-events.md-3",
     "guide-notebook.md-6",
     "guide-offload.md-1",
@@ -158,12 +159,12 @@ def test_the_readme_has_two_complete_commands() -> None:
     assert all(command.startswith("python3.11 -m venv .venv && .venv/bin/pip install") for command in commands)
 
 
-def test_the_command_for_several_models_in_the_readme_runs(
+def test_the_command_for_several_models_among_the_features_runs(
     capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if missing_room("--model chat=") is not None:
         pytest.skip("needs kvarts.sharing")
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "index.md").read_text()
     command = re.search(r"`(kvarts replay --model chat=[^`]*)`", text)
     assert command is not None
     monkeypatch.setattr(sys, "argv", shlex.split(command[1]))

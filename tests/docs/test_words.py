@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = sorted((ROOT / "src" / "kvarts").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-FOR_PEOPLE = re.compile(r"\b(who|whom|whose|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
-"""Words for people. Pages, requests, models and code are things: "pages that nothing references"."""
+FOR_PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
+"""Words for people. Pages, requests, models and code are things; "whose" is for things as well."""
 
 MAX_WIDTH = 120
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 
@@ -19,6 +20,9 @@ from builders.fleet import FleetCase, fleets
 
 pytestmark = pytest.mark.laws
 
+LATE = (Fault("down", 5, 60_000_000, 90_000_000), Fault("cut", 6, 50_000_000))
+"""Faults of workers that come later, or never."""
+ENDS = ("completed", "rejected", "failed", "cancelled")
 SCALERS = (
     None,
     "script,0s=2:1,0.05s=1:3,0.1s=3:1,0.2s=1:1",
@@ -32,23 +36,25 @@ def replayed(case: FleetCase, **changes: Any) -> FleetReport:
     return case.config(**changes).replay(case.case.trace())
 
 
-@given(fleets())
+@given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))
 def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -> None:
     """L4, L7, L8; laws L1 to L3 of each worker are checked after each of its steps."""
     naive = case.naive()
     report = replayed(case)
     raw = report.request_columns
+    reasons = report.requests["reason"]
     assert len(raw["index"]) == len(naive.handoffs)
     for place, handoff in enumerate(naive.handoffs):
         mine = {name: int(column[place]) for name, column in raw.items()}
-        status = ("completed", "rejected", "failed")[mine["status"]]
+        status = ("completed", "rejected", "failed", "cancelled")[mine["status"]]
         assert (mine["index"], status) == (handoff.request.seq, handoff.outcome)
-        if status != "completed":
+        if status in ("rejected", "failed"):
             continue
         decode, prefill = handoff.decode, handoff.prefill
+        target = handoff.source if handoff.target < 0 else case.num_prefills + handoff.target
         expected = {
             "source": handoff.source,
-            "replica": case.num_prefills + handoff.target,
+            "replica": target,
             "prefill_admitted_ns": prefill.first_admitted_ns,
             "held_ns": handoff.held_ns,
             "reserved_ns": handoff.reserved_ns,
@@ -56,46 +62,57 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
             "decode_admitted_ns": decode.first_admitted_ns,
             "released_ns": handoff.released_ns,
             "first_token_ns": decode.first_token_ns,
-            "last_token_ns": decode.last_token_ns,
+            "last_token_ns": None if status == "cancelled" else decode.last_token_ns,
+            "output_tokens": decode.made,
             "preemptions": decode.preemptions,
-            "recomputed_tokens": decode.recomputed_tokens,
+            "recomputed_tokens": prefill.recomputed_tokens + decode.recomputed_tokens,
+            "num_restarts": handoff.restarts,
         }
         if case.is_mocker:
             expected["cached_tokens"] = max(prefill.largest_hit_tokens, decode.largest_hit_tokens)
-        assert {name: mine[name] for name in expected} == expected
-    assert report.summary["fleet"]["num_deadlocks"] == naive.num_deadlocks
+        theirs = {name: -1 if value is None else value for name, value in expected.items()}
+        assert {name: mine[name] for name in theirs} == theirs
+        if status == "cancelled":
+            after_ms = (handoff.cancelled_ns - decode.arrival_ns) / 1e6
+            assert reasons[place] == f"its client gave up {after_ms:g} ms after sending it"
+    fleet = report.summary["fleet"]
+    assert fleet["num_deadlocks"] == naive.num_deadlocks
+    if case.faults:
+        assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
-@given(fleets(max_requests=40), st.sampled_from(SCALERS), st.booleans())
+@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans())
 def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None, is_shared: bool) -> None:
-    """L5, with workers that come and go, and links that they share."""
+    """L5, with workers that come, go and fail, and links that they share."""
     fast, slow = (
         structs.replace(
             case.config(step_by_step=step_by_step),
             scaler=None if policy is None else partial(parse_scaler, policy),
             startup_s=0.03,
             sharing="worker" if is_shared else "none",
+            faults=case.faults if policy is None else (*case.faults, *LATE),
         ).replay(case.case.trace())
         for step_by_step in (False, True)
     )
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
-    assert sum(fast.summary[f"num_{end}"] for end in ("completed", "rejected", "failed")) == len(case.case.rows)
+    assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
 
 
-@given(fleets(profile="default"))
+@given(fleets(profile="default", cancels=True))
 def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase) -> None:
     """L8: every request that can ever run ends."""
     summary = replayed(case).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
-    assert summary["num_completed"] + summary["num_rejected"] == summary["num_requests"]
+    num_cancelled = summary.get("num_cancelled", 0)
+    assert summary["num_completed"] + summary["num_rejected"] + num_cancelled == summary["num_requests"]
 
 
-@given(cases(max_requests=40))
-def test_a_pool_of_mixed_workers_is_replicas(case: Case) -> None:
+@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2))
+def test_a_pool_of_mixed_workers_is_replicas(case: Case, timeout_s: float | None, retries: int) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
-    config = case.config()
+    config = case.config(client_timeout_s=timeout_s, retries=0 if timeout_s is None else retries, retry_after_s=0.01)
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):

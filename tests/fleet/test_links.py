@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 import pytest
@@ -25,8 +26,9 @@ def handoff(index: int, source: int, target: int) -> Handoff:
     return found
 
 
-def ends_of(links: Links, jobs: list[tuple[int, int, int, int]]) -> dict[int, int]:
-    """When each of the transfers (begin, source, target, bytes) ends."""
+def ends_of(links: Links, jobs: list[tuple[int, int, int, int]], looks: Iterable[int] = ()) -> dict[int, int]:
+    """When each of the transfers (begin, source, target, bytes) ends. `looks`: further times at which one looks."""
+    to_look = sorted(looks)
     coming = sorted(enumerate(jobs), key=lambda job: job[1][0])
     ends: dict[int, int] = {}
     while True:
@@ -34,6 +36,8 @@ def ends_of(links: Links, jobs: list[tuple[int, int, int, int]]) -> dict[int, in
         now_ns = min(begin_ns, links.next_ns())
         if now_ns == NEVER_NS:
             return ends
+        while to_look and to_look[0] < now_ns:
+            assert not links.take_ended(to_look.pop(0))
         ends.update({each.decode.index: now_ns for each in links.take_ended(now_ns)})
         while coming and coming[0][1][0] == now_ns:
             index, (_, source, target, num_bytes) = coming.pop(0)
@@ -99,10 +103,13 @@ def test_transfers_of_a_worker_share_its_rate(jobs: list[tuple[int, int, int, in
         st.tuples(st.integers(0, 500), st.integers(0, 2), st.integers(3, 5), st.integers(1, 1000)),
         min_size=1,
         max_size=8,
-    )
+    ),
+    st.lists(st.integers(0, 3000)),
 )
-def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]]) -> None:
-    """A transfer ends within a nanosecond for each that ended before it."""
+def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]], looks: list[int]) -> None:
+    """A transfer ends within a nanosecond for each that ended before it; and at the same time if one looks between."""
+    third = ends_of(SharedByWorkers(GB_PER_S / 3, 0), jobs)
+    assert ends_of(SharedByWorkers(GB_PER_S / 3, 0), jobs, looks) == third
     mine, exact = ends_of(SharedByWorkers(GB_PER_S, 0), jobs), naive_ends(jobs)
     assert mine.keys() == exact.keys()
     for index, end_ns in mine.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvarts.content import Content
 from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored, PartsGivenBack
 from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
@@ -20,6 +22,8 @@ from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import RunHolding
 
 from builders.grouped import FULL, WINDOW, part_groups
+from builders.guide_policies import LeastHits
+from builders.orders import FewestHits, LatestFirst, MostHits
 from builders.parts import MemoryOfOne
 from oracles.grouped_cache import GroupedCache
 from oracles.parts import GroupedHolding
@@ -216,9 +220,7 @@ class RunMachine(RuleBasedStateMachine):
             assert 0 < pages.next_bytes <= runs.next_bytes <= runs.cached_bytes
         for name in ("num_used", "num_cached", "num_evicted"):
             assert getattr(runs, name) == getattr(pages, name), name
-        assert runs.listed_pages() == [
-            (part.group, part.name.page) for part in pages._released if part.name is not None
-        ]
+        assert runs.listed_pages() == [(part.group, part.page_name.page) for part in pages.listed()]
 
     def teardown(self) -> None:
         if not hasattr(self, "runs"):
@@ -314,6 +316,57 @@ class NamedMachine(RunMachine):
         self.of_runs.clear()
 
 
+class OrderedMachine(NamedMachine):
+    """Under eviction orders other than least recently used, which list runs here and single parts there."""
+
+    @initialize(
+        groups=part_groups(),
+        page_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 60),
+        keeps=st.sampled_from(["all", "tails"]),
+        make_order=st.sampled_from([FewestHits, LeastHits, LatestFirst, MostHits]),
+        shares=st.booleans(),
+    )
+    def build(
+        self,
+        groups: tuple[PartGroup, ...],
+        page_size: int,
+        num_blocks: int,
+        keeps: Retention,
+        make_order: Callable[[], EvictionOrder],
+        shares: bool,
+    ) -> None:
+        super().build(groups, page_size, num_blocks, keeps)
+        memory = GroupMemory(groups, keeps)
+        total_bytes = num_blocks * memory.block_bytes
+        with_ids = not shares
+        self.pages = GroupedCache(
+            groups,
+            page_size=page_size,
+            total_bytes=total_bytes,
+            keeps=keeps,
+            blocks=IdPool(num_blocks) if with_ids else None,
+            tell=self.of_pages.append,
+            order=make_order(),
+        )
+        self.runs = RunCache(
+            memory,
+            page_size=page_size,
+            total_bytes=total_bytes,
+            blocks=IdPool(num_blocks) if with_ids else None,
+            events=RunEvents(self.of_runs.append),
+            eviction_order=make_order(),
+        )
+        if shares:
+            self.memories = [MemoryOfOne(self.runs)]
+
+    @invariant()
+    def says_what_goes_next(self) -> None:
+        if not hasattr(self, "runs") or not self.memories or not self.runs.cached_bytes:
+            return
+        assert 0 < self.pages.next_bytes <= self.runs.next_bytes <= self.runs.cached_bytes
+
+
 def parts_of(event: PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack) -> list[tuple[object, ...]]:
     """The parts that an event is about, in its order: pages by the keys of all up to them."""
     pages = range(event.start_page, event.end_page)
@@ -326,6 +379,8 @@ TestRuns = RunMachine.TestCase
 TestRuns.settings = settings(stateful_step_count=30)
 TestNamedRuns = NamedMachine.TestCase
 TestNamedRuns.settings = settings(stateful_step_count=30)
+TestOrderedRuns = OrderedMachine.TestCase
+TestOrderedRuns.settings = settings(stateful_step_count=30)
 
 
 def test_what_is_evicted_from_a_tail_is_split_off_when_it_is_looked_at() -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kvarts import OffloadConfig
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.safe_first import SafeFirst
 
 from builders.case import Case, Row
 from builders.eviction_contract import EvictionOrderContract
+from builders.group_tiers import Grouped, grouped
 from builders.guide_policies import LeastHits, shortest_first
 from builders.laws import assert_fast_as_slow, assert_tokens_counted_once
+from builders.orders import FewestHits
 from builders.outcome import run_kvarts
 from builders.policies import assert_closed_loop_fast_as_slow, closed_loops, policies
 from builders.tiered import Tiered, tiered
@@ -47,6 +52,15 @@ def test_every_token_is_counted_once(tiers: Tiered, chosen: dict[str, Any]) -> N
     """L7: whatever is evicted and admitted when."""
     tiers.case.profile = "default"
     assert_tokens_counted_once(run_kvarts(tiers.case, offload=tiers.offload, **chosen))
+
+
+@given(grouped(max_requests=12), st.sampled_from([LeastHits, FewestHits]))
+def test_tiers_below_kv_groups_are_audited_under_an_order_of_ones_own(
+    case: Grouped, make_order: Callable[[], EvictionOrder]
+) -> None:
+    """Of parts, what a lazy tier has stored goes before all that the order lists."""
+    report = case.replayed(eviction=make_order)
+    assert case.replayed(eviction=make_order, step_by_step=True).to_json() == report.to_json()
 
 
 def test_runs_that_become_safe_together_go_in_a_fixed_order() -> None:

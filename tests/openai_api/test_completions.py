@@ -172,8 +172,8 @@ def test_without_a_number_a_chat_ends_by_itself_and_a_completion_has_sixteen_tok
     assert chat(server, ignore_eos=True, max_tokens=33)["usage"]["completion_tokens"] == 33
 
 
-def test_with_a_length_of_answers_max_tokens_is_the_most_and_without_it_the_length(start: Start) -> None:
-    server, exact = start(output_tokens=20), start()
+def test_an_answer_ends_where_it_would_and_max_tokens_is_the_most(start: Start) -> None:
+    server, usual = start(output_tokens=20), start()
 
     def ended(of: RunningServer, path: str, **more: Any) -> tuple[int, str]:
         body = {"messages": [{"role": "user", "content": "go"}]} if path == CHAT else {"prompt": "go"}
@@ -187,7 +187,9 @@ def test_with_a_length_of_answers_max_tokens_is_the_most_and_without_it_the_leng
         assert ended(server, path, max_tokens=natural - 1) == (natural - 1, "length")
         assert ended(server, path, max_tokens=60, min_tokens=40) == (40, "stop")
         assert ended(server, path, max_tokens=60, ignore_eos=True) == (60, "length")
-        assert ended(exact, path, max_tokens=300) == (300, "length")
+        natural, reason = ended(usual, path, max_tokens=32_000)
+        assert 64 <= natural <= 192 and reason == "stop"
+        assert ended(usual, path, max_tokens=300, ignore_eos=True) == (300, "length")
     told = call(server.url, "/v1/responses", {"input": "go", "max_output_tokens": 3000}).json
     assert told["status"] == "completed" and 10 <= told["usage"]["output_tokens"] <= 30
 

@@ -350,7 +350,13 @@ def answers(url: str, path: str, body: dict[str, Any]) -> Iterator[Any]:
         yield {"text": "".join(part["text"] for part in parts), "finish_reason": parts[-1]["finish_reason"]}
         return
     message: dict[str, Any] = {"content": "".join(part["delta"].get("content") or "" for part in parts)}
-    message["tool_calls"] = [made for part in parts for made in part["delta"].get("tool_calls", ())]
+    calls: dict[int, Any] = {}
+    for made in (made for part in parts for made in part["delta"].get("tool_calls", ())):
+        if made["index"] in calls:
+            calls[made["index"]]["function"]["arguments"] += made["function"]["arguments"]
+        else:
+            calls[made["index"]] = made
+    message["tool_calls"] = list(calls.values())
     yield {"message": message, "finish_reason": parts[-1]["finish_reason"]}
 
 

@@ -154,7 +154,7 @@ def test_a_client_that_goes_frees_its_pages_within_a_step(start: Any, is_streami
 def test_a_client_that_does_not_read_holds_up_only_itself(start: Any) -> None:
     server = start(cost="linear:step_ms=0.05", pages=8192)
     server.excuse("unread stream")
-    with OpenStream(server.url, COMPLETIONS, hello(max_tokens=100_000, stream=True)):
+    with OpenStream(server.url, COMPLETIONS, hello(max_tokens=100_000, ignore_eos=True, stream=True)):
         wait_for(lambda: len(server.timeline()) > 500)
         began = time.monotonic()
         assert call(server.url, COMPLETIONS, hello(max_tokens=50)).status == 200
@@ -165,7 +165,7 @@ def test_a_full_queue_says_when_to_come_again_and_takes_the_next_when_it_is_not_
     server = start(max_seqs=1, max_queued=1, cost="linear:step_ms=5")
     server.excuse("missing retry")
     server.excuse("unread stream")
-    body = hello(max_tokens=3000, stream=True)
+    body = hello(max_tokens=3000, ignore_eos=True, stream=True)
     with OpenStream(server.url, COMPLETIONS, body), OpenStream(server.url, COMPLETIONS, body):
         wait_for(lambda: live(server) == 2)
         reply = call(server.url, COMPLETIONS, hello())
@@ -181,7 +181,7 @@ def test_a_full_queue_says_when_to_come_again_and_takes_the_next_when_it_is_not_
 def test_a_server_that_drains_ends_what_it_began_and_begins_nothing(start: Any) -> None:
     server = start(cost="linear:step_ms=2")
     server.excuse("missing retry")
-    reading = OpenStream(server.url, COMPLETIONS, hello(max_tokens=200, stream=True))
+    reading = OpenStream(server.url, COMPLETIONS, hello(max_tokens=200, ignore_eos=True, stream=True))
     wait_for(lambda: live(server) == 1)
     stopping = threading.Thread(target=lambda: server.stop(drain_s=10.0))
     stopping.start()
@@ -208,7 +208,7 @@ def test_sleep_and_wake(start: Any) -> None:
 def test_an_engine_that_dies_tells_every_client_and_its_health(start: Any) -> None:
     server = start(cost="linear:step_ms=5")
     server.excuse("missing retry")
-    reading = OpenStream(server.url, COMPLETIONS, hello(max_tokens=2000, stream=True))
+    reading = OpenStream(server.url, COMPLETIONS, hello(max_tokens=2000, ignore_eos=True, stream=True))
     wait_for(lambda: live(server) == 1)
     reply = call(server.url, COMPLETIONS, hello(), headers={"x-kvarts-fail": "die"})
     assert reply.status == 500
@@ -294,7 +294,7 @@ def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) 
         assert url is not None, line
         assert call(url[1], "/health").error["message"] == "the server is starting"
         wait_for(lambda: call(url[1], "/health").status == 200)
-        reading = OpenStream(url[1], COMPLETIONS, hello(max_tokens=300, stream=True))
+        reading = OpenStream(url[1], COMPLETIONS, hello(max_tokens=300, ignore_eos=True, stream=True))
         wait_for(lambda: call(url[1], "/load").json["server_load"] == 1)
         process.send_signal(signal.SIGTERM)
         assert reading.read().rstrip(b"\r\n0").endswith(b"data: [DONE]")

@@ -129,8 +129,7 @@ class GroupedCache(PartPool):
 
     def _hold(self, holding: GroupedHolding) -> None:
         for parts in holding.parts:
-            for part in parts.values():
-                self._pin(part)
+            self._pin_path(list(parts.values()))
         for name in holding.names:
             self._names.use(name)
 

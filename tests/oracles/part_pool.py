@@ -1,7 +1,8 @@
 """Parts of pages in one memory: what holds them, which can be found, and which is evicted next.
 
-Cached parts of all KV groups are one list, the least recently released first. Empty bytes are taken before anything is
-evicted. Where a real model computes, a part is made of blocks that have ids.
+Cached parts of all KV groups are one list, the least recently released first; or an eviction order lists them, part by
+part. Empty bytes are taken before anything is evicted. Where a real model computes, a part is made of blocks that have
+ids.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import get_args
 
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import PartGroup, Retention
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.shared_memory import SharedMemory
@@ -28,7 +30,8 @@ class PartPool:
 
     `groups` are given back and taken from in their order, which decides what is evicted first of what one sequence
     releases. `blocks`: the memory as blocks with ids, of a size that divides every part; left out, bytes are counted.
-    `tell` receives events of parts.
+    `tell` receives events of parts. `order` lists parts, and says which goes next; in groups that keep all tokens that
+    is after those that follow it, unless it has a copy.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class PartPool:
         keeps: Retention = "all",
         blocks: IdPool | None = None,
         tell: Tell | None = None,
+        order: EvictionOrder | None = None,
     ) -> None:
         check_whole(page_size, "page_size", most=MOST_PAGE_TOKENS)
         check_whole(total_bytes, "total_bytes", least=0, most=MOST_BYTES)
@@ -73,6 +77,7 @@ class PartPool:
         self._shared: SharedMemory | None = None
         self._released: OrderedDict[Part, int] = OrderedDict()
         """Cached parts, with the stamps of their release where the memory is shared."""
+        self._order = order
         self._events = None if tell is None else PartEvents(tell)
 
     @property
@@ -116,12 +121,12 @@ class PartPool:
     @property
     def next_stamp(self) -> int:
         """When the part was released that is evicted next; something is cached, and the memory is shared."""
-        return next(iter(self._released.values()))
+        return self._released[self._next()]
 
     @property
     def next_bytes(self) -> int:
         """The bytes of that part."""
-        return self._part_bytes[next(iter(self._released)).group]
+        return self._part_bytes[self._next().group]
 
     # Taking and giving back -------------------------------------------------------------------------------
 
@@ -135,7 +140,10 @@ class PartPool:
         empty_bytes, num_evicted, num_cached = self.empty_bytes, self.num_evicted, self.num_cached
         emptied: list[PageId] = []
         while empty_bytes < num_bytes:
-            part, _ = released.popitem(last=False)
+            part = self._next()
+            if self._order is not None:
+                self._order.removed(part)
+            del released[part]
             group, name = part.group, part.name
             assert name is not None, "a part that cannot be found was cached"
             if events is not None:
@@ -152,6 +160,32 @@ class PartPool:
         self.empty_bytes = empty_bytes
         if self._blocks is not None:
             self._blocks.give(len(emptied), emptied)
+
+    def listed(self) -> Iterable[Part]:
+        """Return the cached parts, the next to go first."""
+        return self._released if self._order is None else self._order
+
+    def _next(self) -> Part:
+        """Return the part that goes next."""
+        if self._order is None:
+            return next(iter(self._released))
+        part: Part = self._order.next_run()
+        keeps_all = not (self.groups[part.group].is_state or self.groups[part.group].is_bounded)
+        if not keeps_all or len(part.page_name.copies[part.group]) > 1:
+            return part
+        for child in reversed(part.page_name.children.values()):
+            last = self._last_cached(child, part.group)
+            if last is not None:
+                return last
+        return part
+
+    def _last_cached(self, name: PageName, group: int) -> Part | None:
+        """Return the deepest part of a group that is cached, of `name` or after it; of copies the oldest."""
+        for child in reversed(name.children.values()):
+            last = self._last_cached(child, group)
+            if last is not None:
+                return last
+        return next((part for part in name.copies[group] if not part.refs), None)
 
     def _make_empty(self, num_bytes: int) -> None:
         """See to it that `num_bytes` bytes, which are free, are empty."""
@@ -180,6 +214,13 @@ class PartPool:
         ids = self._blocks.take(count * each)
         return [Part(group, is_kept=is_kept, blocks=tuple(ids[at : at + each])) for at in range(0, len(ids), each)]
 
+    def _pin_path(self, path: Sequence[Part]) -> None:
+        """Hold parts of one group, by page."""
+        if self._order is not None and path:
+            self._order.pinned([part for part in path if not part.refs], path)
+        for part in path:
+            self._pin(part)
+
     def _pin(self, part: Part) -> None:
         if not part.refs:
             del self._released[part]
@@ -194,12 +235,14 @@ class PartPool:
         num_empty = num_cached = 0
         stamp = 0 if self._shared is None else self._shared.tick()
         emptied: list[PageId] = []
+        listed: list[Part] = []
         for part in parts:
             part.refs -= 1
             if part.refs:
                 continue
             if part.name is not None and part.is_kept:
                 released[part] = stamp
+                listed.append(part)
                 num_cached += 1
                 continue
             if part.name is not None:
@@ -210,6 +253,8 @@ class PartPool:
             self._blocks.give(len(emptied), emptied)
         if self._events is not None:
             self._events.told()
+        if self._order is not None and listed:
+            self._order.released(listed)
         self.num_used[group] -= num_empty + num_cached
         self.num_released[group] += num_empty + num_cached
         self.num_cached[group] += num_cached

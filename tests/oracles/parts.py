@@ -5,7 +5,8 @@ A name is there as long as some copy of a part of its page is resident, a holder
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -19,10 +20,10 @@ class Part:
     """The part of one page in one group, or a state. `name`: once it can be found.
 
     `is_kept`: it is cached when nothing uses it any more; else it is empty then. `blocks`: the ids of its blocks, where
-    blocks have ids.
+    blocks have ids. To an eviction order it is a run of one page, see Run; `place` belongs to that.
     """
 
-    __slots__ = ("blocks", "group", "is_kept", "name", "refs")
+    __slots__ = ("blocks", "group", "is_kept", "name", "place", "refs")
 
     def __init__(self, group: int, *, is_kept: bool, blocks: tuple[PageId, ...] = ()) -> None:
         self.group = group
@@ -30,6 +31,50 @@ class Part:
         self.blocks = blocks
         self.name: PageName | None = None
         self.refs = 1
+        self.place: Any = None
+
+    @property
+    def page_name(self) -> PageName:
+        """The page of a part that can be found."""
+        assert self.name is not None
+        return self.name
+
+    @property
+    def content(self) -> Content:
+        """A content that has its page."""
+        assert self.page_name.content is not None
+        return self.page_name.content
+
+    @property
+    def start(self) -> int:
+        """Its page."""
+        return self.page_name.page
+
+    @property
+    def end(self) -> int:
+        """The page after it."""
+        return self.page_name.page + 1
+
+    @property
+    def key(self) -> PageKey:
+        """The name of its page among those that follow the same page."""
+        return self.page_name.key
+
+    @property
+    def parent(self) -> Part | None:
+        """The oldest copy of the part of its group right before it; None if there is none."""
+        before = self.page_name.parent
+        return next(iter(before.copies[self.group]), None) if before is not None and before.copies else None
+
+    @property
+    def children(self) -> Mapping[PageKey, PageName]:
+        """The pages that follow its page, by key."""
+        return self.page_name.children
+
+    @property
+    def holds(self) -> int:
+        """0: what a transfer holds is not listed."""
+        return 0
 
     @property
     def is_found(self) -> bool:

@@ -1,1 +1,1 @@
-"""Is it true page by page? A second bookkeeping beside the engine's."""
+"""Page-by-page audit of an engine: a second, independent bookkeeping."""

@@ -1,10 +1,10 @@
-"""Checks an engine against a `Ledger`: the same events, a second bookkeeping, and all differences.
+"""Checks an engine against a `Ledger`: a second bookkeeping of the same events, which reports every difference.
 
-The auditor knows of the engine only what its events say: which request arrived, was admitted with how many pages found,
-was preempted or ended, which tokens were computed, when a step began and ended. From that it works out, part by part,
-what every request must hold, and what must be found, stored and evicted, in what order; what a window gives back is
-taken from the events, and must be what no later token sees, all of it. It compares that with the page events of the
-engine, one after the other, with what a step says of itself, and with what the engine counts.
+The auditor knows the engine only by its events: requests that arrived, were admitted with a number of hit pages, were
+preempted or ended; tokens that were computed; steps that began and ended. From these it derives, part by part, the
+parts that every request must hold, and the parts that must be found, stored and evicted, in order. Releases by windows
+are taken from the events and must be exactly the parts that no later token sees. The auditor compares the result with
+the page events of the engine, one by one, with the counts of each step, and with the engine's account of its memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OF_A_REQUEST = (
     LoadStarted,
     LoadWeighed,
 )
-"""Events of a request that has arrived and has not ended."""
+"""Events that only a request between its arrival and its end can have."""
 WHOLE_PAGES = (LedgerGroup("full", 1),)
 WORDS = {LOST: "removed while a transfer kept it"}
 
@@ -71,12 +71,12 @@ WORDS = {LOST: "removed while a transfer kept it"}
 class Auditor:
     """A reader of the events of one engine with `num_blocks` blocks, from its beginning. `findings` grows.
 
-    `groups`: its KV groups; left out, its pages are whole, and a block is a page. `keeps_all`: what windows leave
-    behind is kept; else only the tails of prompts and requests. `safe_first`: the engine evicts first what a tier below
-    has as well; `stores_go_first`: of KV groups, it evicts next what was stored below. `is_lru`: which part goes is
-    known; under any other order it is taken from what the engine says, and checked. `full_prompt_hits`: a load may
-    bring a whole prompt. `account`: returns what the engine says of its memory; where it is given, `observe` compares
-    with it, and raises AuditError. Nothing is repaired.
+    `groups`: its KV groups; by default pages are whole, and a block is a page. `keeps_all`: parts released by windows
+    stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
+    that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
+    the eviction order is known; under any other order, the evicted part is taken from the events and checked.
+    `full_prompt_hits`: a load may bring a whole prompt. `account`: returns the engine's account of its memory; if
+    given, `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -105,7 +105,7 @@ class Auditor:
         if safe_first or not is_lru:
             self._evictions = EvictionsTold(self._books if safe_first else None, self._find_page)
         choose = None if self._evictions is None else self._evictions.choose
-        # Parts in groups are evicted in the order of their release, whatever follows them.
+        # Of parts in groups one may outlive that before it: a window goes on from what a full group has lost.
         self.ledger = Ledger(
             groups or WHOLE_PAGES, num_blocks, keeps_all=keeps_all, keeps_prefixes=not groups, choose=choose
         )
@@ -118,18 +118,18 @@ class Auditor:
             self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
         )
         self._pinned: dict[int, list[list[Part]]] = {}
-        """By pin: its parts, group by group, in order of position."""
+        """Parts of each pin, group by group, in order of position."""
         self._kept: dict[int, list[Keep]] = {}
-        """What each transfer reads."""
+        """Pages that each transfer reads."""
         self._leaders: dict[int, int] = {}
-        """The request of each load under way."""
+        """Requests of the loads in progress, by transfer."""
         self._loaded: list[int] = []
         """Requests with a load that has ended since the last step began."""
         self._with_own_pages: set[int] = set()
-        """Requests that bring their pages along: these are reserved."""
+        """Requests that bring their own pages, which are reserved."""
         self._requests: dict[int, KnownRequest] = {}
         self._holders: dict[int, KnownRequest] = {}
-        """The same by the owners of contents: turns of a session have one, and one at a time is under way."""
+        """The same requests by the owner of their content. The turns of a session share one, and run one at a time."""
         self._num_admitted = 0
         self._decoding: dict[int, None] = {}
         """In admission order."""
@@ -137,21 +137,21 @@ class Auditor:
         self._takers: list[int] = []
         """Decodes that still need parts for a page in this step."""
         self._is_served = self._is_settled = True
-        """Whether the decodes of the step were asked whether they need parts, and have computed their tokens."""
+        """Whether the decodes of the step have taken the parts they need, and have computed their tokens."""
         self._has_ended = False
-        """Whether a step has ended, and what its requests hold was not looked at since."""
+        """Whether a step has ended and the parts held by its requests are not checked yet."""
         self._mark: tuple[int, tuple[int, ...]] = -1, ()
-        """Blocks, and parts of each group, when most were in use in this step."""
+        """Used blocks, and parts of each group, at the peak of this step."""
 
     @property
     def findings(self) -> list[Finding]:
-        """What does not add up, so far."""
+        """All findings so far."""
         return self._found.all
 
     # Events -----------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Check `events` against the ledger. Raise AuditError for what does not add up, if an account is compared."""
+        """Check `events` against the ledger. With an account, raise AuditError if there are findings."""
         if self._evictions is not None:
             self._look_ahead(self._evictions, events)
         for event in events:
@@ -166,13 +166,13 @@ class Auditor:
         self._digests.forget()
 
     def _look_ahead(self, evictions: EvictionsTold, events: Sequence[Event]) -> None:
-        """Take from `events` what the engine says it evicted: the events before these say why."""
+        """Collect the evictions in `events` beforehand: their causes precede them in the same batch."""
         evictions.told.clear()
         for event in events:
             match event:
-                case CopiesRemoved(copy=copy):
+                case CopiesRemoved(copy=copy, is_dropped=False):
                     pass
-                case PagesRemoved(medium="device", is_held=False):
+                case PagesRemoved(medium="device", is_held=False, is_dropped=False):
                     copy = 0
                 case _:
                     continue
@@ -243,7 +243,7 @@ class Auditor:
             case Cancelled():
                 self._cancel(event.request)
             case PagesUnpinned():
-                # In a step, for a decode that found nothing free, or for what is planned after the decodes.
+                # In a step: for a decode that found no free page, or for requests planned after the decodes.
                 self._serve()
                 self._unpin(event.pin)
                 self._serve_takers()
@@ -262,7 +262,7 @@ class Auditor:
                 self._follow_settled(event)
 
     def _follow_settled(self, event: Event) -> None:
-        """Follow what happens after the decodes of a step have computed their tokens."""
+        """Follow an event that happens after the decodes of a step have computed their tokens."""
         match event:
             case Admitted():
                 self._settle()
@@ -324,7 +324,7 @@ class Auditor:
         self._compare(what, event.group, event.content, range(event.end_page - 1, event.start_page - 1, -1), copy)
 
     def _hear_below(self, event: PagesStored | PagesRemoved) -> None:
-        """Take note of what a tier below has, or has no more."""
+        """Record pages that a tier below has stored or removed."""
         content, medium = event.content, event.medium
         for page in range(event.start_page, event.end_page):
             digest = self._digest(content, page)
@@ -335,7 +335,7 @@ class Auditor:
                 self._find(f"was removed from {medium}, and was not there", content.owner, page)
 
     def _compare(self, what: str, group: int | None, content: Content, pages: range, copy: int | None) -> None:
-        """Compare what an event says of the parts of `pages` with what comes next in the ledger."""
+        """Compare an event about the parts of `pages` with the next entries of the ledger."""
         if group is None and not self._has_groups:
             group = 0
         digests = self._digests.upto(content, max(pages, default=-1) + 1)
@@ -351,7 +351,7 @@ class Auditor:
                 where.pop(digest, None)
 
     def _find_told(self, what: str, group: int | None, content: Content, page: int, copy: int | None) -> None:
-        """Find what an event says of a part, which is not what comes next in the ledger."""
+        """Report an event about a part that is not the ledger's next entry."""
         happened, request = self.ledger.happened, content.owner
         said = f"was {WORDS.get(what, what)}{self.ledger.words(group)}{_of(copy)}"
         copies = [] if group is None else self.ledger.copies.get((group, self._digest(content, page)), [])
@@ -366,7 +366,7 @@ class Auditor:
             self._find(f"{said}, says an event, and should not have been", request, page)
 
     def _expect_nothing(self) -> None:
-        """Find what has happened in the ledger and was not told."""
+        """Report ledger entries for which no event was emitted."""
         happened = self.ledger.happened
         while happened:
             self._find_untold(happened.popleft())
@@ -378,7 +378,7 @@ class Auditor:
     # Steps ------------------------------------------------------------------------------------------------
 
     def _pass_steps(self, last: int) -> None:
-        """Account for all steps up to `last`, which have been planned: in those not told of, requests only decoded."""
+        """Account for all planned steps up to `last`. In steps without events, requests only decoded."""
         self._settle()
         while self._found.step < last:
             self._begin(self._found.step + 1)
@@ -397,7 +397,7 @@ class Auditor:
                 self._close(request, self._requests.pop(request))
 
     def _serve(self) -> None:
-        """Take what decodes need that begin a page: after what loads brought, before all else."""
+        """Take the parts for decodes that begin a page: after pages arrived by loads, before everything else."""
         if self._is_served:
             return
         self._is_served = True
@@ -424,11 +424,12 @@ class Auditor:
         filled = []
         for request in self._decoding:
             known = self._requests[request]
+            known.began = known.computed
             known.computed += 1
             known.known += 1
             if known.computed % self._page_size == 0:
                 filled.append(known)
-        # Of two that fill a page, the one that is further along goes first, then the one admitted first.
+        # Requests that fill a page publish it in order of computed tokens, most first, then of admission.
         filled.sort(key=lambda known: (-known.computed, known.admission))
         for known in filled:
             self._held.name(known)
@@ -481,7 +482,7 @@ class Auditor:
             self._find(f"was hit {event.num_hit_pages} pages far; it had {known.load.stop}", event.request)
         known.load = known.offer = None
         self._check_awaited(known, event.request)
-        # Where a load brought the whole prompt, its last token is computed again.
+        # After a load of the whole prompt, its last token is computed again.
         known.computed = min(known.num_named * size, known.known - 1)
         known.is_running = True
 
@@ -515,7 +516,7 @@ class Auditor:
             )
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
-        known.computed = event.start
+        known.computed = known.began = event.start
         is_end = event.end == event.num_known_tokens
         page_end = event.end // size * size
         if is_end and self._has_states and known.computed < page_end < event.end:
@@ -531,6 +532,8 @@ class Auditor:
         if known is None or index >= len(known.parts):
             self._find(f"was given back{words}, and was not held", request, event.start_page)
             return
+        if self._is_served and not self._is_settled:
+            self._serve_takers()
         needed = self.ledger.groups[index].needed(known.computed, self._page_size)
         for page in range(event.end_page - 1, event.start_page - 1, -1):
             part = known.parts[index].get(page)
@@ -542,7 +545,7 @@ class Auditor:
             self.ledger.release(known.parts[index].pop(page))
 
     def _look_at_held(self) -> None:
-        """Find what running requests hold though no later token sees it. After a step this is the last thing."""
+        """Report parts held by running requests that no later token sees. Runs once, as the last check after a step."""
         if not self._has_ended:
             return
         self._has_ended = False
@@ -565,7 +568,7 @@ class Auditor:
         self._close(event.victim, known)
         known.computed = 0
         if event.victim == event.asker and not event.model:
-            # As in vLLM, that ends the step: decodes that were admitted later compute nothing, and chunks follow.
+            # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
             for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
                 del self._decoding[request]
         self._takers = [request for request in self._takers if request in self._decoding]
@@ -580,7 +583,7 @@ class Auditor:
     def _cancel(self, request: int) -> None:
         known = self._requests[request]
         if known.load is not None and (request in self._loaded or known.num_named < known.load.stop):
-            known.is_cancelled = True  # a transfer still writes to its pages, or just did
+            known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
         known = self._requests.pop(request)
@@ -617,7 +620,7 @@ class Auditor:
         known.load = range(event.num_hit_pages, event.num_hit_pages + sum(count for _, count in event.by_tier))
 
     def _weigh(self, event: LoadWeighed) -> None:
-        """Take note that not all that is below is loaded; `offer` is what is, from which page on."""
+        """Record that only a part of the match below is loaded. `offer` holds its first page and its pages per tier."""
         known = self._requests[event.request]
         below = self._found_below(known, event.num_hit_pages)
         if below != event.by_tier:
@@ -650,7 +653,7 @@ class Auditor:
 
     def _keep(self, event: StoreStarted) -> None:
         if event.medium != "host":
-            return  # from host memory, which keeps its own pages
+            return  # read from host memory, which holds its own pages
         for content, start, end in event.runs:
             for page in range(start, end):
                 kept = self.ledger.keep(0, self._digest(content, page))
@@ -669,21 +672,21 @@ class Auditor:
             known.load = range(known.load.start, known.load.start + event.num_good_pages)
             self._loaded.append(event.request)
 
-    # Memory in use beside that of requests ------------------------------------------------------------------
+    # Memory in use other than that of requests --------------------------------------------------------------
 
     def _num_beside(self) -> int:
-        """Return the blocks that are reserved, or of parts that are pinned."""
+        """Return the number of blocks that are reserved or belong to pinned parts."""
         parts = {part for groups in self._pinned.values() for part in chain(*groups)}
         return self.ledger.num_reserved + sum(self.ledger.groups[part.group].part_blocks for part in parts)
 
     def _pin(self, event: PagesPinned) -> None:
-        """Hold the parts from which every group can go on after the pinned pages, the copies that are found first."""
+        """Hold the parts from which every group can resume after the pinned pages: the copies that a lookup finds."""
         holder = KnownRequest(event.content, 0, len(self.ledger.groups))
         self._held.hit(holder, event.num_pages, how="pinned")
         self._pinned[event.pin] = [list(parts.values()) for parts in holder.parts]
 
     def _unpin(self, pin: int) -> None:
-        """Drop the references of a pin, the last page first. Another sequence may go on from what it held."""
+        """Drop the references of a pin, the last page first. Another sequence may resume from its parts."""
         for parts in self._pinned.pop(pin):
             for part in reversed(parts):
                 part.stays = True
@@ -692,7 +695,7 @@ class Auditor:
     # Comparing --------------------------------------------------------------------------------------------
 
     def compare(self, account: Account) -> None:
-        """Compare what the engine says of its memory with the ledger. Raise AuditError for all findings so far."""
+        """Compare the engine's account of its memory with the ledger. Raise AuditError with all findings so far."""
         ledger = self.ledger
         num_used, num_cached = ledger.num_used, ledger.num_cached
         theirs, mine = account.counts(), ledger.counts()
@@ -704,7 +707,7 @@ class Auditor:
             what = f"the engine counts {counts}, the ledger {num_used} and {num_cached}"
         if what:
             self._find(what)
-            # Name the pages that the engine and the ledger do not hold alike.
+            # Name the pages that differ between the engine and the ledger.
             find_different_pages(account, ledger, self._digests, self._find)
             find_different_private(account, ledger, self._requests.values(), self._find)
         num_reserved = self._num_beside()

@@ -1,4 +1,4 @@
-"""Compares what an engine says of its memory with a ledger, page by page."""
+"""Compares an engine's account of its memory with a ledger, page by page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PAGES_NAMED = 20
 
 
 class Account(Protocol):
-    """What an engine says of its memory now, in blocks."""
+    """An engine's account of its present memory, in blocks."""
 
     @property
     def num_used(self) -> int:
@@ -29,22 +29,22 @@ class Account(Protocol):
 
     @property
     def num_reserved(self) -> int:
-        """Blocks in use that stay in use when no request runs."""
+        """Blocks that stay in use when no request runs."""
 
     def counts(self) -> tuple[int, ...]:
-        """Return the parts used and the parts cached in each KV group, one pair a group; nothing for whole pages."""
+        """Return the parts used and the parts cached, one pair per KV group; empty for whole pages."""
 
     def runs(self) -> Iterable[tuple[int, Content, int, int, int]]:
-        """Return parts that can be found, and their copies.
+        """Return runs of parts that can be found, and of their copies.
 
-        A group, 0 for whole pages, a content, the first page, the page after the last, how often they are referenced.
+        Each is a tuple: group (0 for whole pages), content, first page, page after the last, number of references.
         """
 
 
 def find_different_pages(
     account: Account, ledger: Ledger, digests: PageDigests, find: Callable[[str, int | None, int | None], object]
 ) -> None:
-    """Call `find` for the pages that the engine and the ledger do not hold alike: what, the request, the page."""
+    """Call `find` with text, request and page for each page that differs between the engine and the ledger."""
     theirs: Counter[tuple[int, bytes, int]] = Counter()
     for group, content, start, end, refs in account.runs():
         for page in range(start, end):

@@ -1,4 +1,4 @@
-"""Names of pages: by all tokens up to their end, and back to a request and page."""
+"""Names of pages: digests of all tokens up to their end, and the request and page that each names."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["PageDigests"]
 
 
 class PageDigests:
-    """Digests of pages, and where each is found: in which request, as which page."""
+    """Digests of pages, and the request and page where each is found."""
 
     def __init__(self) -> None:
         self.where: dict[bytes, tuple[int, int]] = {}
-        """A request and page that each resident digest names."""
+        """A request and page named by each resident digest."""
         self._spoken_of: dict[int, Content] = {}
-        """Contents, by owner, of which digests were asked for since `forget`."""
+        """Contents, by owner, whose digests were requested since `forget`."""
 
     def of(self, content: Content, page: int) -> bytes:
-        """Return the digest of a page, see `upto`."""
+        """Return the digest of a page, as defined by `upto`."""
         return self.upto(content, page + 1)[page]
 
     def upto(self, content: Content, end: int) -> list[bytes]:
-        """Return the digests of the pages of a content, at least the first `end`. The list is not to be changed.
+        """Return the digests of at least the first `end` pages of a content. The caller must not change the list.
 
-        A digest is of the tenant and all tokens up to the end of the page, or of the owner if some are unknown.
+        A digest covers the tenant and all tokens up to the end of the page; if some are unknown, the owner instead.
         """
         digests: list[bytes] | None = content.noted(self)
         if digests is None:
@@ -52,7 +52,7 @@ class PageDigests:
         return digests
 
     def place(self, digest: bytes) -> tuple[int, int]:
-        """Return a request and page that `digest` names; it is resident, or was asked for since `forget`."""
+        """Return a request and page named by `digest`, which must be resident or requested since `forget`."""
         place = self.where.get(digest)
         if place is not None:
             return place
@@ -63,5 +63,5 @@ class PageDigests:
         raise KeyError(digest)
 
     def forget(self) -> None:
-        """Forget what was asked for and is not resident."""
+        """Forget digests that were requested and are not resident."""
         self._spoken_of.clear()

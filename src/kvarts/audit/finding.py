@@ -1,4 +1,4 @@
-"""What an audit finds."""
+"""Findings of an audit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["AuditError", "Finding", "Findings"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something that does not add up, in `step`, with `page` of `request`, where one is to blame."""
+    """A discrepancy found in `step`. `request` and `page` are those concerned, if any."""
 
     step: int
     what: str
@@ -23,7 +23,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class AuditError(AssertionError):
-    """The engine and the ledger disagree. `findings` says where."""
+    """The engine and the ledger disagree. `findings` lists the discrepancies."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
@@ -31,12 +31,12 @@ class AuditError(AssertionError):
 
 
 class Findings:
-    """What an audit has found so far, and the step that it looks at."""
+    """The findings of an audit so far, and the step under audit."""
 
     def __init__(self) -> None:
         self.all: list[Finding] = []
         self.step = -1
 
     def add(self, what: str, request: int | None = None, page: int | None = None) -> None:
-        """Add something that does not add up in this step."""
+        """Add a finding in the present step."""
         self.all.append(Finding(self.step, what, request, page))

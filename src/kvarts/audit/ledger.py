@@ -1,16 +1,16 @@
-"""A ledger of the parts of pages, all of which draw on one memory. A second bookkeeping, on purpose one part at a time.
+"""A ledger of parts of pages, all in one memory. It is a second bookkeeping, by design part by part.
 
-A page has a part in every KV group; where all layers keep every token there is one full group, and a part is the whole
-page. A part is *held* while sequences reference it or transfers read it. Once its page is full it is *published* under
-a name, and can be found. A published part that nothing holds is *cached*, in the order of release, and evicted when a
-new part needs its room:
+A page has a part in every KV group; if all layers keep every token, there is one full group, and a part is the whole
+page. A part is *held* while sequences reference it or transfers read it. When its page is full, it is *published* under
+a name and can be found. A published part that is not held is *cached*, in order of release, and evicted when a new part
+needs its room:
 
-    take     a new part, held once; evicts what it needs          hold, release      one reference more, or less
-    publish  let a part be found under the name of its page       keep, end_keep     references of a transfer
+    take     allocate a part, held once; evict as needed          hold, release      add or drop a reference
+    publish  make a part findable by the name of its page         keep, end_keep     references of a transfer
     reserve  blocks that are not parts                            clear              evict everything cached
 
-The ledger shares no code with the caches that it is compared with, and knows nothing of the engine. `Auditor` checks
-one against the other; a test of another router or engine can do the same.
+The ledger shares no code with the caches that it is compared with, and knows nothing of the engine. `Auditor` compares
+the two; a test of another router or engine can do the same.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvarts.limits import MOST_PAGES, check_whole
 __all__ = ["LOST", "Happened", "Keep", "Ledger", "LedgerError", "LedgerGroup", "Part"]
 
 LOST = "lost"
-"""What happened to a part that only a transfer held when the page before it was evicted."""
+"""Fate of a part that only a transfer held when the page before it was evicted."""
 
 
 class LedgerError(KvartsError):
-    """A call that cannot be. The ledger is as it was before."""
+    """An impossible call. The ledger is unchanged."""
 
 
 class LedgerGroup(msgspec.Struct, frozen=True):
-    """A KV group as the ledger has to know it: what its layers keep, and the blocks per part.
+    """A KV group as the ledger knows it: the retention of its layers, and the blocks per part.
 
-    `span`: tokens of a window or a chunk, None for others; `sink`: first tokens that a window keeps as well.
+    `span`: tokens of a window or a chunk, None for others; `sink`: first tokens that a window also retains.
     """
 
     kind: Literal["full", "latent", "window", "chunk", "state"]
@@ -52,26 +52,29 @@ class LedgerGroup(msgspec.Struct, frozen=True):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether running sequences give parts back."""
+        """Whether running sequences release parts."""
         return self.kind in ("window", "chunk")
 
     @property
     def has_every_page(self) -> bool:
-        """Whether a page is of use only together with all pages before it."""
+        """Whether a page is usable only together with all pages before it."""
         return self.kind in ("full", "latent")
 
     def seen(self, position: int) -> tuple[range, range]:
-        """Return what the token at `position`, and with it all later ones, sees of the positions before it."""
+        """Return the positions before `position` that its token sees, in the sink and in the span.
+
+        Later tokens see no other of these positions.
+        """
         if self.span is None:
             return range(0), range(position)
         first = position // self.span * self.span if self.kind == "chunk" else position + 1 - self.span
         return range(min(self.sink, position)), range(max(0, first), position)
 
     def needed(self, num_tokens: int, page_size: int) -> tuple[range, range]:
-        """Return the pages of the first `num_tokens` tokens that tokens from there on need: of the sink, and after it.
+        """Return the pages that tokens from `num_tokens` on need of those before: in the sink, and after it.
 
-        The page that the next token goes to is one of these, unless it begins there. A snapshot of a state is read at
-        the end of its page only.
+        They include the page of the next token, unless that token begins a new one. A snapshot of a state is readable
+        only at the end of its page.
         """
         if self.kind == "state":
             page = num_tokens // page_size - 1
@@ -84,8 +87,8 @@ class LedgerGroup(msgspec.Struct, frozen=True):
 class Part:
     """The part of a page in a group, or a state.
 
-    `name`: that of the page while the part can be found, else None. `refs`: references of sequences; `keeps`: those of
-    transfers. `stays`: it is cached when nothing holds it any more, if it has a name.
+    `name`: the name of the page while the part can be found, else None. `refs`: references of sequences; `keeps`: those
+    of transfers. `stays`: the part is cached after its last release, if it has a name.
     """
 
     __slots__ = ("group", "keeps", "name", "refs", "stays")
@@ -99,7 +102,7 @@ class Part:
 
 
 class Keep:
-    """What a transfer holds of a page in a group: all copies, also those that are made later."""
+    """A transfer's hold on a page in a group: all copies, including later ones."""
 
     __slots__ = ("key", "parts")
 
@@ -109,9 +112,9 @@ class Keep:
 
 
 class Happened(msgspec.Struct, frozen=True):
-    """What happened to a part that can be found: `what` is stored, evicted, dropped or lost.
+    """A change of a part that can be found: `what` is stored, evicted, dropped or lost.
 
-    `copy`: which of several copies, counted from 0 in the order in which they were made; None for the only one.
+    `copy`: index of the copy in order of creation, from 0; None for the only copy.
     """
 
     what: str
@@ -121,13 +124,13 @@ class Happened(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Owner of the parts in `num_blocks` blocks. `keeps_all`: also what windows leave behind can be found.
+    """Owner of the parts in `num_blocks` blocks.
 
-    `keeps_prefixes`: in groups of layers that need every page, a page is evicted after those that follow it.
-
-    `happened`: what happened to parts that can be found, until it is taken from there. `choose`: which of the parts
-    that can be evicted goes next; it gets them in the order of release. Left out, that is the first of them without
-    which no other is lost. Raise ConfigError for a number of blocks that is not a whole number from 1.
+    `keeps_all`: parts released by windows can be found as well. `keeps_prefixes`: in groups whose layers need every
+    page, a page is evicted after those that follow it. `happened`: queue of changes of parts that can be found; the
+    reader removes them. `choose`: picks the next part to evict; it receives the candidates in order of release. The
+    default is the first candidate whose eviction makes no other part useless. Raise ConfigError if `num_blocks` is not
+    a whole number from 1.
     """
 
     def __init__(
@@ -144,34 +147,34 @@ class Ledger:
         self.num_blocks = num_blocks
         self.num_empty = num_blocks
         self.copies: dict[tuple[int, bytes], list[Part]] = {}
-        """By group and name, the oldest first."""
+        """Copies by group and name, the oldest first."""
         self.num_resident: dict[bytes, int] = {}
-        """Parts of each page that can be found, in all groups."""
+        """Number of parts of each page that can be found, in all groups."""
         self.happened: deque[Happened] = deque()
         self.num_used = 0
-        """Blocks of parts that are held, and blocks that are reserved."""
+        """Blocks of held parts, plus reserved blocks."""
         self.num_reserved = 0
-        """Blocks that were taken for what is not a part."""
+        """Blocks allocated outside parts."""
         self.num_promised = 0
-        """Free blocks that are kept for requests which wait for a load."""
+        """Free blocks promised to requests that wait for a load."""
         self._keeps_all = keeps_all
         self._keeps_prefixes = keeps_prefixes
         self._choose = choose
         self._idle: OrderedDict[Part, None] = OrderedDict()
-        """Without references and with a name, in the order of release."""
+        """Parts with a name and without references, in order of release."""
         self._num_held = [0] * len(groups)
         self._num_cached = [0] * len(groups)
         self._after: dict[tuple[int, bytes], dict[bytes, None]] = {}
-        """Resident pages by the page right before them, of groups that need every page."""
+        """Resident pages by the page directly before them, in groups that need every page."""
         self._before: dict[tuple[int, bytes], bytes] = {}
         self._kept: dict[tuple[int, bytes], list[Keep]] = {}
-        """What transfers hold of pages that can be found."""
+        """Holds of transfers on pages that can be found."""
 
     # Questions --------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that anyone can take: empty, or of parts that nothing holds."""
+        """Blocks that can be allocated: empty, or of parts that are not held, minus promised ones."""
         return self.num_blocks - self.num_used - self.num_promised
 
     @property
@@ -184,38 +187,38 @@ class Ledger:
         return tuple(count for pair in zip(self._num_held, self._num_cached, strict=True) for count in pair)
 
     def words(self, group: int | None) -> str:
-        """Return in which group something is, for people; nothing where there is one."""
+        """Return " in group ..." for a message; empty if there is only one group."""
         if group is None or not 0 <= group < len(self.groups):
             return f" in group {group}, which is not there"
         return "" if len(self.groups) == 1 else f" in group {group} ({self.groups[group]})"
 
     def find(self, group: int, name: bytes) -> Part | None:
-        """Return the oldest copy of the part of a page; None if there is none."""
+        """Return the oldest copy of the part of a page, or None."""
         copies = self.copies.get((group, name))
         return copies[0] if copies else None
 
     def evictable(self) -> Iterator[Part]:
-        """Return every part that can be evicted, in the order of release."""
+        """Return every part that can be evicted, in order of release."""
         return (part for part in self._idle if not part.keeps)
 
     def is_evictable(self, part: Part) -> bool:
-        """Return whether a part can be found and nothing holds it."""
+        """Return whether a part can be found and is not held."""
         return part in self._idle and not part.keeps
 
     def is_alone(self, part: Part) -> bool:
-        """Return whether no other part is of less use without this copy of it."""
+        """Return whether losing this copy makes no other part useless."""
         assert part.name is not None
         key = part.group, part.name
         return key not in self._after or len(self.copies[key]) > 1
 
     def after(self, group: int, name: bytes) -> list[bytes]:
-        """Return the resident pages right after a page in a group of which layers need every page."""
+        """Return the resident pages directly after a page, in a group whose layers need every page."""
         return list(self._after.get((group, name), ()))
 
     def reach(self, names: list[bytes], page_size: int) -> tuple[int, list[int]]:
-        """Return from how many of these pages all groups can go on, and from how many each by itself.
+        """Return the longest prefix, in pages, that all groups can resume from, and the longest for each group alone.
 
-        As far as any group has the last of them.
+        Neither extends beyond the last page that has a part in any group.
         """
         num_pages = len(names)
         while num_pages and names[num_pages - 1] not in self.num_resident:
@@ -245,7 +248,7 @@ class Ledger:
     # Parts ------------------------------------------------------------------------------------------------
 
     def take(self, group: int) -> Part | None:
-        """Take a part, held once; evict what it needs. None, and nothing changes, if it does not fit."""
+        """Allocate a part, held once; evict as needed. Return None and change nothing if it does not fit."""
         num_blocks = self.groups[group].part_blocks
         if num_blocks > self.num_free:
             return None
@@ -256,9 +259,9 @@ class Ledger:
         return Part(group, stays=self._keeps_all or not self.groups[group].is_bounded)
 
     def publish(self, part: Part, name: bytes, *, before: bytes | None = None) -> bool:
-        """Let a part be found under the name of its page. Return whether no other has that name in its group.
+        """Make a part findable by the name of its page. Return whether it is the first copy in its group.
 
-        `before`: the page before it, if there is one. Raise LedgerError for a part that has a name or is not held.
+        `before`: the page before it, if there is one. Raise LedgerError if the part has a name already or is not held.
         """
         if part.name is not None or not part.refs:
             raise LedgerError("has a name already, or is not held", field="part")
@@ -279,7 +282,7 @@ class Ledger:
         return True
 
     def hold(self, part: Part) -> None:
-        """Reference a part that can be found. Raise LedgerError for another."""
+        """Reference a part. Raise LedgerError if it cannot be found."""
         if part.name is None:
             raise LedgerError("cannot be found", field="part")
         if not part.refs:
@@ -289,10 +292,10 @@ class Ledger:
         part.refs += 1
 
     def release(self, part: Part, *, goes_first: bool = False) -> None:
-        """End a reference. Raise LedgerError if there is none.
+        """Drop a reference. Raise LedgerError if the part is not held.
 
-        A part that nothing holds is cached if it has a name and stays, else it is empty. `goes_first`: it is evicted
-        next.
+        After its last reference, a part is cached if it has a name and stays; otherwise it becomes empty. `goes_first`:
+        evict it next.
         """
         if not part.refs:
             raise LedgerError("is not held", field="part")
@@ -311,9 +314,9 @@ class Ledger:
         self._free(part)
 
     def keep(self, group: int, name: bytes) -> Keep | None:
-        """Hold all copies of the part of a page, each in its place of the order, until `end_keep` of what is returned.
+        """Hold all copies of the part of a page, without changing their eviction order, until `end_keep`.
 
-        Return None, and change nothing, if there is none.
+        Return None and change nothing if there is no copy.
         """
         key = group, name
         copies = self.copies.get(key)
@@ -328,7 +331,7 @@ class Ledger:
         return kept
 
     def end_keep(self, kept: Keep) -> None:
-        """End what `keep` began. Copies that cannot be found any more are empty when nothing holds them."""
+        """End the hold of `keep`. Copies that can no longer be found become empty once they are not held."""
         for part in kept.parts:
             part.keeps -= 1
             if part.keeps or part.refs:
@@ -344,7 +347,7 @@ class Ledger:
                 del self._kept[kept.key]
 
     def reserve(self, num_blocks: int) -> bool:
-        """Take blocks for what is not a part, or give some back, until there are `num_blocks`; return if they fit."""
+        """Grow or shrink the blocks outside parts to `num_blocks`. Return False, without change, if they do not fit."""
         num_new = num_blocks - self.num_reserved
         if num_new > self.num_free:
             return False
@@ -366,7 +369,7 @@ class Ledger:
             self._evict()
 
     def _evict(self) -> None:
-        """Evict the next part; what comes after it and is being read is lost with it."""
+        """Evict the next part. Parts after it that only transfers read are lost with it."""
         part = self._next() if self._choose is None else self._choose(self.evictable())
         if not self.is_evictable(part):
             raise LedgerError("was chosen and cannot be evicted", field="choose")
@@ -385,7 +388,7 @@ class Ledger:
         return next((part for part in self.evictable() if self.is_alone(part)), first)
 
     def _lose_after(self, group: int, name: bytes) -> None:
-        """Lose what comes after a page, the last first, as far as only transfers hold it."""
+        """Lose the pages after a page that only transfers hold, the last first."""
         for follower in reversed(self.after(group, name)):
             self._lose_after(group, follower)
             copies = self.copies[group, follower]
@@ -399,7 +402,7 @@ class Ledger:
             self._forget(copies[0], LOST)
 
     def _forget(self, part: Part, what: str) -> None:
-        """Let a part be found no more."""
+        """Remove a part from those that can be found."""
         name = part.name
         assert name is not None
         key = part.group, name

@@ -1,6 +1,6 @@
-"""Parts in a tier below the device, as the audit has them: what stores hold, and what loads fill.
+"""Parts in a tier below the device, as the audit derives them: those held by stores, and those filled by loads.
 
-What the tier has is taken from what the engine says: that it has that, the tier's own laws show.
+The contents of the tier are taken from the engine's events; the tier's own invariants verify them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["PartsBelow"]
 
 
 class _Load(msgspec.Struct, eq=False):
-    """A load for `known`, which has `num_pages` pages then. `incoming`: the parts that it fills, each with its page."""
+    """A load for `known`, up to `num_pages` pages. `incoming`: the parts that it fills, each with its page."""
 
     known: KnownRequest
     num_pages: int
     incoming: list[tuple[int, Part]]
     num_promised: int = 0
     is_dropped: bool = False
-    """The request was cancelled, or not all of it arrived."""
+    """Whether the request was cancelled or the load is incomplete."""
 
 
 class PartsBelow:
-    """Owner of the holds of transfers in `ledger`. `found` receives what does not add up.
+    """Owner of the holds of transfers in `ledger`. `found` receives the findings.
 
-    `goes_first`: the device evicts next what was stored.
+    `goes_first`: the device evicts stored parts next.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class PartsBelow:
         self._goes_first = goes_first
         self._stored: set[tuple[str, int | None, bytes]] = set()
         self._stores: dict[int, list[list[Part]]] = {}
-        """By transfer: the runs that it holds."""
+        """Runs held by each store, by transfer."""
         self._loads: dict[int, _Load] = {}
-        """By request: loads under way, and those that ended and of which the request does not run yet."""
+        """Loads by request: those in progress, and those that ended before their request runs."""
         self._ended: list[int] = []
-        """Requests that do not go on from loads that ended: they give back what they hold when a step begins."""
+        """Requests that do not resume from their ended load; they release their parts when a step begins."""
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of parts that stores hold and nothing else."""
+        """Blocks of parts held by stores."""
         parts = {part for runs in self._stores.values() for run in runs for part in run}
         return sum(self._ledger.groups[part.group].part_blocks for part in parts)
 
     def hear(self, event: PagesStored | PagesRemoved) -> None:
-        """Take note of what the tier has, or no longer has."""
+        """Record parts that the tier has stored or removed."""
         for page in range(event.start_page, event.end_page):
             part = event.medium, event.group, self._digests.of(event.content, page)
             is_stored = isinstance(event, PagesStored)
@@ -79,7 +79,7 @@ class PartsBelow:
                 self._stored.remove(part)
 
     def begin_store(self, event: StoreStarted) -> None:
-        """Hold the parts that are copied; of copies the oldest."""
+        """Hold the parts that are copied: the oldest copy of each."""
         runs: list[list[Part]] = []
         for (content, start, end), group in zip(event.runs, event.groups, strict=True):
             run = []
@@ -95,7 +95,7 @@ class PartsBelow:
         self._stores[event.transfer] = runs
 
     def begin_load(self, known: KnownRequest, event: LoadStarted) -> None:
-        """Hold what the device has of what all groups need, and take parts for the rest."""
+        """Hold the parts on the device that all groups need, and allocate the missing ones."""
         ledger, size = self._ledger, self._page_size
         num_pages = event.num_hit_pages + sum(count for _, count in event.by_tier)
         media = [medium for medium, _ in event.by_tier]
@@ -129,10 +129,10 @@ class PartsBelow:
         load.num_promised = event.num_held_pages - num_held
         ledger.num_promised += load.num_promised
         known.computed = num_pages * size
-        known.num_taken = known.num_named = num_pages  # what arrives is published when the load ends
+        known.num_taken = known.num_named = num_pages  # loaded parts are published when the load ends
 
     def end(self, event: TransferEnded) -> None:
-        """End a transfer: let go of what a store held, or let be found what a load has filled."""
+        """End a transfer: release the parts of a store, or publish the parts that a load has filled."""
         if event.request < 0:
             goes_first = self._goes_first and event.num_good_pages > 0
             for run in reversed(self._stores.pop(event.transfer)):
@@ -152,13 +152,13 @@ class PartsBelow:
             self._ended.append(event.request)
 
     def drop_ended(self) -> None:
-        """Give back what requests hold that do not go on from their loads: a step begins."""
+        """At the start of a step, release the parts of requests that do not resume from their loads."""
         for request in self._ended:
             self._drop(request)
         self._ended = []
 
     def cancel(self, request: int) -> bool:
-        """Take note that a request is cancelled; return whether a load for it is under way, which keeps its parts."""
+        """Record that a request is cancelled; return whether a load for it is in progress, which keeps its parts."""
         load = self._loads.get(request)
         if load is None:
             return False
@@ -169,7 +169,7 @@ class PartsBelow:
         return True
 
     def admit(self, request: int) -> int:
-        """Take note that a request begins to run after its load; return how many pages it has."""
+        """Record that a request begins to run after its load; return its number of pages."""
         load = self._loads.pop(request)
         self._end_promise(load)
         return load.num_pages

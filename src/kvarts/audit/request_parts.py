@@ -1,4 +1,4 @@
-"""What requests hold of parts, as the audit has it: what they take, let be found, keep for others, and release."""
+"""Parts of requests, as the audit derives them: taken, published, kept for others, and released."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ __all__ = ["KnownRequest", "RequestParts"]
 
 
 class KnownRequest:
-    """What the auditor knows of one request. Its first `num_named` pages can be found, as far as it has parts of them.
+    """The auditor's state of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
-    order of admission. `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until
-    it is admitted, else None; `offer`: from which page on so many pages of each tier are loaded, if not all that is
-    below; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when its
-    load has ended.
+    order of admission. `began`: the tokens computed before the last step in which it computed any. `drafted`: tokens
+    that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else None; `offer`:
+    from which page on so many pages of each tier are loaded, if not all that is below; `awaited`: the transfer for
+    another request that it waits for, or -1; `is_cancelled`: it is gone when its load has ended.
     """
 
     __slots__ = (
         "admission",
         "awaited",
+        "began",
         "computed",
         "content",
         "drafted",
@@ -43,7 +44,7 @@ class KnownRequest:
     def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int) -> None:
         self.content = content
         self.known = num_prompt_tokens
-        self.computed = self.num_named = self.num_taken = self.drafted = 0
+        self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, Part]] = [{} for _ in range(num_groups)]
         self.states: dict[int, Part] = {}
         self.is_running = False
@@ -54,9 +55,9 @@ class KnownRequest:
 
 
 class RequestParts:
-    """Moves parts in `ledger` for requests. `found` receives what does not add up.
+    """Moves parts in `ledger` for requests. `found` receives the findings.
 
-    `names_private`: a full page of unknown tokens can be found at once; else when its request releases it.
+    `names_private`: a full page of unknown tokens can be found at once; otherwise when its request releases it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RequestParts:
         self._names_private = names_private
 
     def hit(self, known: KnownRequest, num_pages: int, *, how: str = "hit") -> None:
-        """Hold what tokens after the first `num_pages` pages need of them: the copies that are found first."""
+        """Hold the parts of the first `num_pages` pages that later tokens need: the copies that a lookup finds."""
         ledger, digests = self._ledger, self._digests.upto(known.content, num_pages)
         for index, group in enumerate(ledger.groups):
             for page in chain(*group.needed(num_pages * self._page_size, self._page_size)):
@@ -83,7 +84,10 @@ class RequestParts:
         known.num_named = known.num_taken = num_pages
 
     def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool) -> None:
-        """Take what tokens up to there need, and let what they fill be found. `is_end`: of the known tokens."""
+        """Take the parts that tokens up to `num_tokens` need, and publish filled ones.
+
+        `is_end`: all known tokens are then computed.
+        """
         self.take_pages(known, num_tokens)
         known.computed = num_tokens
         self.name(known)
@@ -93,7 +97,7 @@ class RequestParts:
                 self._take_snapshots(known)
 
     def take_pages(self, known: KnownRequest, num_tokens: int) -> None:
-        """Take what tokens up to there need, beside what the request has."""
+        """Take the parts that tokens up to `num_tokens` need and the request lacks."""
         pages = range(known.num_taken, max(known.num_taken, -(-num_tokens // self._page_size)))
         for index, group in enumerate(self._ledger.groups):
             if group.kind != "state":
@@ -116,7 +120,7 @@ class RequestParts:
         return part
 
     def name(self, known: KnownRequest, num_pages: int | None = None) -> None:
-        """Let parts of the first `num_pages` pages be found: if left out, of those that are full and may be found."""
+        """Publish parts of the first `num_pages` pages; by default, of the full pages that may be published."""
         if num_pages is None:
             num_pages = known.computed // self._page_size
             if not self._names_private:
@@ -131,13 +135,13 @@ class RequestParts:
         known.num_named = num_pages
 
     def publish(self, known: KnownRequest, group: int, page: int, part: Part) -> None:
-        """Let a part be found."""
+        """Publish a part under the digest of its page."""
         digests = self._digests.upto(known.content, page + 1)
         self._digests.where.setdefault(digests[page], (known.content.owner, page))
         self._ledger.publish(part, digests[page], before=digests[page - 1] if page else None)
 
     def _keep_tails(self, known: KnownRequest) -> None:
-        """Keep what the token after the last full page sees."""
+        """Keep the parts that the token after the last full page sees."""
         full_tokens = known.computed // self._page_size * self._page_size
         for index, group in enumerate(self._ledger.groups):
             if group.is_bounded:
@@ -146,7 +150,7 @@ class RequestParts:
                         known.parts[index][page].stays = True
 
     def _take_snapshots(self, known: KnownRequest) -> None:
-        """Copy the states at the end of a page, as far as no such copies can be found, if all of them fit."""
+        """Copy the states at the end of a page where no such copy can be found, if all copies fit."""
         page = known.computed // self._page_size - 1
         digest = self._digests.of(known.content, page)
         groups = self._ledger.groups
@@ -164,7 +168,7 @@ class RequestParts:
             self._ledger.release(part)
 
     def draft(self, known: KnownRequest, event: DraftTaken, *, is_decoding: bool) -> None:
-        """Take what drafted tokens need, which follow the one that the decode computes in this step."""
+        """Take the parts for drafted tokens, which follow the token that the decode computes in this step."""
         if not is_decoding or known.drafted or event.start != known.computed or event.end <= event.start:
             what = f"drafts tokens {event.start} to {event.end}, and had {known.computed} computed"
             self._found.add(what, event.request, event.start // self._page_size)
@@ -172,7 +176,7 @@ class RequestParts:
         self.take_pages(known, event.end)
 
     def judge(self, known: KnownRequest, event: DraftJudged) -> None:
-        """Count accepted tokens, and give back the parts of pages that only others were in."""
+        """Count accepted tokens, and release the parts of pages that hold only rejected ones."""
         if event.num_drafted != known.drafted or not 0 <= event.num_accepted <= known.drafted:
             what = f"accepts {event.num_accepted} of {event.num_drafted} tokens, and {known.drafted} were drafted"
             self._found.add(what, event.request)
@@ -188,7 +192,7 @@ class RequestParts:
         self.name(known)
 
     def close(self, known: KnownRequest) -> None:
-        """Release all that a request holds, group by group, its state and then the last page first."""
+        """Release all parts of a request, group by group: the state, then pages from the last to the first."""
         self.name(known, known.computed // self._page_size)
         self._keep_tails(known)
         for index, parts in enumerate(known.parts):
@@ -200,16 +204,17 @@ class RequestParts:
         known.is_running = False
 
     def look_at(self, known: KnownRequest) -> None:
-        """Find what a running request holds between two steps though no later token sees it, and drafts not judged."""
+        """Find what a running request holds between two steps and no token sees that it computed in its last step or
+        later, and drafts not judged."""
         if known.drafted:
             self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
             known.drafted = 0
         for index, group in enumerate(self._ledger.groups):
             if group.has_every_page:
                 continue
-            sink, others = group.needed(known.computed, self._page_size)
+            sink, others = group.needed(known.began, self._page_size)
             for page in known.parts[index]:
-                if page in others:
+                if page in others or (group.is_bounded and page >= others.start):
                     break  # pages are in order
                 if page not in sink:
                     what = f"is held{self._ledger.words(index)}, and no later token sees it"

@@ -1,6 +1,6 @@
-"""What the auditor knows of the tiers below the device, and which page has to go where the engine may choose.
+"""The auditor's knowledge of the tiers below, and its check of evictions that the engine may choose freely.
 
-Both are kept from what the engine says. That its tiers have what it says they have, their own laws show.
+Both derive from the engine's events. The tiers' own invariants verify that their contents match these.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["EvictionsTold", "TierBooks"]
 
 
 class TierBooks:
-    """Which pages can be found in each tier below. Pages go by their digests.
+    """Pages that can be found in each tier below, by digest.
 
-    `full_prompt_hits`: see OffloadConfig.
+    `full_prompt_hits`: as in OffloadConfig.
     """
 
     def __init__(self, *, full_prompt_hits: bool) -> None:
@@ -24,14 +24,14 @@ class TierBooks:
         self._stored: dict[str, set[bytes]] = {"host": set(), "disk": set()}
 
     def add(self, medium: str, digest: bytes) -> bool:
-        """Note that a page can be found in a tier from now on. Return False if it could before."""
+        """Record a page that a tier has stored. Return False if it was there already."""
         stored = self._stored[medium]
         is_new = digest not in stored
         stored.add(digest)
         return is_new
 
     def remove(self, medium: str, digest: bytes) -> bool:
-        """Note that a page can no longer be found in a tier. Return False if it could not before."""
+        """Record a page that a tier has removed. Return False if it was not there."""
         stored = self._stored[medium]
         is_there = digest in stored
         stored.discard(digest)
@@ -42,7 +42,7 @@ class TierBooks:
         return any(digest in stored for stored in self._stored.values())
 
     def found(self, digests: Sequence[bytes]) -> tuple[tuple[str, int], ...]:
-        """Return how many of `digests` each tier has, one after the other, the fastest first."""
+        """Return the number of consecutive `digests` found in each tier, the fastest tier first."""
         position = 0
         by_tier = []
         for medium, stored in self._stored.items():
@@ -55,26 +55,26 @@ class TierBooks:
 
 
 class EvictionsTold:
-    """Chooses what the engine says it evicted, and names what is wrong with it.
+    """Follows the engine's choice of evictions, and reports those that break a rule.
 
-    An engine that evicts first what a tier below has keeps two lists, and their order depends on when it looked at
-    them; and an EvictionOrder may be any. What must hold whatever the order: no page goes while it is in use or before
-    what follows it, and, given the `books` of the tiers below, none is lost while another would not be. `find` gets
-    what is wrong, the group and the page.
+    An engine that evicts first the pages that a tier below holds keeps two lists, whose order depends on when it looked
+    at them; and an EvictionOrder may be arbitrary. Rules for any order: no page is evicted while in use or before the
+    pages that follow it, and, given the `books` of the tiers below, none is lost while another page could be evicted
+    without loss. `find` receives the text, group and page of a violation.
     """
 
     def __init__(self, books: TierBooks | None, find: Callable[[str, int, bytes], object]) -> None:
         self.told: deque[tuple[int, bytes, int]] = deque()
-        """Groups and pages, and which copy of each, counted from the one that was made first."""
+        """Group, page and copy of each eviction; copies count from 0 in order of creation."""
         self.ledger: Ledger
         self._books = books
         self._find = find
 
     def choose(self, candidates: Iterator[Part]) -> Part:
-        """Return the candidate that the engine says it evicted next, or the first where it says nothing that can be."""
+        """Return the engine's next eviction, or the first candidate if the engine names none that is evictable."""
         ledger = self.ledger
         if not self.told:
-            return next(candidates)  # comparing the events will show it
+            return next(candidates)  # the comparison of events reports it
         group, digest, copy = self.told.popleft()
         copies = ledger.copies.get((group, digest), [])
         if copy >= len(copies) or not ledger.is_evictable(copies[copy]):

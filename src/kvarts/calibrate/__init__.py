@@ -1,6 +1,6 @@
 """Calibration: fit a cost model to a measured engine, and state how far a replay is from the measurement.
 
-The room is also its main function: `kvarts.calibrate(run, config)` returns a Calibration.
+The package is callable: `kvarts.calibrate(run, config)` returns a Calibration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvarts.calibrate`: fits a cost model to what was measured, from files or from values in memory."""
+"""`kvarts.calibrate`: fits a cost model to measurements, from files or from values in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ File = Path | str
 
 
 def is_of_steps(path: File) -> bool:
-    """Return whether a file records steps, and not requests: a record of steps, or the log of a server."""
+    """Return whether a file contains steps rather than requests: a record of steps, or the log of a server."""
     return is_step_record(path) or is_iteration_log(path)
 
 
@@ -88,17 +88,17 @@ def fit(
 ) -> Calibration | StepFit:
     """Fit the coefficients of a roofline to measured runs, by replaying them some thousand times.
 
-    `runs`: one or several. A file of requests or of steps, as `kvarts calibrate` reads it, ran on the engine that
-    `config` describes: `ReplayConfig.for_device(model, device, ...)`. A .toml names its own file and its own engine,
-    and a MeasuredRun holds both. A file of steps is fitted without replays, and returns a StepFit.
+    `runs`: one or several. A file of requests or of steps, as `kvarts calibrate` reads it, was measured on the engine
+    that `config` describes: `ReplayConfig.for_device(model, device, ...)`. A .toml gives its own file and engine, and a
+    MeasuredRun contains both. A file of steps is fitted without replays and returns a StepFit.
 
-    Of one run, `prompts`: which of its prompts share prefixes; `series`: its KV use, second by second; `fit_on`: fit to
-    the first so many requests, and compare with the others. `columns`, `time_unit` and `trace_block_size`: how files
-    are read. `prior`: constants to begin from, with how sure they are, in place of those that ship. `on_progress` is
-    told how many replays were made. Same input, same `seed`, same coefficients.
+    For a single run: `prompts` gives the prefixes that its prompts share; `series` its KV use over time; with `fit_on`,
+    the fit uses the first `fit_on` requests and is tested on the others. `columns`, `time_unit` and `trace_block_size`:
+    how to read files. `prior`: initial constants with their uncertainty, instead of the built-in ones. `on_progress`
+    receives the number of replays made. The result depends only on the input and `seed`.
 
-    Raise ConfigError without SciPy, for what does not go together, for another cost model than a roofline, and for a
-    pool that a measured request does not fit into; MissingFileError and InputError for files.
+    Raise ConfigError without SciPy, for incompatible arguments, for a cost model other than a roofline, and for a pool
+    that is too small for a measured request; MissingFileError and InputError for files.
     """
     check_whole(seed, "seed", least=0, most=MOST_COUNT)
     if fit_on is not None:
@@ -133,7 +133,7 @@ def fit(
 
 
 def _run(run: File | Measured | MeasuredRun, config: ReplayConfig | None, options: RunOptions) -> MeasuredRun:
-    """Return a run with the engine that it was measured on."""
+    """Return a run together with the engine it was measured on."""
     if isinstance(run, MeasuredRun):
         return run
     if isinstance(run, Path | str) and Path(run).suffix == ".toml":

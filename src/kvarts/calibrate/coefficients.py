@@ -1,4 +1,4 @@
-"""The coefficients of a roofline as a search sees them: logarithms, what is guessed of them, and their uncertainty."""
+"""The coefficients of a roofline during a search: as logarithms, with a prior and their uncertainty."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "fp4_bandwidth": (0.3, 1.2),
 }
 OF_STEPS = COEFFICIENTS[:8]
-"""Constants that recorded steps of one model are fitted to."""
+"""Constants fitted to recorded steps of one model."""
 OF_RUNS = (*OF_STEPS, "layer_us", "expert_layer_us")
-"""Constants that runs are fitted to. The others are of number formats, kernels and links, and no run tells them apart:
-they stay as the prior has them."""
+"""Constants fitted to runs. The others concern number formats, kernels and links. No run can separate these, so they
+keep their prior values."""
 TRANSFERS = 2.0
-"""A constant that a fit moves by more standard deviations of the prior than this is taken not to hold elsewhere."""
+"""A constant that a fit moves by more than this many standard deviations of the prior may not hold for other models."""
 UNFELT = 1e-3
-"""A direction that changes the residuals by less than this share of the strongest counts as changing nothing."""
+"""A direction that changes the residuals by less than this share of the strongest one counts as having no effect."""
 PART = 0.5
-"""A coefficient that moves at least this share of the largest move in such a direction is not known either."""
+"""A coefficient that moves by at least this share of the largest move in such a direction counts as unknown too."""
 UNSURE = 0.2
 """A coefficient with an uncertainty above this share is not identified by the data."""
 
@@ -74,30 +74,30 @@ def needs_scipy() -> None:
 
 
 def names_of(costs: Sequence[RooflineCost], among: Sequence[str] = OF_RUNS) -> tuple[str, ...]:
-    """Return the coefficients `among` some that any of `costs` depends on."""
+    """Return those of `among` that any of `costs` depends on."""
     active = {name for cost in costs for name in cost.active_coefficients}
     return tuple(name for name in among if name in active)
 
 
 def log_bounds(names: Sequence[str]) -> tuple[Values, Values]:
-    """Return the lowest and the highest value of each coefficient, in logarithms."""
+    """Return the lower and upper bounds of the coefficients, as logarithms."""
     low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
     return low, high
 
 
 def widths_of(names: Sequence[str], prior: Constants | None = None) -> Values:
-    """Return the standard deviations of the prior: of the constants that ship, unless another is given."""
+    """Return the standard deviations of the prior; default: that of the built-in constants."""
     deviations = (prior or shipped_constants()).deviations
     return np.array([deviations[name] for name in names])
 
 
 def beyond_transfer(moves: Mapping[str, float], widths: Mapping[str, float]) -> list[str]:
-    """Return the constants that a fit moved, in logarithms, beyond what is known to hold for other models."""
+    """Return the constants that a fit moved, in logarithms, farther than is expected to hold for other models."""
     return [name for name, move in moves.items() if abs(move) > TRANSFERS * widths[name]]
 
 
 def logs_of(costs: Sequence[RooflineCost], names: Sequence[str]) -> Values:
-    """Return the logarithms of the coefficients, each of the first cost that depends on it, clipped to the bounds."""
+    """Return the logarithms of the coefficients, clipped to the bounds, each from the first cost that depends on it."""
     low, high = log_bounds(names)
     firsts = [next(cost for cost in costs if name in cost.active_coefficients) for name in names]
     values = [max(cost.coefficient(name), 1e-9) for cost, name in zip(firsts, names, strict=True)]
@@ -106,16 +106,16 @@ def logs_of(costs: Sequence[RooflineCost], names: Sequence[str]) -> Values:
 
 
 def cost_of(cost: RooflineCost, logs: Values, names: Sequence[str]) -> RooflineCost:
-    """Return `cost` with the coefficients that `logs` gives."""
+    """Return `cost` with the coefficients given by `logs`."""
     return msgspec.structs.replace(cost, uncertainty=None, **dict(zip(names, map(float, np.exp(logs)), strict=True)))
 
 
 def uncertainty_of(residuals: Values, jacobian: Values, names: Sequence[str] = OF_STEPS[:5]) -> dict[str, float]:
-    """Return the uncertainty of each coefficient as a share of it: that of least squares, to first order.
+    """Return the relative uncertainty of each coefficient: that of least squares, to first order.
 
-    `jacobian`: shape [residuals, coefficients], by logarithms. The uncertainty is infinite for a coefficient that
-    changes nothing, by itself or together with others: where every step reads all weights once, the time of reading
-    them cannot be told from the constant time of a step.
+    `jacobian`: shape [residuals, coefficients], by logarithms. The uncertainty is infinite for a coefficient that has
+    no effect, alone or in combination. For example, if every step reads all weights once, the time to read them cannot
+    be separated from the constant time per step.
     """
     spare = max(1, len(residuals) - jacobian.shape[1])
     # The diagonal of (J^T J)^+ as sums of squares, which rounding cannot make negative.
@@ -124,14 +124,14 @@ def uncertainty_of(residuals: Values, jacobian: Values, names: Sequence[str] = O
     _, strengths, directions = np.linalg.svd(jacobian, full_matrices=True)
     strengths = np.append(strengths, np.zeros(jacobian.shape[1] - len(strengths)))
     for direction in np.abs(directions[strengths <= UNFELT * max(strengths.max(), UNFELT)]):
-        # Along it, the coefficient that moves most can have any value, and the others change in proportion.
+        # Along it, the coefficient that moves most is undetermined, and the others change in proportion.
         moves = direction / direction.max()
         errors = np.where(moves > PART, np.inf, np.maximum(errors, moves))
     return dict(zip(names, map(float, errors), strict=True))
 
 
 def at_limit(cost: RooflineCost, names: Iterable[str]) -> list[str]:
-    """Return the coefficients of a fit that a wider search might have moved on: those at the end of their bounds."""
+    """Return the fitted coefficients at the ends of their bounds, which a wider search might have moved further."""
     return [
         name for name in names if any(math.isclose(cost.coefficient(name), end, rel_tol=1e-3) for end in BOUNDS[name])
     ]

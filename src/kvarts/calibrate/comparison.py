@@ -1,7 +1,8 @@
-"""How far a replay is from a measurement.
+"""Compares a replay with a measurement.
 
-TTFT and E2E count from arrival; TPOT is the time from the first to the last token over the tokens between, for requests
-with more than one. Percentiles are interpolated linearly between observed values, on both sides alike.
+TTFT and E2E count from arrival. TPOT is the time from the first to the last token divided by the number of tokens after
+the first, for requests with more than one. Percentiles are interpolated linearly between observed values, on both
+sides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ METRICS = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
 NS_PER_MS = 1e6
 AS_MEASURED = 0.01
-"""A replay is too slow or too fast if its errors all have one sign and each is larger than this."""
+"""A replay is too slow or too fast if all its errors have the same sign and exceed this."""
 
 Values = npt.NDArray[np.float64]
 
@@ -32,7 +33,7 @@ Values = npt.NDArray[np.float64]
 class Comparison(msgspec.Struct, frozen=True):
     """`metrics[metric][statistic]` is (measured ms, replayed ms).
 
-    `num_preemptions`: in the replay. `kv_error_points`: the mean distance of both curves of KV use, in percentage
+    `num_preemptions`: in the replay. `kv_error_points`: mean absolute difference of the curves of KV use, in percentage
     points. `peak_waiting`: (measured, replayed). Both are None without curves; all three are None for a subset of
     requests.
     """
@@ -56,7 +57,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """The largest error in a sentence, and whether the replay is too slow or too fast as a whole."""
+        """A sentence with the largest error, and whether the replay is too slow or too fast overall."""
         errors = {
             f"{metric.upper()} {name}": _relative(*pair)
             for metric, row in self.metrics.items()
@@ -90,7 +91,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return "\n".join(lines) + "\n"
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the comparison as values that JSON can hold."""
+        """Return the comparison, JSON-able."""
         return {
             "num_requests": self.num_requests,
             **{
@@ -111,7 +112,7 @@ def _relative(measured: float, replayed: float) -> float:
 
 
 def latencies_ms(measured: Measured | Replayed, some: slice = slice(None)) -> dict[str, Values]:
-    """Return TTFT, TPOT and E2E of the requests in `some`; TPOT only of those with more than one token."""
+    """Return TTFT, TPOT and E2E of the requests in `some`; TPOT only for requests with several tokens."""
     if isinstance(measured, Measured):
         arrival, first = measured.arrival_ns / NS_PER_MS, measured.first_token_ns / NS_PER_MS
         last = measured.last_token_ns / NS_PER_MS
@@ -133,9 +134,9 @@ def statistics(values: Values) -> Values:
 def compare(
     measured: Measured, replayed: Replayed, series: Series | None = None, *, some: slice | None = None
 ) -> Comparison:
-    """Compare all requests, or only the latencies of `some`. Raise InputError if the requests are not the same.
+    """Compare all requests, or only the latencies of `some`. Raise InputError if the requests differ.
 
-    Requests are the same that have the same id; where a trace had no ids, those in the same row of both files.
+    Requests are matched by id, or by row if a trace had no ids.
     """
     replayed = _joined(measured, replayed)
     theirs, ours = (latencies_ms(side, some or slice(None)) for side in (measured, replayed))
@@ -147,13 +148,13 @@ def compare(
         return Comparison(len(theirs["e2e"]), metrics)
     error_points = peaks = None
     if series is not None and replayed.curve is not None:
-        error_points = series.kv_distance(replayed.curve)  # None where KV use was not measured
+        error_points = series.kv_distance(replayed.curve)  # None if KV use was not measured
         peaks = float(series.waiting.max()), float(replayed.curve.waiting.max())
     return Comparison(len(theirs["e2e"]), metrics, replayed.num_preemptions, error_points, peaks)
 
 
 def _joined(measured: Measured, replayed: Replayed) -> Replayed:
-    """Return the replay with its requests in the order of those measured."""
+    """Return the replay with its requests in the measured order."""
     hint = "Replay the same requests."
     if len(replayed.arrival_ms) != len(measured):
         raise InputError(

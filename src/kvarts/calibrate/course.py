@@ -1,9 +1,9 @@
-"""The course of a replay: the batches that an engine computed, and how much each counts in the means of its latencies.
+"""The course of a replay: the batches that an engine computed, with their weights in the means of its latencies.
 
-An engine under a closed or an offline load makes the same decisions however long its steps take, so its means are sums
-of step times with fixed weights: mean TPOT is the sum over requests of (last token - first token) / (tokens - 1), over
-their number, and each step between these two tokens counts once. Fitting then prices batches, and replays nothing.
-Under an open load, or with a front end that takes a while, that holds as long as step times change little.
+An engine under a closed or an offline load makes the same decisions regardless of step times, so its means are weighted
+sums of step times with fixed weights: mean TPOT is the mean over requests of (last token - first token) / (tokens - 1),
+and each step between the two tokens counts once. A fit then only prices batches again, without replays. Under an open
+load, or with a significant front-end delay, this holds as long as step times change little.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Times = npt.NDArray[np.int64]
 
 
 class _Recorded:
-    """A roofline that keeps what it was asked and answered, in order: one entry for each step, or leap over steps."""
+    """A roofline that records its calls and answers, in order: one entry per step or leap."""
 
     def __init__(self, cost: RooflineCost) -> None:
         self._cost = cost
@@ -60,10 +60,10 @@ class _Recorded:
 
 
 class Course(NamedTuple):
-    """What an engine computed for `point`: steps that are nearly alike are one entry.
+    """The computations of an engine for `point`; similar steps are merged into one entry.
 
-    `batches`: those of one such step, one per rank. `weights`: what the steps count in TPOT, TTFT, E2E and the whole
-    time, shape [entries, 4]. `delay_ms`: the time of the front end. `cost`: what the replay was priced with.
+    `batches`: those of one typical step, one per rank. `weights`: the weights of the steps in TPOT, TTFT, E2E and the
+    total time, shape [entries, 4]. `delay_ms`: time in the front end. `cost`: the cost model of the replay.
     """
 
     point: Point
@@ -74,7 +74,7 @@ class Course(NamedTuple):
     cost: RooflineCost
 
     def predicted(self, cost: RooflineCost) -> dict[str, float]:
-        """Return the means under `cost`, by the fields of Point that they are compared with."""
+        """Return the means under `cost`, named like the fields of Point that they are compared with."""
         steps_ms = np.array(list(map(cost.together_ns, self.batches)), np.float64) / 1e6
         tpot, ttft, e2e, total = (steps_ms @ self.weights).tolist()
         return {
@@ -126,9 +126,9 @@ def course_of(point: Point, config: ReplayConfig) -> Course:
 
 
 def _weights(starts: Times, ends: Times, begins: Times, stops: Times, shares: Values) -> Values:
-    """Return how much each step counts: the sum of the shares of requests that are between `begins` and `stops`.
+    """Return the weight of each step: the sum of the shares of requests that are between `begins` and `stops`.
 
-    A request that arrives while a step is under way waits for the rest of it.
+    A request that arrives during a step waits for the rest of it.
     """
     changes = np.zeros(len(starts) + 1)
     first = np.searchsorted(starts, begins, "left")
@@ -142,7 +142,7 @@ def _weights(starts: Times, ends: Times, begins: Times, stops: Times, shares: Va
 
 
 def _middle(batches: tuple[Batch, ...], num_steps: int) -> tuple[Batch, ...]:
-    """Return the batches of the step in the middle of `num_steps` of a leap."""
+    """Return the batches of the middle one of `num_steps` steps of a leap."""
     later = (num_steps - 1) // 2
     return tuple(
         Batch(each.chunks, each.num_decodes, each.decode_known_tokens + later * each.num_decodes, 1) for each in batches
@@ -150,7 +150,7 @@ def _middle(batches: tuple[Batch, ...], num_steps: int) -> tuple[Batch, ...]:
 
 
 def _kind(batches: tuple[Batch, ...]) -> tuple[int, ...]:
-    """Return what steps have in common that are priced as one: the sizes of their work, to some per cent."""
+    """Return the key of steps that are priced as one: the sizes of their work, rounded on a logarithmic scale."""
     kind: list[int] = []
     for batch in batches:
         chunk_tokens = sum(chunk.num_tokens for chunk in batch.chunks)

@@ -1,8 +1,8 @@
-"""What to measure: the shortest benchmarks that would identify the coefficients of a roofline on a machine.
+"""Design of measurements: the shortest benchmarks that would identify the coefficients of a roofline on a machine.
 
-Every candidate is replayed with the guesses, as if it had been measured, and what it would say of each coefficient
-follows from its slopes, as after a fit. The next benchmark is the one that says most a second, until all coefficients
-are identified, or none says anything more.
+Each candidate is replayed with the prior as if it had been measured. Its information about each coefficient follows
+from the slopes of the residuals, as after a fit. The next benchmark is always the one with the most information per
+second, until all coefficients are identified, or no candidate adds anything.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = ["CANDIDATES", "Bench", "Proposal", "design"]
 Values = npt.NDArray[np.float64]
 
 MOST_STEPS = 500_000
-"""Of all candidates together, each replayed once."""
+"""Limit for all candidates together, each replayed once."""
 
 LEAST_GAIN = 0.3
 """A benchmark that gains less, in nats, is not worth running."""
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """A benchmark with random prompts. `rate`: requests a second, at random; None: all at once.
+    """A benchmark with random prompts. `rate`: requests per second, with random gaps; None: all at once.
 
-    `llm`: another model than the one that is asked about, on one device.
+    `llm`: a model to run instead of the one being calibrated, on one device.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Bench(msgspec.Struct, frozen=True):
     llm: str | None = None
 
     def command(self, llm: str) -> str:
-        """Return the command that runs it against a vLLM that serves `llm`."""
+        """Return the command that runs the benchmark against a vLLM server of `llm`."""
         rate = "inf" if self.rate is None else f"{self.rate:g}"
         return (
             f"vllm bench serve --model {self.llm or llm} --dataset-name random --random-input-len {self.prompt_tokens} "
@@ -58,7 +58,7 @@ class Bench(msgspec.Struct, frozen=True):
         )
 
     def blank(self) -> Measured:
-        """Return its requests, without times."""
+        """Return the requests of the benchmark, without times."""
         rng = Random(0)
         arrivals = np.zeros(self.num_prompts)
         if self.rate is not None:
@@ -80,15 +80,15 @@ CANDIDATES = (
     Bench("small-light", 128, 256, 16, 0.5, SMALL),
     Bench("small-heavy", 128, 256, 256, None, SMALL),
 )
-"""Light and heavy, of short and long prompts; and of a small model, in which the time of reading weights does not pass
-for the constant time of a step."""
+"""Light and heavy loads, with short and long prompts; also on a small model, where the time to read the weights can be
+separated from the constant time per step."""
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """One benchmark, in the order in which they are worth running.
+    """One benchmark. Proposals are ordered by value.
 
-    `duration_s`: how long it is expected to take. `uncertainty`: of each coefficient after it and all before it, as a
-    share. `identifies`: the coefficients that are identified with it, and were not before.
+    `duration_s`: its expected duration. `uncertainty`: relative, for each coefficient, after it and all before it.
+    `identifies`: the coefficients that it is the first to identify.
     """
 
     bench: Bench
@@ -98,23 +98,23 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 def _num_steps(bench: Bench, config: ReplayConfig) -> int:
-    """Return about how many steps a benchmark takes: as many requests run at once as may."""
+    """Return the approximate number of steps of a benchmark, with as many concurrent requests as allowed."""
     prompts = bench.num_prompts * bench.prompt_tokens // config.max_num_batched_tokens
     num_rounds = -(-bench.num_prompts // min(config.max_num_seqs, config.max_num_batched_tokens))
     return prompts + num_rounds * bench.output_tokens
 
 
 def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tuple[list[Proposal], list[str]]:
-    """Return what to run on the engine that `config` describes, and the coefficients that stay as guessed.
+    """Return the benchmarks to run on the engine of `config`, and the coefficients that will keep their prior values.
 
-    A candidate with requests that do not fit in its pages is passed over. Raise ConfigError for another cost model than
-    a roofline.
+    A candidate whose requests do not fit in the pages is skipped. Raise ConfigError for a cost model other than a
+    roofline.
     """
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
     names = names_of([config.cost])
     num_steps = sum(_num_steps(bench, config) for bench in candidates)
-    if num_steps > MOST_STEPS:  # counted before anything is replayed, and that some times for each coefficient
+    if num_steps > MOST_STEPS:  # checked before any replay; each is replayed several times per coefficient
         raise ConfigError(
             f"a design would replay {num_steps:,} steps, and {MOST_STEPS:,} are replayed at most",
             field="max_num_batched_tokens",
@@ -153,12 +153,12 @@ def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tu
 
 
 def _on_one(config: ReplayConfig, llm: str) -> ReplayConfig:
-    """Return the same for another model, on one device."""
+    """Return the configuration for another model, on one device."""
     ways = dict.fromkeys(("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel"), 1)
     cost = msgspec.structs.replace(config.cost, llm=llm, uncertainty=None, weight_dtype=None, **ways)
     return msgspec.structs.replace(config, cost=cost, replicas=1)
 
 
 def _log_volume(information: Values, widths: Values) -> float:
-    """Return half the logarithm of the determinant of what is left of the guesses."""
+    """Return half the log-determinant of the covariance that remains after `information`."""
     return float(np.linalg.slogdet(covariance_of(information, widths))[1]) / 2

@@ -1,11 +1,11 @@
 """Fits the coefficients of a roofline to measured runs, by replaying them.
 
-The coefficients are shared by all runs, each of which has a model, a device and a parallelism of its own. What is
-searched is the likeliest point: residuals of every run, in standard deviations, beside the distance of each coefficient
-from a guess, in standard deviations of the guess. So what the runs do not say stays where it was guessed. A replay
-takes a fraction of a second, so the search is direct: points drawn from the guesses (Sobol), rounds of planes that
-are fitted around the best of them, and Nelder and Mead's simplex at the end, because queues make the objective rough.
-Everything is in logarithms of the coefficients. Same input, same seed, same coefficients.
+All runs share the coefficients, but each has its own model, device and parallelism. The search maximises the posterior:
+it minimises the squared residuals of every run, in standard deviations, plus the squared distances of the coefficients
+from the prior, in standard deviations of the prior. Coefficients that the runs do not determine therefore stay at their
+prior values. A replay takes a fraction of a second, and queues make the objective rough, so the search is direct:
+points drawn from the prior (Sobol), rounds of linear fits around the best of them, and finally Nelder and Mead's
+simplex. All of this works on logarithms. The result depends only on the input and the seed.
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ NUM_SPREAD = 32
 NUM_STARTS = 2
 ROUNDS = 10
 CLOUD = 3
-"""Points of a round for each coefficient."""
+"""Number of points of a round, per coefficient."""
 WIDEST, NARROWEST = 0.6, 0.05
-"""How far these are from the best at most, as a share of the guess's standard deviation, in the first and any round."""
+"""Largest distance of these points from the best one, as a share of the prior's standard deviation: in the first round,
+and the lower limit in any round."""
 EVALUATIONS = 120
 """Evaluations of the objective for each simplex."""
 RESTARTS = (0.05, 0.02)
 """Widths of the simplices, in logarithms."""
 SLOPE, LIKELY = 0.5, 2.0
-"""The same for the points that say the uncertainty: closer by, roughness would pass for information. Then how far
-points are that say it once more, in standard deviations of what the first left."""
+"""The same for the points that measure the uncertainty; closer points would mistake roughness for information. LIKELY
+is for the second measurement, in standard deviations of the posterior after the first."""
 POINTS = 10
-"""So many of either for each coefficient."""
+"""Number of points in each of these measurements, per coefficient."""
 DEPENDENT = 2.0
-"""Statistics of one run depend on each other: so many of them say as much as one would by itself."""
+"""Number of correlated statistics of one run that carry as much information as an independent one."""
 KNOWN = 0.7
-"""Where more of the guess's standard deviation is left than this, the data do not identify a coefficient."""
+"""If the posterior keeps more than this share of the prior's standard deviation, the data do not identify a
+coefficient."""
 
 
 class OfRun(msgspec.Struct, frozen=True):
-    """The errors of one run: `before` under the coefficients that the search began with, `overall` under those found.
+    """The errors of one run: `before`, under the initial coefficients, and `overall`, under the fitted ones.
 
-    `fitted` compares the requests that were fitted, `held_out` the others, if there are any.
+    `fitted` compares the requests used in the fit; `held_out` the others, if any.
     """
 
     name: str
@@ -77,10 +79,10 @@ class OfRun(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The fitted `cost`, of what the first run ran on, and the errors of each run.
+    """The fitted `cost`, for the model and device of the first run, and the errors of each run.
 
-    `uncertainty`: the standard deviation of each coefficient, as a share of it; `guessed`: that of its guess; `moves`:
-    how far from that it is, as a logarithm.
+    `uncertainty`: relative standard deviation of each coefficient; `guessed`: that of its prior; `moves`: its distance
+    from the prior, as a logarithm.
     """
 
     cost: RooflineCost
@@ -92,41 +94,41 @@ class Calibration(msgspec.Struct, frozen=True):
 
     @property
     def beyond_transfer(self) -> list[str]:
-        """The coefficients that were moved so far that they are not expected to hold for another model."""
+        """The coefficients that moved too far from the prior to be expected to hold for another model."""
         return beyond_transfer(self.moves, self.guessed)
 
     @property
     def not_identified(self) -> list[str]:
-        """The coefficients that the data say little about: they are where they were guessed, and as uncertain."""
+        """The coefficients that the data do not determine: close to their prior, and almost as uncertain."""
         return [name for name, share in self.uncertainty.items() if share > KNOWN * self.guessed[name]]
 
     @property
     def at_limit(self) -> list[str]:
-        """The coefficients that a wider search might have moved on."""
+        """The coefficients at the ends of their bounds, which a wider search might have moved further."""
         return at_limit(self.cost, self.uncertainty)
 
     @property
     def before(self) -> Comparison:
-        """That of the first run."""
+        """Comparison of the first run under the initial coefficients."""
         return self.runs[0].before
 
     @property
     def overall(self) -> Comparison:
-        """That of the first run."""
+        """Comparison of the first run under the fitted coefficients."""
         return self.runs[0].overall
 
     @property
     def fitted(self) -> Comparison:
-        """That of the first run."""
+        """Comparison of the first run's fitted requests."""
         return self.runs[0].fitted
 
     @property
     def held_out(self) -> Comparison | None:
-        """That of the first run."""
+        """Comparison of the first run's held-out requests."""
         return self.runs[0].held_out
 
     def to_text(self) -> str:
-        """Return what `kvarts calibrate` prints: coefficients, and the errors of each run, with a line end."""
+        """Return the text that `kvarts calibrate` prints: coefficients, and the errors of each run, with a line end."""
         why = "a guess, of which these data say little"
         parts = [coefficients_text(self.cost, self.uncertainty, self.not_identified, why, self.beyond_transfer)]
         for of in self.runs:
@@ -140,7 +142,7 @@ class Calibration(msgspec.Struct, frozen=True):
         return "\n".join(parts)
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the calibration as values that JSON can hold."""
+        """Return the calibration, JSON-able."""
         of_runs = [
             {
                 "name": of.name,
@@ -175,7 +177,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 def most_replays(num_runs: int, num_coefficients: int) -> int:
-    """Return how many replays a calibration takes at most."""
+    """Return an upper bound on the number of replays of a calibration."""
     rounds = NUM_STARTS * (ROUNDS * (CLOUD * num_coefficients + 1) + 2) + 2 * POINTS * num_coefficients
     return num_runs * (NUM_SPREAD + 2 + rounds + (EVALUATIONS + 1) * len(RESTARTS) + 6)
 
@@ -188,11 +190,11 @@ def calibrate_runs(
     prior: Constants | None = None,
     on_progress: Callable[[int], object] | None = None,
 ) -> Calibration:
-    """Fit the coefficients that `runs` share; the search begins at those of their costs, which are the guesses.
+    """Fit the coefficients that `runs` share. The search begins at those of their costs, which are the prior means.
 
-    `guesses`: the weight of the guesses; 0: only the data count. `prior`: how sure these are, by default those that
-    ship. Raise ConfigError without SciPy, for another cost
-    model, or if a request does not fit in the pool.
+    `guesses`: the weight of the prior; with 0, only the data count. `prior`: its standard deviations; default: those
+    of the built-in constants. Raise ConfigError without SciPy, for another cost model, or if a request does not fit in
+    the pool.
     """
     needs_scipy()
     if not runs:
@@ -227,7 +229,7 @@ def calibrate_runs(
 
 
 class Search:
-    """The objective, and the search for where it is least."""
+    """The objective, and the search for its minimum."""
 
     def __init__(
         self,
@@ -272,32 +274,32 @@ class Search:
         return np.asarray(best, np.float64)
 
     def residuals(self, logs: Values) -> Values:
-        """Return the distances from the data and from the guesses, in standard deviations."""
+        """Return the distances from the data and from the prior, in standard deviations."""
         of_runs = [each.residuals(cost_of(each.run.cost, logs, self.names)) for each in self._runs]
         return np.concatenate([*of_runs, (logs - self.guess) * self._weights])
 
     def error(self, logs: Values) -> float:
-        """Return the sum of their squares."""
+        """Return the sum of the squared residuals."""
         return float((self.residuals(logs) ** 2).sum())
 
     def covariance(self, logs: Values) -> Values:
-        """Return the covariance of the logarithms: Laplace's approximation at the likeliest point."""
+        """Return the covariance of the logarithms: Laplace's approximation at the best point."""
         return covariance_of(self.information(logs), self.widths)
 
     def information(self, logs: Values) -> Values:
-        """Return what the data say at `logs`, in units of what the guesses say: shape [coefficients, coefficients].
+        """Return the Fisher information at `logs`, in units of the prior: shape [coefficients, coefficients].
 
-        Asked twice: among points as far to all sides as guesses are, and then among points that are likely after that.
+        Measured twice: with points spread as widely as the prior, then with points spread like the resulting posterior.
         """
         near = covariance_of(self._information(logs, SLOPE * np.diag(self.widths)), self.widths)
         return self._information(logs, LIKELY * np.asarray(np.linalg.cholesky(near), np.float64))
 
     def _information(self, logs: Values, axes: Values) -> Values:
-        """Return the same from a plane through the residuals at points around `logs`, drawn along `axes`.
+        """Return the information from a linear fit of the residuals at points around `logs`, drawn along `axes`.
 
-        What a plane does not say of a statistic there is roughness: it is noise, as large in what was measured, and
-        statistics share it. Where the data are farther away than their standard deviations say, these are taken to be
-        as much larger.
+        Deviations of a statistic from the linear fit are roughness. They are treated as noise that the measurement has
+        to the same extent and that statistics share. If the data are farther away than their standard deviations
+        predict, these are scaled up to match.
         """
         points, residuals = self._cloud(logs, axes, POINTS * len(logs), 1)
         num_data = residuals.shape[1] - len(logs)
@@ -306,12 +308,12 @@ class Search:
         roughness = rough.T @ rough / len(rough)
         noise = roughness + DEPENDENT * max(1.0, float((here**2).mean())) * np.eye(num_data)
         weights = np.linalg.inv(noise)
-        # Slopes that come from roughness alone would add to what the data say: their expected share is taken off.
+        # Slopes due to roughness alone would look like information: their expected share is subtracted.
         moves = points - points.mean(axis=0)
         spurious = float((weights * roughness).sum()) * np.linalg.inv(moves.T @ moves)
         scale = np.diag(self.widths)
         strengths, directions = np.linalg.eigh(scale @ (slopes @ weights @ slopes.T - spurious) @ scale)
-        information: Values = (directions * np.maximum(strengths, 0.0)) @ directions.T  # nothing is the least to say
+        information: Values = (directions * np.maximum(strengths, 0.0)) @ directions.T  # information is never negative
         return information
 
     def _clip(self, logs: Values) -> Values:
@@ -320,7 +322,7 @@ class Search:
     def _cloud(self, logs: Values, axes: Values, count: int, seed: int) -> tuple[Values, Values]:
         """Return `count` points around `logs` and their residuals: shapes [count, coefficients], [count, residuals].
 
-        `axes`: how far they are at most, a column for each direction.
+        `axes`: the largest distances, one column per direction.
         """
         from scipy.stats import qmc
 
@@ -329,10 +331,10 @@ class Search:
         return points, np.array([self.residuals(point) for point in points])
 
     def _descend(self, logs: Values, seed: int) -> Values:
-        """Return where rounds from `logs` end.
+        """Return the end point of the rounds from `logs`.
 
-        Each fits a plane to residuals at points around the best, which smooths their roughness, and goes to where the
-        plane is least. Rounds get narrower where that gains nothing.
+        Each round fits residuals linearly at points around the best one, which smooths their roughness, and moves to
+        the minimum of the fit. The spread of the points shrinks when a round gains nothing.
         """
         reach, least = WIDEST, self.error(logs)
         for number in range(ROUNDS):
@@ -354,13 +356,13 @@ class Search:
 
 
 def covariance_of(information: Values, widths: Values) -> Values:
-    """Return the covariance that is left of guesses with standard deviations `widths`."""
+    """Return the posterior covariance, given prior standard deviations `widths`."""
     covariance: Values = widths[:, None] * np.linalg.inv(np.eye(len(widths)) + information) * widths
     return (covariance + covariance.T) / 2
 
 
 def _linear(moves: Values, residuals: Values) -> tuple[Values, Values, Values]:
-    """Return the plane through residuals: slopes [coefficients, residuals], level [residuals], and what is left."""
+    """Return the linear fit of residuals: slopes [coefficients, residuals], level [residuals], and what remains."""
     design = np.column_stack([moves, np.ones(len(moves))])
     plane = np.linalg.lstsq(design, residuals, rcond=None)[0]
     left: Values = (residuals - design @ plane) * np.sqrt(len(moves) / max(1, len(moves) - design.shape[1]))

@@ -1,10 +1,10 @@
-"""Reads the log of vLLM with `--enable-logging-iteration-details`: a line a step, with its work and its duration.
+"""Reads the log of vLLM with `--enable-logging-iteration-details`: one line per step, with its work and duration.
 
-A line gives requests and tokens of prompts (context) and of decodes (generation), the time that the step took, and how
-much of the KV cache was in use. The log of a server also has a line with the size of that cache in tokens. What a step
-attended to is worked out from both: the tokens in the cache, less those of the prompts of the step, are what its
-decodes know. Prompts of a step share its context tokens evenly, and begin with their first token; a long prompt that is
-computed in parts attends to more than that, and the decodes beside it to less.
+A line gives requests and tokens of prompts (context) and of decodes (generation), the duration of the step, and the
+share of the KV cache in use. The log of a server also has a line with the size of that cache in tokens. The tokens
+attended to are inferred from both: the decodes of a step know the tokens in the cache minus those of the step's
+prompts. The prompts of a step are taken to share its context tokens equally and to begin at their first token. A long
+prompt that is computed in chunks therefore attends to more than is assumed here, and the decodes of its steps to less.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["IterationLog", "is_iteration_log", "load_iterations"]
 
 NS_PER_MS = 1e6
 FIRST_BYTES = 1 << 22
-"""A server says much before its first step."""
+"""A server logs many lines before its first step."""
 MOST_PROMPTS = 1 << 16
-"""Of a step. Each of them is kept."""
+"""Limit per step; each prompt is kept as an object."""
 NUMBER = r"(\d{1,18})"
 STEP = re.compile(
     rf"Iteration\({NUMBER}\): {NUMBER} context requests, {NUMBER} context tokens, {NUMBER} generation requests, "
@@ -37,7 +37,7 @@ CACHE = re.compile(r"KV cache size: ([\d,]{1,24}) tokens")
 
 
 class IterationLog(msgspec.Struct, frozen=True):
-    """The `steps` of a log of an engine with `num_cache_tokens`, and how many of its lines say nothing of a fit."""
+    """The `steps` in the log of an engine with `num_cache_tokens`, and the number of lines useless for a fit."""
 
     steps: list[StepRecord]
     num_cache_tokens: int
@@ -45,14 +45,14 @@ class IterationLog(msgspec.Struct, frozen=True):
 
     @property
     def left_out(self) -> str | None:
-        """What was left out, in words; None if nothing was."""
+        """The lines left out, in words; None without any."""
         if not self.num_left_out:
             return None
         return f"{self.num_left_out:,} steps without tokens, or with inputs of an encoder, are left out"
 
 
 def is_iteration_log(path: Path | str) -> bool:
-    """Return whether a file looks like the log of a server, with steps."""
+    """Return whether a file appears to be a server log with steps."""
     try:
         with Path(path).open("rb") as file:
             return ANY_STEP.encode() in file.read(FIRST_BYTES)
@@ -63,8 +63,8 @@ def is_iteration_log(path: Path | str) -> bool:
 def load_iterations(path: Path | str) -> IterationLog:
     """Read the log of a server, from its start.
 
-    Raise MissingFileError; InputError, with the line, for a step that cannot be read or was speculative, for a log
-    without the size of the KV cache, or of several sizes, and for one without steps.
+    Raise MissingFileError; InputError, with the line, for a step that is malformed or speculative, for a log without
+    the size of the KV cache or with several sizes, and for one without steps.
     """
     path = Path(path)
     num_cache_tokens: int | None = None
@@ -112,7 +112,7 @@ def load_iterations(path: Path | str) -> IterationLog:
 
 
 def _step(found: re.Match[str], num_cache_tokens: int) -> StepRecord | None:
-    """Return a step; None for one that computed nothing, or more than text."""
+    """Return a step; None for one that computed nothing or had encoder inputs."""
     num_prompts, num_prompt_tokens, num_decodes, num_decode_tokens = (int(found[index]) for index in range(2, 6))
     if found[7] is not None or found[9] is not None or not num_prompt_tokens + num_decode_tokens:
         return None

@@ -1,4 +1,4 @@
-"""Loads the runs that a cost model is fitted to: files of measurements, or .toml files that name what these ran on."""
+"""Loads the runs that a cost model is fitted to: files of measurements, or .toml files that also give the engine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["RunOptions", "load_runs"]
 
 FILES = ("measured", "prompts", "series")
 OF_RUN = (*FILES, "trace_block_size", "time_unit", "columns", "fit_on")
-"""Keys of a run's .toml beside the settings of a replay."""
+"""Keys of a run's .toml other than the settings of a replay."""
 
 
 class RunOptions(NamedTuple):
-    """How the files of a run are read: the arguments of `kvarts.calibrate`."""
+    """How to read the files of a run: the arguments of `kvarts.calibrate`."""
 
     prompts: Path | None
     trace_block_size: int
@@ -36,9 +36,9 @@ class RunOptions(NamedTuple):
 
 
 def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[MeasuredRun]:
-    """Load the runs at `paths`. What a .toml leaves open about its run, `given` and `options` settle.
+    """Load the runs at `paths`. `given` and `options` apply where a run's .toml sets nothing.
 
-    Raise ConfigError where a model or a device is missing, or prompts or a series would be of several runs;
+    Raise ConfigError if the model or the device is missing, or if prompts or a series are given for several runs;
     MissingFileError and InputError for files.
     """
     if len(paths) > 1:
@@ -72,7 +72,7 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
 
 
 def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Given, RunOptions]:
-    """Return what a .toml says of a run, over what the command line says."""
+    """Return the settings of a run: the .toml's where present, else those of the command line."""
     values = read_toml(path, hint="Check the path of the run.")
     own = {name: values.pop(name) for name in OF_RUN if name in values}
     if "measured" not in own:
@@ -95,5 +95,5 @@ def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Giv
 
 
 def _beside(path: Path, file: str) -> Path:
-    """Return a file that `path` names: relative to it, unless it is a sample's name."""
+    """Return the path of a file named in `path`: relative to it, unless it is a sample's name."""
     return Path(file) if file.startswith(PREFIX) else path.parent / file

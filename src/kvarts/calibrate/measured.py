@@ -1,8 +1,7 @@
-"""Measurements of an engine: when each request arrived and got its first and last token, and how many tokens it had.
+"""Measurements of an engine: for each request, its arrival, its first and last token, and its numbers of tokens.
 
-Three forms are read: JSON lines of vLLM's per-request timings, CSV with named columns, and result files of load
-generators. No row is skipped in silence:
-a row that is not consistent is an error with its line and field.
+Three forms are read: JSON lines with vLLM's per-request timings, CSV with named columns, and result files of load
+generators. Rows are never skipped silently: an inconsistent row is an error with its line and field.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ COUNTS = ("prompt_tokens", "output_tokens")
 FIELDS = ("request_id", *TIMES, *COUNTS)
 OPTIONAL = ("request_id", "scheduled")
 UNITS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-# The names of vLLM's per-request output. Its `arrival_time` is read from another clock than the rest, so the time at
-# which a request was queued stands for its arrival.
+# Field names of vLLM's per-request output. Its `arrival_time` is from a different clock than the rest, so the time at
+# which a request was queued is used as its arrival.
 VLLM_COLUMNS = {
     "request_id": "request_id",
     "arrival": "queued_ts",
@@ -50,7 +49,7 @@ Times = npt.NDArray[np.int64]
 class Measured(msgspec.Struct, frozen=True):
     """Requests in order of arrival. Times are in nanoseconds since the first arrival; all arrays have shape [n].
 
-    `rows`: the place of each request in the file, from 0. `scheduled_ns` is None if it was not recorded.
+    `rows`: row of each request in the file, from 0. `scheduled_ns` is None if it was not recorded.
     """
 
     name: str
@@ -67,9 +66,9 @@ class Measured(msgspec.Struct, frozen=True):
         return len(self.request_ids)
 
     def trace(self, prompts: Trace | None = None) -> Trace:
-        """Return the traffic with the prompt content of `prompts`, row by row; without it, no prompts share a prefix.
+        """Return the traffic, with prompts from the same rows of `prompts`; without it, no prompts share a prefix.
 
-        Raise InputError if `prompts` has other rows.
+        Raise InputError if the rows of `prompts` differ.
         """
         requests = [
             TraceRequest(
@@ -103,12 +102,11 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None, time_unit: str = "s") -> Measured:
-    """Read a measured run. `columns`: the file's names for those of FIELDS that it calls otherwise.
+    """Read a measured run. `columns`: names used in the file, for those of FIELDS that it names differently.
 
-    A file of JSON lines with `queued_ts` is read in vLLM's format, and result files of load generators in theirs. These
-    have a client's times: the way there and back counts as time of the engine. Raise MissingFileError; ConfigError for
-    a column that does not exist; InputError, with line and field, for a value that is missing, no number, or
-    inconsistent.
+    JSON lines with `queued_ts` are read in vLLM's format, and result files of load generators in theirs. The latter
+    have times of the client, so network time counts as time of the engine. Raise MissingFileError; ConfigError for an
+    unknown column; InputError, with line and field, for a missing, non-numeric or inconsistent value.
     """
     path = Path(path)
     if time_unit not in UNITS_NS:
@@ -141,7 +139,7 @@ def load_measured(path: Path | str, *, columns: Mapping[str, str] | None = None,
 
 
 def _result_rows(file: TraceFile) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of a result file, by the names of FIELDS; times are in nanoseconds since the first."""
+    """Return the rows of a result file, keyed by FIELDS; times are in nanoseconds since the first."""
     results = read_results(file).rows
     if not results:
         raise InputError("has no request that succeeded", path=file.path)

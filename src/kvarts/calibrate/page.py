@@ -1,4 +1,4 @@
-"""A self-contained page of HTML that shows a replay over its measurement."""
+"""A self-contained HTML page that compares a replay with its measurement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render_page(
 ) -> bytes:
     """Return the page: the table of errors, the distributions, and the curves if both sides have them.
 
-    `name`: of the replay.
+    `name`: name of the replay.
     """
     theirs, ours = latencies_ms(measured), latencies_ms(replayed)
     data: dict[str, Any] = {
@@ -54,7 +54,7 @@ def render_page(
 
 
 def _rows(metric: str, comparison: Comparison) -> list[list[str]]:
-    """Return a row of the table for each statistic: its name, measured, replayed, and the error."""
+    """Return one table row per statistic: name, measured, replayed, and error."""
     out = []
     for name, row in comparison.to_builtins()[metric].items():
         pair = row["measured_ms"], row["replayed_ms"]
@@ -65,7 +65,7 @@ def _rows(metric: str, comparison: Comparison) -> list[list[str]]:
 
 
 def _more(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return what is compared besides latencies."""
+    """Return the comparisons other than latencies."""
     out = []
     if comparison.kv_error_points is not None:
         out.append(("KV use", f"off by {comparison.kv_error_points:.2f} points on average"))
@@ -78,6 +78,6 @@ def _more(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _thinned(ordered: Values) -> list[tuple[float, float]]:
-    """Return at most MAX_POINTS of the sorted values, each with the per cent of all that are no larger."""
+    """Return at most MAX_POINTS of the sorted values, each with its cumulative percentage."""
     at = np.unique(np.linspace(0, len(ordered) - 1, min(MAX_POINTS, len(ordered))).round().astype(np.int64))
     return [(float(ordered[place]), 100 * (place + 1) / len(ordered)) for place in at.tolist()]

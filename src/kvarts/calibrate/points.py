@@ -1,7 +1,7 @@
-"""A table of measured points: one line per load, with what it ran on and the means that were measured.
+"""A table of measured points: one row per load, with the engine it ran on and the measured means.
 
-The columns are the fields of `Point`; README-style documentation stands in docs/reference.md. A point has no requests
-of its own, so a replay makes a load of the stated lengths, and its means are compared with the measured ones.
+The columns are the fields of `Point`; docs/reference.md documents them. A point does not list its requests, so a replay
+generates a load of the stated lengths, and its means are compared with the measured ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPEATED_PROMPTS = 45
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured load. Lengths are in tokens, times in milliseconds; None: not measured.
 
-    `load`: closed, with `level` requests in flight; open, with `level` requests per second at random; offline, all at
+    `load`: closed, with `level` requests in flight; open, with `level` random arrivals per second; offline, all at
     once. `ratio`: lengths are uniform from `ratio` times `isl` (or `osl`) up to it. `cached`: prompts repeat, so that
     they are prefix hits. `tok_s_gpu`: output tokens per second and device.
     """
@@ -77,7 +77,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.gpus or self.tp * self.pp * self.dp
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a replay of this point, by their long names."""
+        """Return the settings of a replay of this point, by setting key."""
         settings: dict[str, Any] = {
             "model": self.model,
             "device": self.gpu,
@@ -101,11 +101,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return settings
 
     def config(self) -> ReplayConfig:
-        """Return what a replay of this point runs on. Raise ConfigError for what does not fit."""
+        """Return the configuration of a replay of this point. Raise ConfigError for incompatible values."""
         return make_config(self.settings())
 
     def trace(self) -> Trace:
-        """Return a load of its lengths. The same point gives the same load."""
+        """Return a load with these lengths. Equal points give equal loads."""
         num = self.num_requests
         prefix = self.isl - 1 if self.cached and self.isl > 1 else 0
         workload = Workload(
@@ -120,7 +120,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def measured(self) -> dict[str, float]:
-        """What was measured, by metric."""
+        """The measured values, by metric."""
         values = {name: getattr(self, name) for name in METRICS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -143,7 +143,7 @@ def _uniform(most: int, ratio: float) -> Length:
 def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None) -> list[Point]:
     """Read a table of points: CSV with a header. Raise MissingFileError; InputError with line and field.
 
-    A model that is not known by name is a config.json, with a path from the folder of the table.
+    A model ending in .json is a config.json, with a path relative to the table's directory.
     """
     path = Path(path)
     reader = csv.DictReader(io.StringIO(read_text(path, hint="Check the path of the table of points.")))

@@ -1,4 +1,4 @@
-"""A replay in the form in which it is compared with a measurement, from a report or from the files of a run."""
+"""A replay in the form used for comparison with a measurement, from a report or from the files of a run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Values = npt.NDArray[np.float64]
 class Replayed(msgspec.Struct, frozen=True):
     """Requests in order of arrival. Times are in ms; arrays have shape [n].
 
-    `curve`, if known: the start of each step in seconds, requests running and waiting then, and KV use in per cent.
-    `request_ids`: None where they are not known, and the order is that of what was measured.
+    `curve`, if known: per step, its start in seconds, running and waiting requests, and KV use in per cent.
+    `request_ids`: None if unknown; the order is then that of the measurement.
     """
 
     arrival_ms: Values
@@ -50,7 +50,7 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 def replayed_of(report: Report) -> Replayed:
-    """Return the replay that `report` describes; its curve, if it is of one engine."""
+    """Return the replay of `report`, with its curve if it has a single engine."""
     rows, steps = report.requests, report.steps
     curve = None
     if report.config.replicas == 1:
@@ -83,9 +83,9 @@ class _Row(msgspec.Struct):
 
 
 def load_replayed(path: Path | str) -> Replayed:
-    """Read a run directory, or the file that `kvarts replay --requests` wrote.
+    """Read a run directory, or a file written by `kvarts replay --requests`.
 
-    Raise MissingFileError, or InputError for a file that is no replay or has requests without an end.
+    Raise MissingFileError; InputError for a file that is not a replay or has unfinished requests.
     """
     path = Path(path)
     rows_path, curve = path, None

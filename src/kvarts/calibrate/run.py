@@ -1,4 +1,4 @@
-"""A measured run as a fit sees it: what was measured, on what, and how far a replay with some cost is from it."""
+"""A measured run during a fit: the measurement, its engine, and the residuals of a replay under a given cost."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 
 BANDS = ((0.4, 0.6), (0.85, 0.95), (0.97, 1.0))
-"""Requests by rank, as shares, of which the mean stands for a percentile: one request is a rough measure."""
+"""Ranges of rank, as shares. The mean of a range is used instead of a percentile, since a single request is noisy."""
 
 __all__ = ["FittedRun", "MeasuredRun"]
 
 Values = npt.NDArray[np.float64]
 
 SIGMA = 0.01
-"""How far a statistic of a replay is from a measurement where all coefficients are right, as a share of it."""
+"""Relative standard deviation of a replayed statistic from the measured one under the right coefficients."""
 PART_SIGMA = 0.03
 NUM_PARTS = 6
 LEAST_OF_PART = 4
-"""The mean of a metric in each sixth of the requests is compared as well: the first wait less, and the last decode
-beside fewer others. A part has so many requests at least."""
+"""The mean of a metric in each sixth of the requests is compared too: the first requests wait less, and the last ones
+decode in smaller batches. A part has at least this many requests."""
 PART_SCALE = 0.25
-"""A part with a mean below this share of the mean of all is compared relative to that share."""
+"""A part with a mean below this share of the overall mean is compared relative to that share."""
 CURVE_SIGMA_POINTS = 5.0
-"""The same for the mean distance of the curves of KV use: it never gets small, as a curve is sampled once a second."""
+"""The same for the mean difference of the curves of KV use, which stays large, as curves are sampled once a second."""
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, and the engine it was measured on: `config` has a RooflineCost.
+    """A measurement, and the engine it was made on: `config` has a RooflineCost.
 
-    `prompts`: the content of the prompts, as for Measured.trace. `fit_on`: only the first so many requests count; all
-    are replayed.
+    `prompts`: the content of the prompts, as for Measured.trace. `fit_on`: only the first `fit_on` requests count,
+    though all are replayed.
     """
 
     measured: Measured
@@ -54,13 +54,13 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cost(self) -> RooflineCost:
-        """The cost model that the fit begins with."""
+        """The cost model at which the fit begins."""
         cost: RooflineCost = self.config.cost
         return cost
 
 
 class FittedRun:
-    """Replays of one run. Owner of the number of them."""
+    """Replays of one run. Owner of their count."""
 
     def __init__(self, run: MeasuredRun, on_progress: Callable[[int], object] | None) -> None:
         if not isinstance(run.config.cost, RooflineCost):
@@ -74,7 +74,7 @@ class FittedRun:
         self._some = slice(fit_on)
         self._theirs = latencies_ms(measured, self._some)
         self._aim = _levels(self._theirs)
-        # A metric without a value (TPOT if no request has two tokens) says nothing.
+        # A metric without a value (TPOT if no request has two tokens) is left out.
         self._counts = np.isfinite(self._aim) & (self._aim > 0)
         self._series = run.series
         if run.series is not None and fit_on is not None:
@@ -94,11 +94,11 @@ class FittedRun:
         return outcome
 
     def compare(self, cost: RooflineCost, some: slice | None = None) -> Comparison:
-        """Compare a replay with `cost` with what was measured."""
+        """Compare a replay under `cost` with the measurement."""
         return compare(self.run.measured, self._replay(cost), self.run.series, some=some)
 
     def residuals(self, cost: RooflineCost) -> Values:
-        """Return how far a replay with `cost` is from what was measured, in standard deviations."""
+        """Return the differences between a replay under `cost` and the measurement, in standard deviations."""
         replayed = self._replay(cost)
         ours = latencies_ms(replayed, self._some)
         values = _levels(ours)
@@ -119,7 +119,7 @@ class FittedRun:
 
 
 def _levels(latencies: dict[str, Values]) -> Values:
-    """Return the mean of each metric, and those of its BANDS; NaN where it has no value."""
+    """Return, per metric, the mean of all requests and of each of BANDS; NaN without values."""
     levels: list[float] = []
     for metric in METRICS:
         values = np.sort(latencies[metric])

@@ -1,4 +1,4 @@
-"""Samples of a running engine: requests running and waiting, and KV use, over time."""
+"""Samples of a running engine over time: running and waiting requests, and KV use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Values = npt.NDArray[np.float64]
 class Series(msgspec.Struct, frozen=True):
     """Samples in order of time; all arrays have shape [n]. `time_s`: since the first arrival.
 
-    `kv_pct`: in per cent; None where it was not recorded, `left_out` says why.
+    `kv_pct`: in per cent; None if it was not recorded, for the reason in `left_out`.
     """
 
     time_s: Values
@@ -35,7 +35,7 @@ class Series(msgspec.Struct, frozen=True):
     left_out: str | None = None
 
     def until(self, time_s: float) -> Series | None:
-        """Return the samples up to `time_s`; None if there are none."""
+        """Return the samples up to `time_s`; None without any."""
         last = int(np.searchsorted(self.time_s, time_s, side="right"))
         if not last:
             return None
@@ -43,9 +43,9 @@ class Series(msgspec.Struct, frozen=True):
         return Series(self.time_s[:last], self.running[:last], self.waiting[:last], kv_pct, self.left_out)
 
     def kv_distance(self, other: Series) -> float | None:
-        """Return the mean distance of the KV use of `other` from this one, at its samples, in percentage points.
+        """Return the mean absolute difference between the KV use of `other` and this one, in percentage points.
 
-        None where either was not recorded.
+        It is taken at the samples of this one. None if either was not recorded.
         """
         if self.kv_pct is None or other.kv_pct is None:
             return None
@@ -57,8 +57,8 @@ class Series(msgspec.Struct, frozen=True):
 def load_series(path: Path | str) -> Series:
     """Read CSV with the columns `t` (seconds), `running`, `waiting` and `kv_cache_pct`; other columns are ignored.
 
-    KV use that is missing, or 0 although requests run, was not recorded, and is left out.
-    Raise MissingFileError; InputError, with line and field, for a value that is missing, no number, or back in time.
+    KV use counts as not recorded, and is left out, if it is missing or is 0 although requests run. Raise
+    MissingFileError; InputError, with line and field, for a value that is missing, not a number, or back in time.
     """
     path = Path(path)
     text = read_text(path, hint="Check the path of the series.")

@@ -1,9 +1,9 @@
-"""Fits the constants that all rooflines share to a table of points, and tests them on points that were not fitted.
+"""Fits the constants that all rooflines share to a table of points, and tests them on held-out points.
 
 Each point is replayed once; its course (`course.py`) then prices the same batches under other constants, so that a fit
 of hundreds of points takes a minute. The residuals are logarithms of predicted over measured times, with a loss that
-limits the weight of outliers (soft L1): the conditions of published measurements are never stated in full. Beside them
-stand the distances of the constants from a prior. Points under an open load are replayed again after the first fit.
+limits the weight of outliers (soft L1), because the conditions of published measurements are never stated in full. The
+distances of the constants from a prior are added. Points under an open load are replayed again after the first fit.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ __all__ = ["HALVES", "Errors", "PointsFit", "Worth", "errors_of", "fit_points", 
 Values = npt.NDArray[np.float64]
 
 SIGMA = 0.1
-"""Errors below this share count in squares, and larger ones by their size."""
+"""Relative error at which the loss changes from quadratic to linear."""
 DEPENDENT = 3.0
-"""So many points say as much as one would by itself: a sweep measures one engine again and again."""
+"""Number of points that carry as much information as an independent one, since sweeps measure one engine repeatedly."""
 ROUNDS = 8
 LINKS = ("link_efficiency", "link_us", "exchange_us")
 LEAST_OF_WIDTH = 0.5
-"""A constant is never stated to be surer than this share of its prior: engines differ by more than a table of points
-can tell."""
+"""Smallest posterior deviation, as a share of the prior's: engines differ by more than a table of points shows."""
 
 HALVES: Mapping[str, Callable[[Point], str]] = {
     "source": lambda point: point.source,
     "gpu": lambda point: point.gpu,
     "model": lambda point: point.model,
 }
-"""By what a table is divided into two: values of one of these fields, about half of the points each."""
+"""Fields by which a table is halved: each value is in one half, and each half has about half of the points."""
 
 
 class Errors(msgspec.Struct, frozen=True):
-    """Relative errors of one metric: the median and the 90th percentile of their sizes, and the median itself."""
+    """Relative errors of one metric: the median and 90th percentile of absolute errors, and the median signed error."""
 
     median: float
     p90: float
@@ -54,7 +53,7 @@ class Errors(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, errors: Values) -> Errors | None:
-        """Return the statistics of `errors`; None if there are none."""
+        """Return the statistics of `errors`; None if empty."""
         if not len(errors):
             return None
         sizes = np.abs(errors)
@@ -62,10 +61,9 @@ class Errors(msgspec.Struct, frozen=True):
 
 
 class Worth(msgspec.Struct, frozen=True):
-    """One constant: its prior and fitted value, its uncertainty, and what leaving it out of the fit costs.
+    """One constant: its prior and fitted value, its uncertainty, and its contribution to the fit.
 
-    `deviation`: standard deviation of its logarithm. `gain`: by how much the objective is worse with it at its prior,
-    in nats.
+    `deviation`: standard deviation of its logarithm. `gain`: increase of the objective with it at its prior, in nats.
     """
 
     name: str
@@ -76,7 +74,7 @@ class Worth(msgspec.Struct, frozen=True):
 
 
 class PointsFit(msgspec.Struct, frozen=True):
-    """Fitted constants, what each is worth, and the errors of the fitted points before and after, by metric."""
+    """Fitted constants, the contribution of each, and the errors of the fitted points before and after, by metric."""
 
     constants: Constants
     worth: tuple[Worth, ...]
@@ -85,7 +83,7 @@ class PointsFit(msgspec.Struct, frozen=True):
 
 
 def record(points: Sequence[Point], constants: Constants, on_progress: Callable[[int], object] | None) -> list[Course]:
-    """Replay each point under `constants`. Raise ConfigError that names a point that cannot be replayed."""
+    """Replay each point under `constants`. Raise ConfigError, naming the point, if one cannot be replayed."""
     courses = []
     for point in points:
         try:
@@ -102,14 +100,14 @@ def record(points: Sequence[Point], constants: Constants, on_progress: Callable[
 
 
 def with_constants(cost: RooflineCost, values: Mapping[str, float]) -> RooflineCost:
-    """Return `cost` with constants; those of links only where its device has the kind that they were fitted for."""
+    """Return `cost` with constants; those of links only if the device has NVLink, for which they were fitted."""
     is_fitted_link = cost.hardware.link_kind == "nvlink"
     changes = {name: value for name, value in values.items() if is_fitted_link or name not in LINKS}
     return msgspec.structs.replace(cost, **changes)
 
 
 class _Objective:
-    """The objective of a fit: residuals of courses, and of the constants from their prior."""
+    """The objective of a fit: residuals of courses, and distances of the constants from their prior."""
 
     def __init__(self, courses: Sequence[Course], prior: Constants) -> None:
         self._courses = courses
@@ -125,7 +123,7 @@ class _Objective:
         return {**self._fixed, **dict(zip(self.names, map(float, np.exp(logs)), strict=True))}
 
     def residuals(self, logs: Values) -> Values:
-        """Return the residuals, of which the sum of squares is twice the objective."""
+        """Return the residuals. The sum of their squares is twice the objective."""
         values = self.values(logs)
         errors = []
         for course in self._courses:
@@ -137,7 +135,7 @@ class _Objective:
 
 
 def _fitted(point: Point) -> dict[str, float]:
-    """Return what is fitted of a point: TPOT, or else throughput, and TTFT where the load makes no queue."""
+    """Return the metrics of a point to fit: TPOT, or else throughput; and TTFT unless the load makes queues."""
     measured = point.measured
     kept = ["tpot_ms"] if "tpot_ms" in measured else ["tok_s_gpu"]
     if point.load == "open":
@@ -158,7 +156,7 @@ def fit_points(
     weigh: bool = True,
     on_progress: Callable[[int], object] | None = None,
 ) -> PointsFit:
-    """Fit constants to courses that were recorded under `prior`. `weigh`: also say what each constant is worth.
+    """Fit constants to courses recorded under `prior`. `weigh`: also compute the contribution of each constant.
 
     Raise ConfigError without SciPy.
     """
@@ -166,7 +164,7 @@ def fit_points(
     before = errors_of(courses, prior.values)
     objective, logs, jacobian = _fit(courses, prior, prior)
     if any(course.point.load == "open" for course in courses):
-        # The batches of an open load follow from how long steps take.
+        # The batches of an open load depend on step times.
         first = msgspec.structs.replace(prior, values=objective.values(logs))
         courses = [
             record([course.point], first, None)[0] if course.point.load == "open" else course for course in courses
@@ -212,7 +210,7 @@ def _fit(courses: Sequence[Course], prior: Constants, start: Constants) -> tuple
 
 
 def errors_of(courses: Sequence[Course], values: Mapping[str, float]) -> dict[str, Errors]:
-    """Return the relative errors of predictions with constants, by metric, of all points that have it."""
+    """Return the relative errors of predictions with constants, by metric, over all points that have it."""
     errors = _errors(courses, values)
     return {metric: found for metric, each in errors.items() if (found := Errors.of(np.array(each))) is not None}
 
@@ -227,9 +225,9 @@ def _errors(courses: Sequence[Course], values: Mapping[str, float]) -> dict[str,
 
 
 def halves_of(points: Sequence[Point], by: str) -> list[bool]:
-    """Return for each point in which half it is: values of a field are put, the most frequent first, into the smaller.
+    """Return the half of each point: values of the field, most frequent first, are put into the smaller half.
 
-    Raise ConfigError if all points have one value.
+    Raise ConfigError if all points have the same value.
     """
     key = HALVES[by]
     counts: dict[str, int] = {}
@@ -249,7 +247,7 @@ def halves_of(points: Sequence[Point], by: str) -> list[bool]:
 def test_halves(
     courses: Sequence[Course], prior: Constants, by: str
 ) -> tuple[dict[str, Errors], dict[str, list[tuple[Course, float]]]]:
-    """Fit to one half and predict the other, both ways. Return the errors of all, and each with its course."""
+    """Fit to each half and predict the other. Return the errors by metric, and each error with its course."""
     half = halves_of([course.point for course in courses], by)
     found: dict[str, list[tuple[Course, float]]] = {}
     for side in (False, True):
@@ -266,7 +264,7 @@ def test_halves(
 
 
 def held_out_of(found: Sequence[Mapping[str, Sequence[tuple[Course, float]]]]) -> list[HeldOut]:
-    """Return held-out errors by kind of model: of TPOT (and throughput, as time), TTFT and E2E."""
+    """Return held-out errors by kind of model, for TPOT (including throughput, as time), TTFT and E2E."""
     rows = []
     for kind in ("dense", "experts"):
         for metric, names in (("tpot", ("tpot_ms", "tok_s_gpu")), ("ttft", ("ttft_ms",)), ("e2e", ("e2e_ms",))):

@@ -1,4 +1,4 @@
-"""Fits the coefficients of a roofline to recorded steps: the work of each, and how long it took.
+"""Fits the coefficients of a roofline to recorded steps: the work and duration of each.
 
 A line of a record is an object with `duration_ns`, `num_decodes`, `decode_known_tokens`, and `chunks`, a list of
 [start, num_tokens, num_known_tokens]. No replay is needed: the fit is least squares of relative errors, with a loss
@@ -41,7 +41,7 @@ Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. `chunks`: (first token, tokens, known tokens) of each. `decode_known_tokens`: sum over all decodes."""
+    """One step. `chunks`: (first token, tokens, known tokens) each. `decode_known_tokens`: sum over all decodes."""
 
     duration_ns: Annotated[int, msgspec.Meta(le=LATEST_NS)]
     num_decodes: Count
@@ -49,15 +49,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[tuple[Count, Count, Count]] = []
 
     def batch(self) -> Batch:
-        """Return the batch that a cost model is asked about."""
+        """Return the step as the input of a cost model."""
         chunks = tuple(Chunk(start, count, known, known) for start, count, known in self.chunks)
         return Batch(chunks, self.num_decodes, self.decode_known_tokens, 1)
 
 
 class StepFit(msgspec.Struct, frozen=True):
-    """The fitted `cost`. `uncertainty`: of each coefficient, as a share of it. Errors are relative, of single steps.
+    """The fitted `cost`. `uncertainty`: relative, per coefficient. Errors are relative errors of single steps.
 
-    `name`: that of the file. `left_out`: the steps of it that are not fitted to, in words; None if there are none.
+    `name`: that of the file. `left_out`: its steps that are not used in the fit, in words; None if all are.
     """
 
     cost: RooflineCost
@@ -77,17 +77,17 @@ class StepFit(msgspec.Struct, frozen=True):
 
     @property
     def at_limit(self) -> list[str]:
-        """The coefficients that a wider search might have moved on."""
+        """The coefficients at the ends of their bounds, which a wider search might have moved further."""
         return at_limit(self.cost, self.uncertainty)
 
     def to_text(self) -> str:
-        """Return what `kvarts calibrate` prints of a record of steps, with a line end."""
+        """Return the text that `kvarts calibrate` prints for a record of steps, with a line end."""
         why = "hardly identified by these data"
         coefficients = coefficients_text(self.cost, self.uncertainty, self.not_identified, why)
         return f"{coefficients}\n{self._errors}\n"
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the fit as values that JSON can hold."""
+        """Return the fit, JSON-able."""
         return {
             "cost": cost_values(self.cost),
             "uncertainty": finite(self.uncertainty),

@@ -27,7 +27,7 @@ UNITS = {"tpot_ms": "TPOT", "ttft_ms": "TTFT", "e2e_ms": "E2E", "tok_s_gpu": "to
 
 
 class TableFit(msgspec.Struct, frozen=True):
-    """What was found from the `num_points` points of the table `name`. `held_out`: errors by field and metric."""
+    """Result of a fit to the `num_points` points of the table `name`. `held_out`: errors by field and metric."""
 
     name: str
     num_points: int
@@ -36,7 +36,7 @@ class TableFit(msgspec.Struct, frozen=True):
     constants: Constants
 
     def to_text(self) -> str:
-        """Return what `kvarts calibrate --points` prints, with a line end."""
+        """Return the text that `kvarts calibrate --points` prints, with a line end."""
         lines = [f"{self.num_points:,} points", f"  {'':<24}{'prior':>9}{'fitted':>9}{'+-':>7}   worth, in nats"]
         lines += [
             f"  {each.name:<24}{each.prior:>9.4g}{each.value:>9.4g}{each.deviation:>7.0%}{each.gain:>10,.1f}"
@@ -50,7 +50,7 @@ class TableFit(msgspec.Struct, frozen=True):
         return "\n".join(lines) + "\n"
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return the fit as values that JSON can hold."""
+        """Return the fit, JSON-able."""
         return {
             "num_points": self.num_points,
             "constants": msgspec.to_builtins(self.found.worth),
@@ -60,7 +60,7 @@ class TableFit(msgspec.Struct, frozen=True):
         }
 
     def to_toml(self) -> str:
-        """Return the constants as load_constants reads them, to four digits."""
+        """Return the constants in the format of load_constants, to four digits."""
         lines = [f"# Fitted by kvarts calibrate --points to {self.num_points:,} points of {self.name}."]
         for title in ("values", "deviations"):
             values = getattr(self.constants, title)
@@ -79,11 +79,11 @@ def fit_table(
     hold_out: Sequence[str] = (),
     on_progress: Callable[[int], object] | None = None,
 ) -> TableFit:
-    """Fit to the points at `path`, beginning from `prior`, by default the constants that ship.
+    """Fit to the points at `path`, starting from `prior`; default: the built-in constants.
 
-    `hold_out`: fields by which the points are halved too; either half is predicted from a fit to the other.
-    `on_progress` is told how many points were replayed. Raise ConfigError without SciPy, for another field, and for a
-    point that cannot be replayed; MissingFileError and InputError for files.
+    `hold_out`: fields by which the points are also halved; each half is predicted from a fit to the other.
+    `on_progress` receives the number of points replayed. Raise ConfigError without SciPy, for an unknown field, and for
+    a point that cannot be replayed; MissingFileError and InputError for files.
     """
     for name in hold_out:
         if name not in HALVES:

@@ -14,7 +14,7 @@ from kvarts.executor.roofline import RooflineCost
 __all__ = ["coefficients_text", "cost_toml", "cost_values", "finite"]
 
 KEPT = ("tensor_parallel", "graph_tokens", *COEFFICIENTS)
-"""Fields that a file with a cost model holds also where they are at their default, which other releases may change."""
+"""Fields that are written to a file even at their default, which other releases may change."""
 
 
 def cost_values(cost: RooflineCost) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def cost_values(cost: RooflineCost) -> dict[str, Any]:
 
 
 def finite(shares: Mapping[str, float]) -> dict[str, float | None]:
-    """Return `shares` with None for those that are infinite."""
+    """Return `shares` with infinite values replaced by None."""
     return {name: share if share < float("inf") else None for name, share in shares.items()}
 
 
@@ -52,7 +52,7 @@ def coefficients_text(
 
 
 def cost_toml(cost: RooflineCost, uncertainty: Mapping[str, float], measured: Sequence[str]) -> str:
-    """Return a cost model in the form of a file. `measured`: names of what it was fitted to."""
+    """Return a cost model as the text of a file. `measured`: names of the measurements it was fitted to."""
     lines = [f"# Fitted by kvarts calibrate to {', '.join(measured)}.", "[cost]"]
     defaults = {field.name: field.default for field in msgspec.structs.fields(cost)}
     for name, value in cost_values(cost).items():

@@ -37,6 +37,13 @@ def render_fleet(summary: dict[str, Any]) -> str:
     ]
     if fleet["transferred_bytes"]:
         lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent")
+    if "faults" in fleet:
+        faults = fleet["faults"]
+        lines.append(
+            f"{'faults':<14}{faults['num_faults']:,}, {faults['num_failed_transfers']:,} transfers failed, "
+            f"{faults['num_restarted']:,} requests went on elsewhere, "
+            f"{faults['recomputed_tokens']:,} of their tokens computed again"
+        )
     if fleet["num_deadlocks"]:
         first = fleet["deadlocks"][0]
         lines.append(

@@ -110,15 +110,12 @@ class Asked:
         """Return how many users fit."""
         from kvarts.plan.users import UsersPlan
 
-        if self._config is None:
-            raise ConfigError(
-                "needs a model and a device, or a cost", field="--users", hint="Give --model and --device."
-            )
+        config = self._timed("--users")
         try:
             with Progress("planning", None, "replays") as progress:
                 users = UsersPlan(
                     self._traffic,
-                    self._config,
+                    config,
                     low,
                     high,
                     command=self._users_command,
@@ -127,27 +124,19 @@ class Asked:
                 ).to_builtins()
         except ConfigError as error:
             raise ConfigError(error.what, field="--users", hint="Give a trace with sessions.") from error
-        return {
-            "trace": self._traffic.name,
-            "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
-            "config": self._config.to_builtins(),
-            "users": users,
-        }
+        return self._answer(config, users=users)
 
     def routers(self, names: str, ages: str | None) -> dict[str, Any]:
         """Return the comparison of routers. `names` and `ages`: lists with commas."""
         from kvarts.plan.routers import RoutersPlan
         from kvarts.routers.spec import split_names
 
-        if self._config is None:
-            raise ConfigError(
-                "needs a model and a device, or a cost", field="--routers", hint="Give --model and --device."
-            )
+        config = self._timed("--routers")
         try:
             with Progress("planning", None, "replays") as progress:
                 routers = RoutersPlan(
                     self._traffic,
-                    self._config,
+                    config,
                     split_names(names),
                     [] if ages is None else [age.strip() for age in ages.split(",")],
                     command=self.replay,
@@ -157,11 +146,21 @@ class Asked:
             of_names = ("router", "routers")
             error.fields = tuple("routers" if field in of_names else "router_ages" for field in error.fields)
             raise self._as_options(error) from error
+        return self._answer(config, routers=routers)
+
+    def _timed(self, option: str) -> ReplayConfig:
+        """Return the configuration of a replay in time. Raise ConfigError that names `option` if there is none."""
+        if self._config is None:
+            raise ConfigError("needs a model and a device, or a cost", field=option, hint="Give --model and --device.")
+        return self._config
+
+    def _answer(self, config: ReplayConfig, **found: Any) -> dict[str, Any]:
+        """Return what was `found`, behind the trace and the configuration that it was found with."""
         return {
             "trace": self._traffic.name,
-            "setting": f"pages of {self._config.page_size} tokens, {self._config.num_pages:,} a replica",
-            "config": self._config.to_builtins(),
-            "routers": routers,
+            "setting": f"pages of {config.page_size} tokens, {config.num_pages:,} a replica",
+            "config": config.to_builtins(),
+            **found,
         }
 
     def _users_command(self, users: int, copies: int, host_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""A client of session servers, for code that waits (`Sessions`) and for asyncio (`AsyncSessions`).
+"""A client of session servers: blocking (`Sessions`) and for asyncio (`AsyncSessions`).
 
     from kvarts.client import Sessions
 
@@ -7,7 +7,7 @@
         for update in session.generate(max_tokens=64):
             print(update)
 
-It needs grpcio and protobuf (`pip install 'kvarts[grpc]'`), and nothing of the server.
+It requires grpcio and protobuf (`pip install 'kvarts[grpc]'`), and imports nothing of the server.
 """
 
 from kvarts.client.aio import AsyncSession, AsyncSessions

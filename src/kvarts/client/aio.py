@@ -1,4 +1,4 @@
-"""A client of session servers, for asyncio. For one event loop."""
+"""A client of session servers for asyncio, bound to one event loop."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = ["AsyncSession", "AsyncSessions"]
 class AsyncSessions:
     """The sessions of one owner on the server at `address`, `HOST:PORT`, for asyncio.
 
-    `token`: the owner's, where the server asks for one. `tls`: encrypt, and trust what the system trusts; `tls_ca`:
-    encrypt, and trust the certificates in this file. Nothing is sent before the first call.
+    `token`: the owner's token, if the server requires one. `tls`: encrypt, and trust the system's certificates;
+    `tls_ca`: encrypt, and trust the certificates in this file. Nothing is sent before the first call.
 
-    All calls raise what the server raised, classes of `kvarts.session.errors` and ConfigError, and otherwise a
-    ServerError: ServerUnreachableError, NotAuthenticatedError, CallCancelledError.
+    All calls raise the server's errors, which are classes of `kvarts.session.errors` and ConfigError; other failures
+    raise a ServerError: ServerUnreachableError, NotAuthenticatedError, CallCancelledError.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class AsyncSessions:
         self._calls = _Calls(SessionsStub(self._channel), address, metadata_of(token))
 
     async def create(self, **settings: Unpack[Settings]) -> AsyncSession:
-        """Return a new session. Settings are those of SessionSettings; what is left out is as the server has it.
+        """Return a new session. Settings are those of SessionSettings; omitted ones have the server's defaults.
 
-        Raise SessionsExhaustedError where it does not fit, ConfigError for a value out of range.
+        Raise SessionsExhaustedError if the session does not fit, ConfigError for a value out of range.
         """
         response = await self._calls.one("CreateSession", create_request(settings))
         return AsyncSession(response.session_id, self._calls)
 
     def get(self, session_id: str) -> AsyncSession:
-        """Return the session of that id. Nothing is sent: whether there is one, its first call says."""
+        """Return the session with that id. Nothing is sent: the first call shows whether the session exists."""
         return AsyncSession(session_id, self._calls)
 
     async def list(self) -> list[SessionInfo]:
@@ -80,7 +80,7 @@ class AsyncSessions:
 
 
 class AsyncSession:
-    """A session on a server, by its `id`. As a context manager it is closed at the end, there too."""
+    """A session on a server, by its `id`. As a context manager, it also closes the session on the server."""
 
     def __init__(self, session_id: str, calls: _Calls) -> None:
         self.id = session_id
@@ -89,9 +89,9 @@ class AsyncSession:
     async def append(self, tokens: Iterable[int], *, expected_length: int | None = None, queue: bool = False) -> int:
         """Append tokens; return the length of the history once their KV is in pages.
 
-        `expected_length`: the length before; with it, a retry after a lost answer cannot append twice: it raises
-        SessionNotReadyError. `queue`: wait for an operation under way; without, SessionBusyError. Raise
-        SessionValueError for ids that the vocabulary lacks; then nothing was appended.
+        `expected_length`: the present length. With it, a retry after a lost answer cannot append twice: it raises
+        SessionNotReadyError. `queue`: wait for an operation in progress; without it, SessionBusyError is raised. Raise
+        SessionValueError for ids outside the vocabulary; then nothing was appended.
         """
         request = append_request(self.id, tokens, expected_length, queue)
         response = await self._calls.one("AppendTokens", request)
@@ -100,21 +100,21 @@ class AsyncSession:
     def generate(
         self, max_tokens: int = 128, *, queue: bool = False, **sampling: Unpack[Sampling]
     ) -> AsyncGenerator[Update, None]:
-        """Yield Truncated, if tokens of the history were dropped, then a Token each, then Done.
+        """Yield Truncated, if tokens of the history were dropped, then one Token per generated token, then Done.
 
-        Sampling is that of SamplingParams. Generation begins when the first update is asked for. Closing the
-        generator cancels: the session keeps the tokens up to there. Raise SessionNotReadyError if nothing was appended
-        yet.
+        Sampling is that of SamplingParams. Generation begins when the first update is requested. Closing the generator
+        cancels it: the session keeps the tokens generated until then. Raise SessionNotReadyError if nothing was
+        appended yet.
         """
         return self._calls.stream(generate_request(self.id, max_tokens, sampling, queue))
 
     async def cancel(self) -> bool:
-        """End the operation under way at a token boundary, and keep the session; return whether there was one."""
+        """End the operation in progress at a token boundary, and keep the session; return whether there was one."""
         response = await self._calls.one("Cancel", added.CancelRequest(session_id=self.id))
         return bool(response.cancelled)
 
     async def info(self) -> SessionInfo:
-        """Return the session as it is now, also while it generates."""
+        """Return the present state of the session, also during a generation."""
         return info_of(await self._calls.one("Info", added.InfoRequest(session_id=self.id)))
 
     async def fork(self, *, label: str = "", queue: bool = False) -> AsyncSession:
@@ -129,7 +129,7 @@ class AsyncSession:
         return int(response.history_length)
 
     async def close(self) -> int:
-        """End the session and what is under way on it; return the length of its history."""
+        """End the session and its operation in progress; return the length of its history."""
         response = await self._calls.one("CloseSession", contract.CloseSessionRequest(session_id=self.id))
         return int(response.final_history_length)
 
@@ -142,14 +142,14 @@ class AsyncSession:
         try:
             await self.close()
         except UnknownSessionError:
-            pass  # it has been closed
+            pass  # it is closed already
         except KvartsError:
             if error is None:
-                raise  # otherwise what went wrong first is raised on
+                raise  # otherwise the first error propagates
 
 
 class _Calls:
-    """Calls to one server: each returns the answer, or raises the server's error."""
+    """Calls to one server. Each returns the answer or raises the server's error."""
 
     def __init__(self, stub: Any, address: str, metadata: tuple[tuple[str, str], ...]) -> None:
         self._stub = stub

@@ -1,4 +1,4 @@
-"""How a client reaches a server: address, TLS and token, the same for both clients."""
+"""Connection of a client to a server: address, TLS and token, shared by both clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["credentials_of", "metadata_of", "options_of"]
 
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # a list of all sessions may be long
-    # A server that is cut off says nothing: while a call is under way, it is asked whether it is there.
+    # A server whose connection broke sends nothing: during a call, pings detect it.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -23,12 +23,12 @@ HERE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def options_of(address: str) -> list[tuple[str, int]]:
-    """Return the options of a channel. A proxy that the environment names is not asked for what is on this machine."""
+    """Return the options of a channel. A proxy set in the environment is not used for this machine."""
     return [*OPTIONS, ("grpc.enable_http_proxy", int(address.rpartition(":")[0] not in HERE))]
 
 
 def credentials_of(tls: bool, tls_ca: Path | str | None) -> grpc.ChannelCredentials | None:
-    """Return what a channel with TLS needs; None for one without. Raise MissingFileError or InputError."""
+    """Return the credentials of a TLS channel; None without TLS. Raise MissingFileError or InputError."""
     if tls_ca is None:
         return grpc.ssl_channel_credentials() if tls else None
     return grpc.ssl_channel_credentials(read_bytes(Path(tls_ca), hint="Check the path of the certificate."))

@@ -1,4 +1,4 @@
-"""A call that failed, as the error that the server raised or, where there is none, as one of its status."""
+"""Errors of failed calls: the error raised by the server if it has a name, otherwise one for the status."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["CallCancelledError", "NotAuthenticatedError", "ServerError", "Server
 
 
 class ServerError(KvartsError):
-    """A call that the server did not answer as it should: the text begins with its status."""
+    """A call without a proper answer; the text begins with its status."""
 
 
 class ServerUnreachableError(ServerError):
-    """There is no server at the address, it is stopping, or its certificate is not trusted."""
+    """No server answers at the address, the server is stopping, or its certificate is not trusted."""
 
 
 class NotAuthenticatedError(ServerError):
-    """The server asks for a token, and knows none like the one that was given."""
+    """The server requires a token, and the call's was unknown or missing."""
 
 
 class CallCancelledError(ServerError):

@@ -1,4 +1,4 @@
-"""Values as messages, and messages as values, for both clients."""
+"""Conversion of values to messages and back, for both clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SomeMessage = TypeVar("SomeMessage", bound=Message)
 
 
 class Settings(TypedDict, total=False):
-    """Settings of a session, as in SessionSettings; those left out are the server's."""
+    """Settings of a session, as in SessionSettings; omitted ones have the server's defaults."""
 
     sink: int
     window: int | None
@@ -52,7 +52,7 @@ class Settings(TypedDict, total=False):
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen, as in SamplingParams; those left out are its defaults."""
+    """Sampling of tokens, as in SamplingParams; omitted fields have its defaults."""
 
     temperature: float
     top_k: int
@@ -66,7 +66,7 @@ class Sampling(TypedDict, total=False):
 
 def create_request(settings: Settings) -> added.CreateSessionRequest:
     """Return the request for a session. Raise ConfigError for a value out of range."""
-    SessionSettings(**settings)  # is checked here as it is there
+    SessionSettings(**settings)  # checks the values as the server does
     fields: dict[str, Any] = dict(settings)
     if "label" in fields:
         fields["client_label"] = fields.pop("label")
@@ -79,21 +79,21 @@ def create_request(settings: Settings) -> added.CreateSessionRequest:
 def append_request(
     session_id: str, tokens: Iterable[int], expected_length: int | None, queue: bool
 ) -> added.AppendTokensRequest:
-    """Return the request to append tokens. Raise SessionValueError for what is no token id."""
+    """Return the request to append tokens. Raise SessionValueError for an invalid token id."""
     fields = {"session_id": session_id, "token_ids": tokens, "expected_length": expected_length, "queue": queue}
     return _message(added.AppendTokensRequest, fields)
 
 
 def generate_request(session_id: str, max_tokens: int, sampling: Sampling, queue: bool) -> added.GenerateRequest:
     """Return the request to generate tokens. Raise ConfigError for a value out of range."""
-    SamplingParams(max_tokens=max_tokens, **sampling)  # is checked here as it is there
+    SamplingParams(max_tokens=max_tokens, **sampling)  # checks the values as the server does
     return _message(
         added.GenerateRequest, {"session_id": session_id, "max_tokens": max_tokens, "queue": queue, **sampling}
     )
 
 
 def rollback_request(session_id: str, length: int, queue: bool) -> added.RollbackRequest:
-    """Return the request to shorten a history. Raise SessionValueError for what is no length."""
+    """Return the request to shorten a history. Raise SessionValueError for an invalid length."""
     return _message(added.RollbackRequest, {"session_id": session_id, "length": length, "queue": queue})
 
 
@@ -105,7 +105,7 @@ def _message(kind: type[SomeMessage], fields: dict[str, Any]) -> SomeMessage:
 
 
 def update_of(response: contract.GenerateResponse) -> Update:
-    """Return the update that a message of a stream is."""
+    """Return the update in a message of a stream."""
     which = response.WhichOneof("payload")
     if which == "token_id":
         return Token(response.token_id)
@@ -121,7 +121,7 @@ def update_of(response: contract.GenerateResponse) -> Update:
 
 
 def info_of(message: added.SessionInfo) -> SessionInfo:
-    """Return all that is known of a session."""
+    """Return the information about a session in a message."""
     settings = message.settings
     return SessionInfo(
         session_id=message.session_id,

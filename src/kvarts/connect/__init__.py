@@ -1,1 +1,1 @@
-"""Other engines: what their KV events and metrics say, followed live and judged."""
+"""Other engines: their KV events and metrics, followed live and judged."""

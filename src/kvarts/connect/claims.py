@@ -1,4 +1,4 @@
-"""Judges what KV events claim, against nothing but what they claimed before."""
+"""Judges the claims of KV events by comparison with earlier claims only."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ RULES = MappingProxyType(
 )
 
 MAX_LISTED = 1000
-"""Violations of one rule that are listed; all are counted."""
+"""Violations listed per rule; all are counted."""
 
 MAX_BLOCKS = 1 << 19
-"""Blocks that are known at once, in all media: a publisher may claim as many as it likes."""
+"""Blocks tracked at once, in all media: a publisher may claim any number."""
 MAX_PARTS = 64
-"""Media with their groups of layers."""
+"""Pairs of a medium and a group of layers that are tracked."""
 
 Key = tuple[str, int]
 """A medium, and a group of layers."""
 
 Block = int
-"""Stands for what is claimed of a block: its parent, and its tokens, too few where that is what was said."""
+"""Hash of the claims about a block: its parent, and its tokens, which are too few if the event has too few."""
 
 
 class Violation(msgspec.Struct, frozen=True, gc=False):
@@ -50,7 +50,7 @@ class Violation(msgspec.Struct, frozen=True, gc=False):
 
 
 class RuleResult(msgspec.Struct, frozen=True, gc=False):
-    """What became of a rule. `why`: the reason, where it is neither ok nor violated."""
+    """Status of one rule. `why` is the reason of a status other than ok and violated."""
 
     rule: str
     status: Literal["ok", "violated", "inconclusive", "not_run"]
@@ -59,13 +59,13 @@ class RuleResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claims:
-    """Owner of what is stored, by medium, as events claim it, and of what is wrong with that.
+    """Owner of the stored blocks, by medium, as events claim them, and of the violations in these claims.
 
-    `total_blocks`: of the device, if that is known. `allows_copies`: a block may be stored again while it is there, as
-    engines do that tell of every copy; it is gone when it has been removed as often. Where what was there at the
-    beginning is not known, what may be explained by that is counted as unjudged, and is no violation.
+    `total_blocks`: blocks of the device, if known. `allows_copies`: a block may be stored again while it is stored, as
+    by engines that emit an event per copy; it is removed after as many removals. If the initial contents are unknown, a
+    claim that these could explain is counted as unjudged instead of as a violation.
 
-    Of blocks beyond `max_blocks` nothing is known; they count as unjudged under `limits`.
+    Blocks beyond `max_blocks` are not tracked; they count as unjudged under `limits`.
     """
 
     def __init__(
@@ -83,27 +83,27 @@ class Claims:
         self.num_violations = dict.fromkeys(RULES, 0)
         self.num_unjudged = dict.fromkeys(RULES, 0)
         self.is_complete = True
-        """Whether everything that is stored is known."""
+        """Whether all stored blocks are known."""
         self.num_refused = 0
         """Messages that were too long."""
         self.num_left_out = 0
-        """Blocks that were more than are known."""
+        """Blocks that were not tracked because of the limits."""
         self.most_blocks = 0
-        """The most blocks on the device so far."""
+        """Peak number of blocks on the device so far."""
 
     def begin(self, *, is_complete: bool) -> None:
-        """Forget what is stored: it is nothing, or, if that is not `is_complete`, not known."""
+        """Forget the stored blocks: nothing is stored if `is_complete`; otherwise the contents are unknown."""
         self._forget()
         self.block_size = None
         self.is_complete = is_complete
 
     def clear(self) -> None:
-        """Take the claim that nothing is stored any more."""
+        """Process the claim that nothing is stored any more."""
         self._forget()
         self.is_complete = True
 
     def store(self, seq: int, event: Stored) -> list[BlockHash]:
-        """Take the claim that blocks are stored; return those that were not."""
+        """Process the claim that blocks are stored; return those that were not stored before."""
         key = event.medium, event.group
         if key not in self.media and len(self.media) >= MAX_PARTS:
             self._leave_out(len(event.hashes))
@@ -138,7 +138,7 @@ class Claims:
         return new
 
     def remove(self, seq: int, event: Removed) -> list[BlockHash]:
-        """Take the claim that blocks are not stored any more; return those that were."""
+        """Process the claim that blocks are removed; return those that were stored."""
         key = event.medium, event.group
         there = self.media.get(key, {})
         gone = []
@@ -156,7 +156,7 @@ class Claims:
         return gone
 
     def refuse(self) -> None:
-        """Take note of a message that was too long to be read: what is stored is not known any more."""
+        """Record a message that was too long to be read: the contents are unknown from here on."""
         self.begin(is_complete=False)
         self.num_refused += 1
         self.num_unjudged["limits"] += 1
@@ -168,13 +168,13 @@ class Claims:
             self.violations[rule].append(Violation(rule, seq, what))
 
     def num_blocks(self, medium: str | None = None) -> int:
-        """Return how many blocks are stored, in one medium or in all; of several groups, the most of one."""
+        """Return the number of blocks stored in one medium or in all; with groups, that of the largest group."""
         if medium is None:
             return sum(self.num_blocks(name) for name in {name for name, _ in self.media})
         return max((len(there) for (name, _), there in self.media.items() if name == medium), default=0)
 
     def results(self) -> list[RuleResult]:
-        """Return what became of each rule."""
+        """Return the status of each rule."""
         return [self._result(rule) for rule in RULES]
 
     def _result(self, rule: str) -> RuleResult:
@@ -220,7 +220,7 @@ class Claims:
             self.block_size = size
 
     def _compare(self, seq: int, name: BlockHash, block: Block, group: int) -> None:
-        """Compare a block with the same block in another medium."""
+        """Compare a block with the same block in other media."""
         for (_, other), there in self.media.items():
             known = there.get(name) if other == group else None
             if known is not None and known != block:
@@ -238,5 +238,5 @@ class Claims:
 
 
 def brief(names: Sequence[BlockHash]) -> str:
-    """Return hashes for a message."""
+    """Return a text of hashes, for a message."""
     return ", ".join(f"block {name.hex() if isinstance(name, bytes) else name}" for name in names) or "nothing"

@@ -1,4 +1,4 @@
-"""What a larger cache would have kept: blocks that are stored again after they were evicted."""
+"""Hits of a larger cache: blocks that are stored again after their eviction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAX_REMEMBERED = 1 << 17
 
 
 class CurvePoint(msgspec.Struct, frozen=True, gc=False):
-    """With `extra_blocks` more, `kept_blocks` of the blocks that were stored again would have been there."""
+    """With `extra_blocks` more, the cache would have kept `kept_blocks` of the blocks that were stored again."""
 
     extra_blocks: int
     kept_blocks: int
 
 
 class ReStores:
-    """Counts, for each block that is stored again, how many others were evicted since it was.
+    """Counts, for each block stored again, the evictions of other blocks since its own.
 
-    Under an order that evicts the least recently used first, a cache with about as many blocks more would have kept it.
-    The oldest of MAX_REMEMBERED evictions are forgotten.
+    Under an LRU order, a cache larger by about that number of blocks would have kept it. Only the last MAX_REMEMBERED
+    evictions are remembered.
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,18 @@ class ReStores:
         self.num_again = 0
 
     def store(self, new: Sequence[BlockHash]) -> None:
-        """Take note that blocks were stored on the device."""
+        """Record blocks that were stored on the device."""
         self.num_stored += len(new)
         for name in new:
             at = self._evicted.pop(name, None)
             if at is not None:
                 self.num_again += 1
-                # In powers of two: what is asked is how much more memory is worth it.
+                # Powers of two are precise enough to decide how much more memory pays off.
                 bucket = 1 << (self._num_evicted - at - 1).bit_length()
                 self._by_distance[bucket] = self._by_distance.get(bucket, 0) + 1
 
     def evict(self, gone: Sequence[BlockHash]) -> None:
-        """Take note that blocks were evicted from the device."""
+        """Record blocks that were evicted from the device."""
         for name in gone:
             self._evicted[name] = self._num_evicted
             self._num_evicted += 1
@@ -55,11 +55,11 @@ class ReStores:
             self._evicted.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget evictions: everything was cleared, which no larger cache would have prevented."""
+        """Forget all evictions: the cache was cleared, which a larger one would not have prevented."""
         self._evicted.clear()
 
     def points(self) -> list[CurvePoint]:
-        """Return the curve, by more and more blocks."""
+        """Return the curve, in ascending order of extra blocks."""
         kept = 0
         points = []
         for extra_blocks in sorted(self._by_distance):

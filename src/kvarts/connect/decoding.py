@@ -1,4 +1,4 @@
-"""KV events of vLLM's form, from bytes: maps or arrays, whole hashes or their last eight bytes."""
+"""Decoder of KV events in vLLM's formats: maps or arrays, with whole hashes or their last eight bytes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DEFAULT_MEDIUM = "GPU"
 
 
 class MalformedError(Exception):
-    """What came is no batch of KV events."""
+    """The payload is not a batch of KV events."""
 
 
 class TooLongError(Exception):
-    """What came is longer than any batch that is read."""
+    """The payload exceeds the limits of a batch."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Blocks that follow one another can be found; the first follows `parent`."""
+    """Consecutive blocks that can be found from now on; the first follows `parent`."""
 
     hashes: Sequence[BlockHash]
     parent: BlockHash | None
@@ -45,7 +45,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks can no longer be found in `medium`; in none, where that is None."""
+    """Blocks that can no longer be found in `medium`."""
 
     hashes: Sequence[BlockHash]
     medium: str
@@ -53,7 +53,7 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """No block can be found any more."""
+    """All blocks were removed."""
 
 
 class Unknown(msgspec.Struct, frozen=True, gc=False):
@@ -66,7 +66,7 @@ Told = Stored | Removed | Cleared | Unknown
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """What was told at once, at `time_s`, by one data-parallel rank."""
+    """The events that one data-parallel rank published together at `time_s`."""
 
     time_s: float
     told: Sequence[Told]
@@ -74,7 +74,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 MAX_BATCH_BYTES = 8 << 20
-"""Of a batch: a prompt of more than a million tokens."""
+"""Size limit of a batch, enough for a prompt of more than a million tokens."""
 MAX_EVENTS = 1 << 16
 MAX_BATCH_BLOCKS = 1 << 18
 MAX_HASH_BYTES = 64
@@ -86,7 +86,7 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0)]]
 _Medium = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)] | None
 _SKIPPED = msgspec.Raw()
 
-# Values that are not needed are not made: a byte of msgpack may become a hundred bytes of objects.
+# Unused values are not decoded: a byte of msgpack may become a hundred bytes of objects.
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -113,7 +113,7 @@ class _StoredMap(msgspec.Struct, gc=False):
 
 
 class _StoredArray(msgspec.Struct, array_like=True, gc=False):
-    """In the order of vLLM. What stands after these is not needed."""
+    """Fields in the order of vLLM. Later fields are ignored."""
 
     type: str
     block_hashes: _Hashes
@@ -150,8 +150,9 @@ _FORMS = {
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Return what a payload holds. Raise MalformedError for anything but a batch of events, TooLongError for one that
-    is longer than is read.
+    """Return the batch in a payload.
+
+    Raise MalformedError if it is not a batch of events, TooLongError if it exceeds the limits.
     """
     if len(payload) > MAX_BATCH_BYTES:
         raise TooLongError(f"has {len(payload):,} bytes, and {MAX_BATCH_BYTES:,} are read at most")
@@ -197,11 +198,11 @@ def _is_array(event: msgspec.Raw) -> bool:
 
 
 def _lengths(payload: bytes) -> tuple[int, int]:
-    """Return the numbers of fields and events of a batch, before any of them is made. Raise MalformedError."""
+    """Return the numbers of fields and events of a batch, before any are decoded. Raise MalformedError."""
     num_fields, at = _array_length(payload, 0)
     if num_fields is not None and at < len(payload):
         first = payload[at]
-        at += 1 + _NUMBER_BYTES.get(first, 0)  # the time; what is no number fails when it is decoded
+        at += 1 + _NUMBER_BYTES.get(first, 0)  # the time; anything but a number fails in decoding
         num_events, _ = _array_length(payload, at)
         if num_events is not None:
             return num_fields, num_events
@@ -209,11 +210,11 @@ def _lengths(payload: bytes) -> tuple[int, int]:
 
 
 _NUMBER_BYTES = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-"""Of numbers in msgpack, behind their first byte; a small one has no other."""
+"""Bytes after the first byte of a number in msgpack; small numbers consist of one byte."""
 
 
 def _array_length(payload: bytes, at: int) -> tuple[int | None, int]:
-    """Return the length of the array that begins at `at`, None for anything else, and where its items begin."""
+    """Return the length of the array that begins at `at`, None for anything else, and the start of its items."""
     if at >= len(payload):
         return None, at
     first = payload[at]

@@ -1,6 +1,6 @@
-"""Puts batches in order: asks again for what was lost, and notices an engine that began anew.
+"""Puts batches in order: requests lost ones again, and detects a restarted engine.
 
-It does no input or output: batches are handed in, and what it asks for is answered by an `Asker`.
+It does no input or output: batches are passed in, and its requests are answered by an `Asker`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 __all__ = ["FULL_STATE", "Asker", "Followed", "Follower", "Follows", "Numbered"]
 
 FULL_STATE = -2
-"""Asks for everything that there is. An engine that does not know it answers with nothing."""
+"""Number that requests the full state. An engine without support for it returns no batches."""
 
 Numbered = tuple[int, bytes]
 """The number of a batch, and its payload."""
@@ -24,51 +24,51 @@ class Asker(Protocol):
     """Answers requests for past batches."""
 
     def ask(self, start: int) -> Sequence[Numbered] | None:
-        """Return the batches from `start` on that are left, or full state for FULL_STATE; None without an answer."""
+        """Return the batches available from `start` on, or the full state for FULL_STATE; None without an answer."""
 
 
 class Follows(Protocol):
-    """Is told of batches in order."""
+    """Receives batches in order."""
 
     def begin(self, *, is_complete: bool) -> None:
-        """Forget everything. Where it `is_complete`, nothing is there; otherwise what is there is not known."""
+        """Forget everything. If `is_complete`, nothing is stored; otherwise the contents are unknown."""
 
     def apply(self, seq: int, payload: bytes) -> None:
-        """Take the next batch."""
+        """Process the next batch."""
 
     def lose(self, first: int, last: int) -> None:
-        """Take note that these batches cannot be had."""
+        """Record that these batches are not available."""
 
 
 class Followed(msgspec.Struct):
-    """What happened to numbers so far."""
+    """Counts of missing, repeated and replayed batches so far."""
 
     num_gaps: int = 0
-    """Times that batches were missing."""
+    """Number of gaps in the sequence of batches."""
     num_replayed: int = 0
-    """Batches that came late, because they were asked for."""
+    """Batches received late, on request."""
     num_lost: int = 0
     num_duplicates: int = 0
     num_restarts: int = 0
     num_states: int = 0
-    """Times that full state was taken."""
+    """Number of full states received."""
 
 
 class Follower:
-    """Owner of the number of the last batch that `follows` was told of. `asker`: None without a replay endpoint."""
+    """Owner of the number of the last batch passed to `follows`. `asker`: None without a replay endpoint."""
 
     def __init__(self, follows: Follows, asker: Asker | None = None) -> None:
         self._follows = follows
         self._asker = asker
         self.counts = Followed()
         self.last: int | None = None
-        """The number of the last batch that was applied; None before the first."""
+        """Number of the last batch applied; None before the first."""
         self._last_live: int | None = None
         self._digest: bytes | None = None
-        """Of the last batch, by which an engine is known again; None after full state."""
+        """Digest of the last batch, by which the same engine is recognized; None after full state."""
 
     def start(self) -> None:
-        """Find out what is there before the first batch comes."""
+        """Find out the contents before the first batch arrives."""
         self.last = self._last_live = self._digest = None
         if self._take_state():
             return
@@ -79,10 +79,10 @@ class Follower:
             self.counts.num_replayed += 1
 
     def reconnected(self) -> None:
-        """Find out whether the engine is still the same, and what was missed."""
+        """Find out whether the engine is still the same, and request missed batches."""
         past = None if self.last is None or self._asker is None else self._asker.ask(self.last)
         if past is None:
-            return  # the next batch will tell
+            return  # the next batch will show whether it is another
         # The same engine has at least the last batch.
         if not past or self._is_another(past):
             self.counts.num_restarts += 1
@@ -90,12 +90,12 @@ class Follower:
         elif self._digest is not None and past[0][0] == self.last:
             self._catch_up(past)
         else:
-            self.start()  # it may be another: the last batch is not there to tell
+            self.start()  # it may be another: the last batch is not available for comparison
 
     def receive(self, seq: int, payload: bytes) -> None:
-        """Take a batch as it came."""
+        """Process a batch as it arrived."""
         if self._last_live is not None and seq <= self._last_live:
-            # What is published is numbered upwards: another engine has begun.
+            # Batch numbers only increase, so another engine has started.
             self._restart(seq, payload)
             return
         if self.last is None and seq:
@@ -129,14 +129,14 @@ class Follower:
             self._apply(seq, payload)
 
     def _mend(self, seq: int) -> bool:
-        """Ask for what is missing before batch `seq`. Return False if another engine answers."""
+        """Request the batches missing before batch `seq`. Return False if another engine answers."""
         assert self.last is not None
         self.counts.num_gaps += 1
         past = self._ask(self.last)
         if self._is_another(past):
             return False
         if next((number for number, _ in past if number > self.last), seq) > self.last + 1:
-            # Not all of them are left. What there is now is better than not to know what was lost.
+            # Some are no longer available: the full state is better than unknown contents.
             first = self.last + 1
             if self._take_state():
                 self._lose(first, min(seq, self.last) - 1)
@@ -145,7 +145,7 @@ class Follower:
         return True
 
     def _take_state(self) -> bool:
-        """Take full state in place of everything before; return False if the engine does not tell it."""
+        """Replace everything with the full state; return False if the engine does not provide it."""
         state = self._ask(FULL_STATE)
         if not state:
             return False
@@ -158,7 +158,7 @@ class Follower:
         return True
 
     def _is_another(self, past: Sequence[Numbered]) -> bool:
-        """Whether what was answered has something else under the number of the last batch."""
+        """Return whether the answer has another payload under the number of the last batch."""
         if not past or past[0][0] != self.last or self._digest is None:
             return False
         return _digest(past[0][1]) != self._digest

@@ -1,7 +1,7 @@
-"""Writes what KV events tell as a journal of kvarts, for `kvarts story` and whatever else reads one.
+"""Writes KV events as a kvarts journal, for `kvarts story` and other readers.
 
-Events name blocks, a journal names pages of requests. A run of blocks that goes on from a request's last page is that
-request's; any other run is a request of its own, which arrives with all tokens from the first on.
+An event names blocks, a journal pages of requests. Blocks that continue a request's last page belong to that request;
+any others become a new request, which arrives with all its tokens from the first on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvarts.journal import (
 __all__ = ["JOURNAL_MEDIA", "StreamJournal", "Written"]
 
 JOURNAL_MEDIA = {"GPU": "device", "CPU": "host", "CPU_PINNED": "host", "STORAGE": "disk", "DISK": "disk"}
-"""The tiers' names in a journal; other media keep their own, in small letters."""
+"""Names of the tiers in a journal; other media keep their names, in lower case."""
 
 MS = 1000.0
 MAX_TOKENS = 1 << 23
-"""Of the runs that are known at once, 8 bytes each."""
+"""Limit of the tokens of all known runs, 8 bytes each."""
 
 
 class Written(Protocol):
@@ -43,9 +43,9 @@ class Written(Protocol):
 
 
 class _Run(msgspec.Struct, eq=False):
-    """A request of the journal. `token_ids` from its first page on; the first `num_arrived` of them came with it.
+    """A request of the journal. `token_ids` from its first page on; it arrived with the first `num_arrived` of them.
 
-    `last`: the block of its last page, as long as it may go on. `num_copies`: of its pages, in all media.
+    `last`: the block of its last page, while it can grow. `num_copies`: copies of its pages, in all media.
     """
 
     number: int
@@ -56,7 +56,7 @@ class _Run(msgspec.Struct, eq=False):
 
 
 class _Place(msgspec.Struct):
-    """A page of a run, and in how many media it is."""
+    """A page of a run, and the number of media that hold it."""
 
     run: _Run
     page: int
@@ -64,9 +64,9 @@ class _Place(msgspec.Struct):
 
 
 class StreamJournal:
-    """Writes lines to `file`, which stays the caller's; `close` writes the last. It knows what is stored, and no more.
+    """Writes lines to `file`, which remains the caller's; `close` writes the last. It only tracks the stored blocks.
 
-    `total_blocks`: of the device; 0 where that is not known.
+    `total_blocks`: blocks of the device; 0 if unknown.
     """
 
     def __init__(self, file: Written, *, total_blocks: int) -> None:
@@ -80,19 +80,19 @@ class StreamJournal:
         self._time_ms = 0.0
         self._where: dict[BlockHash, _Place] = {}
         self._num_tokens = 0
-        """Tokens of all runs, each as often as runs have it."""
+        """Sum of the tokens of all runs; a token shared by runs counts in each."""
         self._is_begun = False
         self.ended_at: int | None = None
-        """The first batch that is not in the journal: runs would have more tokens than are kept."""
+        """First batch that is not in the journal because its runs would exceed MAX_TOKENS."""
 
     def begin_batch(self, seq: int, time_s: float) -> None:
-        """Take note of the batch that the next lines belong to."""
+        """Set the batch that the next lines belong to."""
         if self._start_s is None:
             self._start_s = time_s
         self._seq, self._time_ms = seq, max(0.0, (time_s - self._start_s) * MS)
 
     def store(self, event: Stored, new: Sequence[BlockHash]) -> None:
-        """Write that those of its blocks that are `new` in its medium are stored."""
+        """Write a line for the blocks of the event that are `new` in its medium."""
         if not new or event.block_size < 1 or self.ended_at is not None:
             return
         if not self._is_begun:
@@ -118,14 +118,14 @@ class StreamJournal:
         for run, start, end in self._stretches(gone, -1):
             place: dict[str, Any] = {**self._place_of(run), "start_page": start, "end_page": end}
             self._write(RemovedLine(**place) if tier == "device" else RemovedBelowLine(**place, tier=tier))
-            run.last = None  # what is stored next has pages of its own
+            run.last = None  # blocks stored next become a new run
             if not run.num_copies:
                 ended[run.number] = run
         for run in ended.values():
             self._finish(run)
 
     def forget(self) -> None:
-        """Write that nothing is stored, in no medium, as far as is known."""
+        """Write the end of all runs: as far as known, nothing is stored in any medium."""
         runs = {place.run.number: place.run for place in self._where.values()}
         for run in runs.values():
             self._finish(run)
@@ -143,7 +143,7 @@ class StreamJournal:
         self._file.write(self._encode(head) + b"\n")
 
     def _place(self, event: Stored, at: int, end: int) -> bool:
-        """Give the blocks [at, end) of an event, none of which is known, pages of a run. Return False at the end."""
+        """Assign pages of a run to blocks [at, end) of an event, all unknown. Return False beyond MAX_TOKENS."""
         size = event.block_size
         parent = event.parent if at == 0 else event.hashes[at - 1]
         token_ids = array("Q", event.token_ids[at * size : end * size])
@@ -185,7 +185,7 @@ class StreamJournal:
         return run
 
     def _stretches(self, names: Sequence[BlockHash], by: int) -> Iterator[tuple[_Run, int, int]]:
-        """Return runs with pages [start, end) for blocks that one copy is made of (1) or taken from (-1), in order."""
+        """Return, in order, runs with pages [start, end) for blocks that gain a copy (`by` is 1) or lose one (-1)."""
         open_run: _Run | None = None
         first = last = 0
         for name in names:

@@ -1,4 +1,4 @@
-"""What an engine's metrics say of its requests and its KV memory, by vLLM's names."""
+"""An engine's metrics of requests and KV memory, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EngineSample", "Scraper", "parse_metrics"]
 TIMEOUT_S = 5.0
 
 MAX_BYTES = 16 << 20
-"""Of an answer; the rest is not read."""
+"""Bytes of an answer that are read; the rest is ignored."""
 MAX_LINE_CHARS = 16 << 10
 
 _NAME = re.compile(r"[A-Za-z_:][\w:]*")
@@ -38,28 +38,28 @@ _BLOCKS = re.compile(r'(?:^|,)\s*num_gpu_blocks="(\d{1,18})"')
 
 
 class EngineSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the metrics, all engines of it together; None where a metric is missing."""
+    """One reading of the metrics, summed over the engines of an endpoint; None for a missing metric."""
 
     usage: float | None = None
-    """The share of KV blocks that are in use; of several engines, the mean."""
+    """Share of the KV blocks in use; the mean over several engines."""
     num_running: int | None = None
     num_waiting: int | None = None
     num_preempted: int | None = None
-    """Preemptions since the engine began."""
+    """Preemptions since the start of the engine."""
     num_blocks: int | None = None
     num_queried_tokens: int | None = None
     num_hit_tokens: int | None = None
 
     @property
     def hit_share(self) -> float | None:
-        """The share of prompt tokens that were found; None where that is not known."""
+        """Share of prompt tokens that were hits; None if unknown."""
         if not self.num_queried_tokens or self.num_hit_tokens is None:
             return None
         return self.num_hit_tokens / self.num_queried_tokens
 
 
 def parse_metrics(text: str) -> EngineSample:
-    """Return what Prometheus' text form says; lines that are none are passed over."""
+    """Return the sample in a text in Prometheus format; invalid lines are skipped."""
     sums: dict[str, list[float]] = {}
     num_blocks: list[float] = []
     for name, labels, value in _lines(text):
@@ -105,12 +105,12 @@ def _lines(text: str) -> Iterator[tuple[str, str, float]]:
             value = float(values[0])
         except ValueError:
             continue
-        if abs(value) < 1e18:  # neither infinite nor no number
+        if abs(value) < 1e18:  # neither infinite nor NaN
             yield match[0], labels, value
 
 
 def _is_url(text: str) -> bool:
-    """Return whether `text` is a URL of HTTP, with a port that can be."""
+    """Return whether `text` is an HTTP URL with a valid port."""
     try:
         return _URL.match(text) is not None and urlsplit(text).port != 0
     except ValueError:
@@ -118,7 +118,7 @@ def _is_url(text: str) -> bool:
 
 
 class Scraper:
-    """Looks at `url` again and again, in a thread of its own, and keeps what it saw last. Raises ConfigError."""
+    """Reads `url` periodically, in a thread, and keeps the last sample. Raises ConfigError."""
 
     def __init__(self, url: str, every_s: float = 1.0) -> None:
         if not _is_url(url):
@@ -133,7 +133,7 @@ class Scraper:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop reading."""
         self._stop.set()
         self._thread.join(TIMEOUT_S + 1)
 

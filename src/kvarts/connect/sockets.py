@@ -1,4 +1,4 @@
-"""The sockets of a watch: what is published, and requests for what was."""
+"""The sockets of a watch: published batches, and requests for past ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["Stream"]
 END = b"\xff" * 8
 MAX_AT_ONCE = 1000
 MAX_WAITING = 4
-"""Messages of a socket that wait here; others wait at the publisher. They may be MAX_BATCH_BYTES long each."""
+"""Messages queued per socket; others wait at the publisher. Each may have MAX_BATCH_BYTES."""
 CUT_S = 0.5
 MAX_ANSWER_BYTES = 64 << 20
-"""Of all batches that answer one request."""
+"""Size limit of all batches that answer one request."""
 MAX_ANSWER_S = 60.0
 FRAME_BYTES = 100
-"""Of a message, beside its frames."""
+"""Overhead counted per message, in addition to its frames."""
 
 
 class Stream:
-    """Owner of the sockets: a SUB to `endpoint`, bound if `binds`, and a DEALER to `replay_endpoint`, if there is one.
+    """Owner of the sockets: a SUB to `endpoint`, bound if `binds`, and a DEALER to `replay_endpoint`, if given.
 
-    `num_strange`: messages that are no batch, such as those with another number of frames. Raises ConfigError for an
-    endpoint that cannot be.
+    `num_strange`: messages that are not batches, such as those with another number of frames. Raises ConfigError for an
+    invalid endpoint.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Stream:
         self._answer_s = answer_s
         self.num_strange = 0
         self.num_unanswered = 0
-        """Requests for past batches without an answer, or without its end."""
+        """Requests for past batches whose answer did not arrive or was incomplete."""
         self.num_too_long = 0
-        """Answers to these that were longer than is read."""
+        """Answers to such requests that exceeded the limits."""
         self.num_cut = 0
-        """Connections that ended with a message too long."""
+        """Connections that were cut by a message that was too long."""
         self._endpoint, self._binds = endpoint, binds
         self._down_s: float | None = None
-        """When the connection ended that ZMQ has not tried to make again, as it does unless a message was too long."""
+        """Time when the connection ended, until ZMQ retries it. After a message that was too long it does not retry."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._has_connected = False
@@ -80,7 +80,7 @@ class Stream:
             self._monitor = monitor = self._live.get_monitor_socket(events)
             _to(self._live, endpoint, "endpoint", binds=binds)
             if replay_endpoint is not None:
-                # Tried here, so that what is no endpoint is an error at once.
+                # Connect once now, so that an invalid endpoint raises at once.
                 _to(self._open(zmq.DEALER), replay_endpoint, "replay")
         except BaseException:
             self.close()
@@ -90,18 +90,18 @@ class Stream:
         self._poller.register(monitor, zmq.POLLIN)
 
     def wait_for_connection(self, timeout_s: float) -> bool:
-        """Wait until something is at the other end; return whether it is."""
+        """Wait for the connection; return whether it is established."""
         assert self._monitor is not None
         if self._monitor.poll(int(timeout_s * 1000)):
             self.take_connections()
         return self._has_connected
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there may be something to take."""
+        """Wait until there may be a message."""
         self._poller.poll(max(0, int(timeout_s * 1000)))
 
     def take_connections(self) -> int:
-        """Return how often the other end has come back since last asked; the first time does not count."""
+        """Return the number of reconnections since the last call; the first connection does not count."""
         assert self._monitor is not None
         num = 0
         while self._monitor.poll(0):
@@ -119,7 +119,7 @@ class Stream:
         return num
 
     def take(self) -> Iterator[Numbered]:
-        """Return batches that have come, at most MAX_AT_ONCE."""
+        """Return the batches that have arrived, at most MAX_AT_ONCE."""
         for _ in range(MAX_AT_ONCE):
             try:
                 frames = self._live.recv_multipart(zmq.NOBLOCK)
@@ -131,9 +131,9 @@ class Stream:
                 self.num_strange += 1
 
     def ask(self, start: int) -> list[Numbered] | None:
-        """Return past batches from `start` on, or full state for -2; None without an answer that has an end.
+        """Return past batches from `start` on, or full state for -2; None without a complete answer.
 
-        With or without a topic's frame, as newer and older engines answer.
+        Messages may have a frame for the topic, as from newer engines, or lack it, as from older ones.
         """
         if self._replay_endpoint is None:
             return None
@@ -152,7 +152,7 @@ class Stream:
         begin = time.monotonic()
         deadline = begin + self._answer_s
         while asking.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-            frames = asking.recv_multipart()[1:]  # without the empty one
+            frames = asking.recv_multipart()[1:]  # without the empty frame
             deadline = time.monotonic() + self._answer_s
             if len(frames) not in (2, 3) or len(frames[-2]) != 8:
                 self.num_strange += 1
@@ -179,7 +179,7 @@ class Stream:
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        # What does not fit here waits at the publisher. A connection with a longer message ends.
+        # Further messages wait at the publisher. A longer message ends the connection.
         socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
         self._sockets.append(socket)

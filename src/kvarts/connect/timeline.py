@@ -1,4 +1,4 @@
-"""A KV timeline of a watched engine: a row for each look at its metrics, which say what events do not."""
+"""A KV timeline of a watched engine: one row per sample of its metrics, which contain facts that events lack."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["WatchedTimeline"]
 
 
 class WatchedTimeline:
-    """Writes rows to `file`, JSON lines, which stays the caller's; `close` writes the totals.
+    """Writes rows to `file`, as JSON lines. The file remains the caller's; `close` writes the totals.
 
-    Rows are looks at an engine that goes on in between: they may miss its peaks, and preemptions are those since the
-    row before. A look without usage or requests gives no row.
+    Rows are samples of a running engine: they may miss its peaks, and preemptions are those since the previous row. A
+    sample without usage or requests gives no row.
     """
 
     def __init__(self, file: Written, *, total_blocks: int, block_size: int) -> None:
@@ -28,12 +28,12 @@ class WatchedTimeline:
         self._write({"version": 1, "block_size_tokens": block_size, "total_blocks": total_blocks, "every": 1})
 
     def add(self, time_s: float, sample: EngineSample) -> None:
-        """Write a row for a look at `time_s` after the first."""
+        """Write a row for a sample taken at `time_s`, in seconds from the start of the watch."""
         if sample.usage is None or sample.num_running is None:
             return
         used = min(self._total, max(0, round(sample.usage * self._total)))
         before, total = self._num_preempted_before, sample.num_preempted
-        # An engine that began anew counts from nought.
+        # A restarted engine counts from 0.
         preempted = 0 if before is None or total is None or total < before else total - before
         self._num_preempted_before = total
         self._num_preempted += preempted
@@ -54,7 +54,7 @@ class WatchedTimeline:
         self.num_rows += 1
 
     def close(self) -> None:
-        """Write what is known in the end."""
+        """Write the totals."""
         self._write({"peak_used_pct": self._peak_pct, "preemption_count": self._num_preempted})
 
     def _write(self, line: object) -> None:

@@ -1,4 +1,4 @@
-"""Watches an engine: takes batches from its stream, looks at its metrics, until it is told to stop."""
+"""Watches an engine: receives batches from its stream and reads its metrics until stopped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WAIT_S = 0.2
 
 
 class Looks(Protocol):
-    """Looks at metrics."""
+    """Reader of metrics."""
 
     last: EngineSample | None
     num_seen: int
 
 
 class Watch:
-    """One watch of `stream`. `looks`: at the engine's metrics, if there are any; `timeline` takes a row for each.
+    """One watch of `stream`. `looks`: reader of its metrics, if any; `timeline` gets one row per sample.
 
     `on_status` is called every `every_s` seconds.
     """
@@ -54,7 +54,7 @@ class Watch:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start of the watch."""
         return time.monotonic() - self._start_s
 
     def run(self, should_stop: Callable[[], bool], *, duration_s: float | None = None) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self._start_s = time.monotonic()
         deadline = float("inf") if duration_s is None else self._start_s + duration_s
         next_status = self._start_s + self._every_s
-        # Connected first: what is published between the state and the first batch would be missed otherwise.
+        # Connect before requesting the state: batches published between the two would be missed otherwise.
         while not self._stream.wait_for_connection(min(WAIT_S, max(0.0, deadline - time.monotonic()))):
             if should_stop() or time.monotonic() >= deadline:
                 return
@@ -99,6 +99,6 @@ class Watch:
             return
         if self.timeline is None:
             if claims.block_size is None:
-                return  # events say it
+                return  # events contain it
             self.timeline = self._open_timeline(claims.total_blocks, claims.block_size)
         self.timeline.add(self.elapsed_s, sample)

@@ -1,4 +1,4 @@
-"""What is known of a watched engine: claims, counts, and what writes them down."""
+"""State of a watched engine: claims, counts, and the journal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_CODES = {"ok": 0, "violated": 5, "inconclusive": 6}
 
 
 class Counts(msgspec.Struct):
-    """What came so far."""
+    """Counts of the batches, events and blocks received so far."""
 
     num_batches: int = 0
     num_events: int = 0
@@ -29,7 +29,7 @@ class Counts(msgspec.Struct):
 
 
 class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be said of what was watched."""
+    """Verdict on a watched engine."""
 
     verdict: Literal["ok", "violated", "inconclusive"]
     why: str | None
@@ -46,11 +46,11 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 ok, 5 violated, 6 inconclusive."""
+        """Exit code of the command: 0 ok, 5 violated, 6 inconclusive."""
         return EXIT_CODES[self.verdict]
 
     def to_text(self) -> str:
-        """Return the verdict for people, with a line end."""
+        """Return the verdict as readable text that ends in a line end."""
         counts, followed = self.counts, self.followed
         why = f": {self.why}" if self.why else ""
         blocks = ", ".join(f"{medium} {num:,}" for medium, num in self.blocks.items()) or "no"
@@ -79,9 +79,9 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watched:
-    """Is told of batches in order, as `Follows` says, and judges them. `journal`: what writes them down, if anything.
+    """Receives batches in order, as `Follows` defines, and judges them. `journal`: writes them, if given.
 
-    `total_blocks`, `allows_copies` and `max_blocks`: see Claims.
+    `total_blocks`, `allows_copies` and `max_blocks`: as in Claims.
     """
 
     def __init__(
@@ -101,26 +101,26 @@ class Watched:
         self._is_begun = False
 
     def begin(self, *, is_complete: bool) -> None:
-        """Forget what is stored: another engine, or the beginning."""
+        """Forget the stored blocks, at the start or for another engine."""
         self.claims.begin(is_complete=is_complete)
         self.again.forget()
         if self._journal is not None:
             self._journal.forget()
 
     def lose(self, first: int, last: int) -> None:
-        """Take note that batches cannot be had."""
+        """Record that batches are not available."""
         what = f"batch {first} is missing" if first == last else f"batches {first} to {last} are missing"
         self.claims.add("sequence", first, what)
 
     def refuse(self) -> None:
-        """Take note of a message that was too long to be read."""
+        """Record a message that was too long to be read."""
         self.claims.refuse()
         self.again.forget()
         if self._journal is not None:
             self._journal.forget()
 
     def apply(self, seq: int, payload: bytes) -> None:
-        """Take the next batch."""
+        """Process the next batch."""
         self.seq = seq
         try:
             batch = decode_batch(payload)
@@ -163,12 +163,12 @@ class Watched:
                     counts.num_unknown_events += 1
 
     def blocks(self) -> dict[str, int]:
-        """Return how many blocks are stored in each medium."""
+        """Return the number of blocks stored in each medium."""
         media = dict.fromkeys(medium for medium, _ in self.claims.media)
         return {medium: num for medium in media if (num := self.claims.num_blocks(medium))}
 
     def verdict(self, followed: Followed, notes: list[str]) -> WatchVerdict:
-        """Judge what came."""
+        """Judge the claims received so far."""
         claims = self.claims
         rules = claims.results()
         statuses = {result.status for result in rules}

@@ -10,16 +10,18 @@ __all__ = ["Executor", "VirtualExecutor"]
 
 
 class Executor(Protocol):
-    """Carries out plans. Promises: in the order given, reading nothing but the plan, and keeping no pages of its own.
+    """Carries out plans in the order given; reads nothing but the plan and allocates no pages.
 
-    Writes the KV of every token in the plan into the pages the plan names before it reads them. Samples one token for
-    every decode and for every chunk that is the last of its sequence. Where a plan has drafts, an executor of tokens
-    samples after each drafted token that it accepts as well, and gives the last token of each row.
+    Writes the KV of every token in the plan into the pages that the plan names before it reads them. Samples one token
+    per decode and per chunk that ends its sequence. If a plan has drafts, an executor that produces tokens also samples
+    after each drafted token that it accepts, and returns the last token of each row.
     """
 
     @property
     def needs_page_ids(self) -> bool:
-        """Whether plans must name pages, rows and tokens. If so, this executor gets every plan and does transfers."""
+        """Whether plans must name pages, rows and tokens. If True, this executor receives every plan and does
+        transfers.
+        """
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one step and return its result."""

@@ -1,7 +1,7 @@
-"""The constants of rooflines that no calibration of the engine at hand has found: values, and how sure they are.
+"""The default constants of rooflines: values and their uncertainty, used where no calibration has fitted them.
 
 `constants.toml` ships with the package and is the output of a command (docs/accuracy.md names it). A file of the same
-form, written by `kvarts calibrate --points TABLE --out FILE`, can stand in for it as the prior of a calibration.
+form, written by `kvarts calibrate --points TABLE --out FILE`, can replace it as the prior of a calibration.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ COEFFICIENTS = (
     "fp4_compute",
     "fp4_bandwidth",
 )
-"""The names of all constants. Which of them the time of a step depends on, a RooflineCost answers."""
+"""The names of all constants. `RooflineCost.active_coefficients` lists those that a step's time depends on."""
 
-# Over PCIe without peer access, data go through host memory: NCCL then reaches about a fifth of the rate. With peer
+# Over PCIe without peer access, data pass through host memory: NCCL then reaches about a fifth of the rate. With peer
 # access, a collective takes 5 to 15 us, at 0.4 to 0.6 of the rate.
 OTHER_LINKS = {
     "pcie": {"link_efficiency": 0.2, "link_us": 30.0, "exchange_us": 30.0},
     "pcie-peer": {"link_efficiency": 0.5, "link_us": 10.0, "exchange_us": 10.0},
 }
-"""Kinds of link other than NVLink, for which values were not fitted."""
+"""Unfitted values for the kinds of link other than NVLink."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Errors of predictions of measurements that the constants were not fitted to, as shares.
+    """Relative errors of predictions for measurements that the constants were not fitted to.
 
     `kind`: dense, or experts. `metric`: tpot, ttft or e2e. `one_sigma`: 68 % of the errors are smaller; `median`: half.
     """
@@ -66,29 +66,29 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Values by name; the standard deviations of their logarithms; what held-out predictions were off by."""
+    """Values by name, the standard deviations of their logarithms, and the errors of held-out predictions."""
 
     values: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1e9)]]
     deviations: dict[str, Annotated[float, msgspec.Meta(gt=0, le=10)]]
     held_out: list[HeldOut] = []
 
     def of_link(self, name: str, kind: str) -> float:
-        """Return `link_efficiency`, `link_us` or `exchange_us` for a kind of link: of NVLink it was fitted."""
+        """Return `link_efficiency`, `link_us` or `exchange_us` for a kind of link; only NVLink's values were fitted."""
         return OTHER_LINKS[kind][name] if kind in OTHER_LINKS else self.values[name]
 
     def held_out_of(self, kind: str) -> dict[str, HeldOut]:
-        """Return the held-out errors of models of `kind`, by metric."""
+        """Return the held-out errors for models of `kind`, by metric."""
         return {each.metric: each for each in self.held_out if each.kind == kind}
 
 
 def load_constants(path: Path) -> Constants:
-    """Read constants from a TOML file. Raise MissingFileError and InputError; every constant must be there."""
+    """Read constants from a TOML file, which must hold all of them. Raise MissingFileError or InputError."""
     return _constants(read_toml(path, hint="Check the path of the prior."), path)
 
 
 @cache
 def shipped_constants() -> Constants:
-    """Return the constants that ship."""
+    """Return the constants that ship with the package."""
     source = files("kvarts.executor").joinpath("constants.toml")
     return _constants(tomllib.loads(source.read_text("utf-8")), Path("constants.toml"))
 

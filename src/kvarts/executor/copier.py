@@ -1,7 +1,7 @@
-"""Moves pages between arrays, and between arrays and files, on behalf of an executor.
+"""Copies pages between arrays, and between arrays and files, for an executor.
 
-Transfers are begun with a step and carried out when the caller has time: in a thread, between steps, or all at once.
-What goes where is in the transfer; nothing is decided here.
+Transfers are queued with a step and carried out when the caller has time: in a thread, between steps, or all at once.
+Each transfer names its source and target; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Array = npt.NDArray[Any]
 
 
 class PageStore(Protocol):
-    """Pages by their keys, in a place that outlives the process."""
+    """Pages by their keys, in storage that outlives the process."""
 
     def write(self, key: bytes, payload: bytes) -> bool:
         """Store a page, whole or not at all. Return False if it was not stored."""
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes of a page; None if it is not there, or not what was written."""
+        """Return the bytes of a page; None if it is missing or corrupt."""
 
     def delete(self, key: bytes) -> None:
-        """Remove a page, if it is there."""
+        """Remove a page if it is stored."""
 
 
 class PageCopier:
     """Copies pages of `device` arrays, each of shape [num_pages, ...], to `num_host_pages` pages of memory and back.
 
-    `files`: the pages of the tier below host memory. `clock`: reports say by it how long each transfer took.
+    `files`: the pages of the tier below host memory. `clock`: measures the duration of each transfer in its report.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PageCopier:
 
     @property
     def num_queued(self) -> int:
-        """Transfers begun and not carried out."""
+        """Number of transfers queued but not carried out."""
         return len(self._queue)
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
@@ -65,7 +65,7 @@ class PageCopier:
         self._queue.extend(transfers)
 
     def run(self, limit: int | None = None) -> list[TransferReport]:
-        """Carry out at most `limit` transfers, in order, or all. Return a report of each, for the scheduler."""
+        """Carry out at most `limit` queued transfers in order, all by default. Return one report per transfer."""
         reports: list[TransferReport] = []
         while self._queue and (limit is None or len(reports) < limit):
             start_ns = 0 if self._clock is None else self._clock.now_ns()
@@ -88,7 +88,7 @@ class PageCopier:
         return TransferReport(transfer.transfer_id)
 
     def _move(self, direction: Direction, move: Move) -> int:
-        """Return how many pages arrived, from the first on."""
+        """Return the number of pages copied; copying stops at the first page that fails."""
         if direction is Direction.SPILL:
             return self._write_files(move)
         if direction is Direction.LOAD and move.source_ids and isinstance(move.source_ids[0], bytes):

@@ -1,8 +1,8 @@
 """Cost models: how long a step takes, in whole nanoseconds.
 
-A cost model answers for one step (`step_ns`) and for k steps of decodes at once (`decode_ns`), in each of which every
-sequence knows one token more than in the step before. Both round each step by itself, so that sums do not depend on how
-steps were asked for.
+A cost model gives the duration of one step (`step_ns`), and of k consecutive steps of decodes (`decode_ns`), where
+every sequence grows by one token per step. Both round each step separately, so that sums do not depend on how the steps
+were queried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINEAR_HINT = "'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token
 
 
 class CostModel(Protocol):
-    """Duration of steps. Promises: pure; the same batch costs the same, in any process."""
+    """Duration of steps. Promises to be pure: the same batch costs the same in any process."""
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step that computes `batch`."""
@@ -38,25 +38,25 @@ class CostModel(Protocol):
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of `num_decodes` decodes each.
 
-        In the first step the decodes know `known_tokens` tokens together, in each later one `num_decodes` more.
+        In the first step the decodes know `known_tokens` tokens in total; each later step adds `num_decodes`.
         """
 
 
 class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polynomial"):
     """The cost model of NVIDIA Dynamo 1.6's mocker.
 
-    Prefill, over the n chunks with prompt tokens: with mean prompt tokens after and before the step rounded down to I
-    and P, and t = n (I - P): 4.209989e-7 t^2 + 1.518344e-2 t + 16.50142 ms. Decode: with u = the decodes' known tokens
-    over the pool's tokens, at most 1: max(1, -25.74 u^2 + 54.01 u + 5.74) ms. A sequence that ends its recompute in
-    the step counts as a decode as well.
+    Prefill, over the n chunks with prompt tokens: with I and P the mean prompt tokens after and before the step,
+    rounded down, and t = n (I - P): 4.209989e-7 t^2 + 1.518344e-2 t + 16.50142 ms. Decode: with u = the decodes' known
+    tokens over the pool's tokens, at most 1: max(1, -25.74 u^2 + 54.01 u + 5.74) ms. A sequence that ends its recompute
+    in the step also counts as a decode.
     """
 
     def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step by the mocker's formula."""
+        """Return the duration of a step."""
         return mocker_step_ns(batch)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of steps of decodes by the mocker's formula."""
+        """Return the durations of `num_steps` steps of decodes."""
         return mocker_decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
 
 
@@ -83,7 +83,7 @@ class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         return round(ms * 1e6)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of steps of decodes."""
+        """Return the durations of `num_steps` steps of decodes."""
         ms = self.step_ms + self.chunk_token_ms * 0 + self.decode_ms * num_decodes
         if not are_many(num_steps):
             known = range(known_tokens, known_tokens + num_steps * num_decodes, num_decodes)
@@ -100,7 +100,7 @@ class CallableCost:
         self._step_ms = step_ms
 
     def step_ns(self, batch: Batch) -> int:
-        """Return what the callable answers, in nanoseconds. Raise ConfigError if that is no duration."""
+        """Return the callable's result in nanoseconds. Raise ConfigError if it is not a valid duration."""
         ms: Any = self._step_ms(batch)
         is_number = isinstance(ms, Real)
         if not is_number or not 0.0 <= ms <= MOST_MS:
@@ -108,7 +108,7 @@ class CallableCost:
         return round(float(ms) * 1e6)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of steps of decodes, each asked of the callable."""
+        """Return the durations of `num_steps` steps of decodes, with one call of the callable per step."""
         return [
             self.step_ns(Batch((), num_decodes, known_tokens + step * num_decodes, pool_tokens))
             for step in range(num_steps)
@@ -123,11 +123,11 @@ CostSpec = PolynomialCost | LinearCost | RooflineCost
 
 
 def parse_cost(text: str) -> CostSpec:
-    """Return the cost model of `polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file with a table `[cost]`.
+    """Return the cost model that `text` names: `polynomial`, `linear:step_ms=5,decode_ms=0.1`, or a TOML file.
 
-    A table `[posterior]` beside it says how uncertain a roofline is.
+    The file must have a table `[cost]`. For a roofline, a table `[posterior]` gives its uncertainty.
 
-    Raise ConfigError for anything else, MissingFileError and InputError for the file.
+    Raise ConfigError for any other text; MissingFileError or InputError for the file.
     """
     if text.endswith(".toml"):
         return _load_cost(Path(text))

@@ -1,6 +1,6 @@
-"""The tokens of a step in one row: where each is written, and what each sequence reads.
+"""The tokens of a step, flattened: the slot each is written to, and the pages each sequence reads.
 
-See `kvarts.executor.page_tables` for the place of a token in a page table, and its gap.
+`kvarts.executor.page_tables` defines the place of a token in a page table, and its gap.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ __all__ = ["ALL", "ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "Table
 Ints = npt.NDArray[np.int64]
 
 ALL = 1 << 62
-"""The window of a sequence that retains all tokens."""
+"""The value of `windows` for a sequence that retains all tokens."""
 
 
 class ChunkMetadata(msgspec.Struct):
     """Tokens [first, last) of the batch: positions from `start` on of one sequence, with pages `page_ids`.
 
-    `keeps`: what the sequence retains, None for all. `gap`: tokens of pages that were dropped after those of the sink,
-    which hold the first `num_before_gap` tokens. `num_prompt_tokens`: of the sequence.
+    `keeps`: the tokens that the sequence retains, None for all. `gap`: the number of tokens in pages that were dropped
+    after the sink's pages, which hold the first `num_before_gap` tokens. `num_prompt_tokens`: the length of the
+    sequence's prompt.
     """
 
     first: int
@@ -37,21 +38,21 @@ class ChunkMetadata(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the chunk."""
+        """Number of tokens in the chunk."""
         return self.last - self.first
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
+        """The position after the chunk's last token."""
         return self.start + self.num_tokens
 
 
 class DecodeMetadata(msgspec.Struct):
     """The first tokens of the batch, each with the pages of its sequence: decodes, then drafted tokens.
 
-    A drafted token reads what is before it in these pages, tokens of this step included. All arrays but `tables`
-    [tokens, pages] have shape [tokens]. `sinks` and `windows`: what each sequence retains. `gaps`: tokens of pages that
-    were dropped. `prompts`: the tokens of each prompt.
+    A drafted token attends to the tokens before it in these pages, including those of this step. All arrays but
+    `tables` [tokens, pages] have shape [tokens]. `sinks` and `windows`: the sizes that each sequence retains. `gaps`:
+    the number of tokens in dropped pages. `prompts`: the length of each prompt.
     """
 
     positions: Ints
@@ -73,7 +74,7 @@ class DecodeMetadata(msgspec.Struct):
         return bool((self.windows == ALL).all())
 
     def spans(self, window: int | None) -> tuple[Ints, Ints]:
-        """Return for each decode the places [begin, end) that it attends to, its own included, and not its sink.
+        """Return, per decode, the places [begin, end) that it attends to, including its own and excluding its sink.
 
         `window`: the last tokens that the layer attends to, or None for all.
         """
@@ -84,16 +85,17 @@ class DecodeMetadata(msgspec.Struct):
         return begins - self.gaps, self.positions + 1 - self.gaps
 
     def sink_spans(self, window: int | None) -> tuple[Ints, Ints]:
-        """Return for each decode the places [begin, end) of its sink that it attends to; most often none."""
+        """Return, per decode, the places [begin, end) of its sink that it attends to; usually empty."""
         ends = np.minimum(self.sinks, self.positions)
         begins = np.zeros_like(ends) if window is None else np.maximum(0, self.positions + 1 - window)
         return np.minimum(begins, ends), ends
 
 
 class TableBatch(msgspec.Struct):
-    """A step as the layers of one page table see it.
+    """A step as seen by the layers that read one page table.
 
-    `slots` [tokens]: where each token's keys and values go: its page's id times the page size, and its place in it.
+    `slots` [tokens]: where each token's keys and values are written: page id times page size, plus the offset in the
+    page.
     """
 
     slots: Ints
@@ -102,12 +104,13 @@ class TableBatch(msgspec.Struct):
 
 
 class FlatBatch(msgspec.Struct):
-    """The tokens of a step: decodes, drafted ones, then chunks. `tokens` and `positions` have shape [tokens].
+    """The tokens of a step: decodes, drafted tokens, then chunks. `tokens` and `positions` have shape [tokens].
 
-    `tables`: the step for each page table that layers read. `block_slots` [blocks of a page, tokens]: where each token
-    is in each block of its page. `sampled_rows`: rows that sample a token; `requests`: the index of each. `sampled_at`:
-    the tokens after which one is sampled: of each of these rows the last, and before the drafted ones of a row the one
-    that its decode computes. `drafts`: the drafted tokens of each of these rows; empty if there are none in the step.
+    `tables`: the step for each page table that layers read. `block_slots` [blocks per page, tokens]: the slot of each
+    token in each block of its page. `sampled_rows`: the rows that sample a token; `requests`: their request indexes.
+    `sampled_at`: the tokens after which one is sampled: the last of each of these rows, and for a row with drafts also
+    its decode's token and each earlier drafted one. `drafts`: the drafted tokens of each of these rows; empty if the
+    step has none.
     """
 
     tokens: Ints
@@ -121,7 +124,9 @@ class FlatBatch(msgspec.Struct):
 
     @property
     def rotated_positions(self) -> Ints:
-        """The positions by which queries and keys are rotated before attention: 0 for those that are rotated in it."""
+        """The positions by which queries and keys are rotated before attention; 0 for tokens rotated during
+        attention.
+        """
         chunks = self.tables[0].chunks
         if all(chunk.keeps is None or not chunk.keeps.rotates_late for chunk in chunks):
             return self.positions

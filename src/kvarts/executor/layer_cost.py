@@ -1,4 +1,4 @@
-"""What attention costs in the layers of a model that attend alike."""
+"""Cost of attention in a group of identical layers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["LayerCost"]
 
 
 class LayerCost(NamedTuple):
-    """Layers that attend alike. `span`: the most tokens they attend to; None for all.
+    """Layers that attend to the same span. `span`: the largest number of tokens attended to; None for all.
 
-    `work`, `read`: what a token attended to costs one of them in arithmetic and in bytes, with the first layer of the
-    model as 1; `decode`: what it costs all of them in a decode.
+    `work`, `read`: arithmetic and bytes per attended token in one of these layers, relative to the model's first layer;
+    `decode`: the relative cost per attended token of all these layers in a decode.
     """
 
     span: int | None

@@ -1,4 +1,4 @@
-"""Helpers of cost models that answer for many steps at once."""
+"""Helpers of cost models that return many steps at once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FEW_STEPS = 30
 
 
 def are_many(num_steps: int) -> bool:
-    """Return whether to answer for `num_steps` steps with NumPy."""
+    """Return whether NumPy is faster than a loop for `num_steps` steps."""
     return num_steps >= FEW_STEPS and arrays_pay(num_steps)
 
 
 def whole_ns(ns: npt.NDArray[np.floating]) -> list[int]:
-    """Return `ns` rounded half to even, as `round` does. Overwrites `ns`, which rises, falls or stays.
+    """Return `ns` rounded half to even, as `round` does. Overwrites `ns`, which must be monotone.
 
-    Raise TooLateError for a step that is longer than virtual time.
+    Raise TooLateError if a step is longer than virtual time.
     """
     import numpy as np
 

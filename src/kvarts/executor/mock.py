@@ -1,7 +1,7 @@
-"""The executor of a mock: it computes nothing, takes as long as a cost model says, and makes tokens out of nothing.
+"""The executor of a mock: it computes nothing, takes the time that a cost model gives, and generates tokens by hashing.
 
-A token depends on the seed, the token before it and its position: on nothing else, so not on the batch.
-With the history of a sequence it can be told what comes next.
+A token depends only on the seed, the previous token and its position, never on the rest of the batch. The next token of
+a sequence can therefore be predicted from its history.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _ODD = tuple(np.uint64(word) for word in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 
 def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int | Tokens, vocab_size: int) -> Tokens:
-    """Return the token after each of `tokens` at `positions`, in [0, vocab_size). `seed`: one, or one for each.
+    """Return the token after each of `tokens` at `positions`, in [0, vocab_size). `seed`: one for all, or one per
+    token.
 
     The mixing function is the finalizer of MurmurHash3 (public domain).
     """
@@ -48,7 +49,7 @@ def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int | Tokens, vocab_
 
 
 class _Mocked(msgspec.Struct):
-    """A request that needs more than the next token: `num_tokens` were made, and `stop_ids` end it."""
+    """A request with stop ids: `num_tokens` were generated, and a token in `stop_ids` ends it after `min_tokens`."""
 
     stop_ids: frozenset[int]
     min_tokens: int
@@ -63,12 +64,13 @@ class _Forced(msgspec.Struct):
 
 
 class MockExecutor:
-    """An Executor with steps that take as long as `cost` says, divided by `speedup`, on `clock`.
+    """An Executor with steps of the duration that `cost` gives, divided by `speedup`, on `clock`.
 
-    Steps end at absolute times, so that waiting does not add up. Lag behind its own clock is counted in `late_ns`.
-    Owner of the tokens that end each request. `vary`: makes tokens of the vocabulary out of those before them and those
-    drawn. A request with a seed has tokens of its own. `groups`: of a model with KV groups, and the blocks of its
-    memory; states are counted and not written. Raises ConfigError for a speedup that is not a finite number above 0.
+    Steps end at absolute times, so that delays of waiting do not add up. `late_ns` records the lag behind the clock.
+    Owns the tokens that end each request. `vary`: replaces the drawn tokens, given the tokens before them and those
+    drawn. The tokens of a request with a seed depend on that seed. `groups`: the memory of a model with KV groups, with
+    `num_blocks` blocks; states are counted but not written. Raises ConfigError if `speedup` is not a finite number
+    above 0.
     """
 
     needs_page_ids = True
@@ -91,7 +93,7 @@ class MockExecutor:
         self.slots = PageSlots(config.num_pages if groups is None else num_blocks, config.page_size)
         self.rotation = NoRotation()
         self.late_ns = 0
-        """How much later than they should the steps have ended so far, the most of all."""
+        """The longest delay so far between a step's intended end and its real end."""
         num_each = 1 if groups is None else groups.page_bytes // groups.block_bytes
         self._rows = PageTables(config.max_num_seqs, config.page_size, (), num_blocks=num_each)
         self._max_num_seqs = config.max_num_seqs
@@ -106,16 +108,16 @@ class MockExecutor:
         self._forced: dict[int, _Forced] = {}
         self._logprob = -log(vocab_size)
         self._counted: dict[int, tuple[int, Logprobs]] = {}
-        """Of requests with log-probabilities: how many at each place, and those of the tokens made."""
+        """Per request with log-probabilities: the number of alternatives per token, and the values so far."""
         self._prompts: dict[int, int] = {}
-        """Of those with the log-probabilities of their prompts: how long these are."""
+        """Length of the prompt, per request that asked for the log-probabilities of its prompt."""
 
-    # What sampling keeps of each request -------------------------------------------------------------------
+    # Sampling state of each request ------------------------------------------------------------------------
 
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
     ) -> None:
-        """Make tokens for a request from now on; those in `stop_ids` end it."""
+        """Register a request, to sample its tokens; a token in `stop_ids` ends it."""
         ends = frozenset(stop_ids) | frozenset(params.stop_token_ids)
         if ends:
             self._watched[request_index] = _Mocked(ends, params.min_tokens)
@@ -129,7 +131,7 @@ class MockExecutor:
             self._prompts[request_index] = len(prompt)
 
     def drop(self, request_index: int) -> None:
-        """Forget a request."""
+        """Remove a request."""
         self._watched.pop(request_index, None)
         self._seeds.pop(request_index, None)
         self._forced.pop(request_index, None)
@@ -137,19 +139,21 @@ class MockExecutor:
         self._prompts.pop(request_index, None)
 
     def logprobs(self, request_index: int) -> Logprobs:
-        """Return the log-probabilities of the tokens so far; none is likelier than another."""
+        """Return the log-probabilities of the tokens so far; all tokens are equally likely."""
         counted = self._counted.get(request_index)
         return Logprobs() if counted is None else counted[1]
 
     def prompt_logprobs(self, request_index: int) -> Logprobs | None:
-        """Return those of a prompt, where asked for: all are as likely, but for the first, which has none."""
+        """Return the log-probabilities of a prompt if the request asked for them: equal for all tokens, None for the
+        first.
+        """
         count = self._prompts.get(request_index)
         if count is None:
             return None
         return Logprobs([None, *[self._logprob] * (count - 1)], [()] * count, [0, *[1] * (count - 1)])
 
     def error(self, request_index: int) -> None:
-        """Return None: nothing goes wrong."""
+        """Return None: a mock's sampling does not fail."""
 
     # Steps ------------------------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class MockExecutor:
                     del self._forced[request]
 
     def _stopped(self, batch: FlatBatch, tokens: list[int]) -> tuple[int, ...]:
-        """Count the tokens of requests that are watched, and return the rows that end."""
+        """Count the tokens of watched requests, and return the rows that end."""
         rows = []
         for row, request, token in zip(batch.sampled_rows, batch.requests, tokens, strict=True):
             counted = self._counted.get(request)

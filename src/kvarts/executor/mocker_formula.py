@@ -1,4 +1,4 @@
-"""The formula of NVIDIA Dynamo 1.6's mocker: how long a step takes. PolynomialCost says it in words."""
+"""The formula of NVIDIA Dynamo 1.6's mocker for the duration of a step; PolynomialCost documents it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def mocker_decode_ns(num_decodes: int, known_tokens: int, pool_tokens: int, num_
         return durations
     import numpy as np
 
-    # In place, and in the order of the loop above, so that both round alike.
+    # In place, and in the order of the loop above, so that both round identically.
     use = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) / pool_tokens
     np.minimum(use, 1.0, out=use)
     ms = -25.74 * use

@@ -1,4 +1,4 @@
-"""What pages hold, read and written as arrays: for copies that outlive a process."""
+"""The contents of pages, read and written as arrays, for copies that outlive a process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["NoPageBytes", "PageBytes"]
 
 
 class PageBytes(Protocol):
-    """The KV of pages, between steps. What is read is a copy, and what is written is copied."""
+    """The KV of pages, between steps. Both methods copy."""
 
     def read_pages(self, page_ids: Sequence[int]) -> Mapping[str, npt.NDArray[Any]]:
-        """Return all that pages hold, by names; the first axis of each array is the pages."""
+        """Return everything that the pages hold, as arrays by name; the first axis of each array is the pages."""
 
     def write_pages(self, page_ids: Sequence[int], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write what `read_pages` returned, of as many pages."""
+        """Write arrays that `read_pages` returned for the same number of pages."""
 
 
 class NoPageBytes:

@@ -1,9 +1,9 @@
-"""The page tables of the rows of an executor, and the tokens of a step as these place them.
+"""The page tables of an executor's rows, and the tokens of a step that are placed by them.
 
-A page of tokens is one block, or of a model with KV groups several. A sequence has a table for each block of a page,
-with an entry for every page, so that the *place* of a token in it is its position less the tokens of dropped pages, its
-*gap*. Entries of pages that a window has passed stay, and those before a prefix that was found are 0: nothing reads
-them.
+A page of tokens is one block; for a model with KV groups it can be several. A sequence has one table per block of a
+page, with an entry for every page, so the *place* of a token in it is its position minus the tokens of dropped pages,
+its *gap*. Entries of pages that a window has passed remain, and those before a cached prefix are 0: nothing reads
+either.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["WHOLE_PAGES", "LayerTable", "PageTables"]
 
 
 class LayerTable(msgspec.Struct, frozen=True):
-    """A page table as some layers read it. `blocks`: by number, those of the blocks of a page that it is made of.
+    """A page table as some layers read it. `blocks`: the numbers of the blocks of a page that form it.
 
-    With several, each has an equal share of the tokens of the page, in order, and the table has an entry for each. A
-    block is memory for `num_each` pages of these layers, of which they have the one at `place`.
+    If there are several, each holds an equal share of the page's tokens, in order, and the table has one entry per
+    block. A block is memory for `num_each` pages of these layers; theirs is the one at `place`.
     """
 
     blocks: tuple[int, ...]
@@ -39,7 +39,7 @@ class LayerTable(msgspec.Struct, frozen=True):
         return len(self.blocks) == 1 and self.num_each == 1
 
     def of(self, ids: Ints) -> Ints:
-        """Return the table [..., entries], given the ids of all blocks of pages, [blocks of a page, ..., pages]."""
+        """Return the table [..., entries], given the ids of all blocks, [blocks per page, ..., pages]."""
         chosen: Ints = ids[self.blocks[0]]
         if len(self.blocks) > 1:
             chosen = np.moveaxis(ids[list(self.blocks)], 0, -1).reshape(*ids.shape[1:-1], -1)
@@ -47,14 +47,14 @@ class LayerTable(msgspec.Struct, frozen=True):
 
 
 WHOLE_PAGES = (LayerTable((0,)),)
-"""The one table of a model in which every layer has all of each page."""
+"""The only table of a model with one block per page."""
 
 
 class PageTables:
-    """Owner of the ids of all blocks of the pages of each row, of what is kept of its sequence, and of its request.
+    """Owner, per row, of the block ids of its pages, of the tokens that its sequence retains, and of its request.
 
-    `tables`: as what the layers read them; none where nothing reads them, of `num_blocks` blocks of a page. Decodes of
-    sequences that rotate keys late come as chunks of one token.
+    `tables`: the tables that the layers read; empty for an executor without layers, which has `num_blocks` blocks per
+    page. Decodes of sequences with late rotation become chunks of one token.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PageTables:
         self._requests = np.full(max_num_seqs, -1, np.int64)
         self._prompts = np.zeros(max_num_seqs, np.int64)
         self._keeps: list[SinkWindow | None] = [None] * max_num_seqs
-        """What each sequence retains, None for all."""
+        """The tokens that each sequence retains, None for all."""
         self._sinks = np.zeros((num_blocks, max_num_seqs), np.int64)
         self._windows = np.full((num_blocks, max_num_seqs), ALL, np.int64)
         self._gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
@@ -76,7 +76,7 @@ class PageTables:
         self._is_late = np.zeros(max_num_seqs, np.bool_)
 
     def flatten(self, plan: StepPlan) -> FlatBatch | None:
-        """Note what changed, and return the tokens of the step; None if there are none."""
+        """Record the plan's changes, and return the tokens of the step; None if there are none."""
         step = _Step(len(self._layer_tables))
         if plan.decodes is not None and len(plan.decodes.rows):
             self._add_decodes(step, plan.decodes, plan.drafts)
@@ -89,7 +89,7 @@ class PageTables:
         return step.batch(self._requests) if step.num_tokens else None
 
     def _add_decodes(self, step: _Step, decodes: DecodeRows, drafts: DraftRows | None) -> None:
-        """Add the decodes of a step and what is drafted after them, and bring page tables up to date."""
+        """Add the decodes of a step and their drafts, after updating the page tables."""
         if decodes.new_blocks:
             new_rows, pages, blocks = zip(*decodes.new_blocks, strict=True)
             self._reserve(max(pages) + 1)
@@ -135,7 +135,7 @@ class PageTables:
                 step.sampled_at.append(step.num_tokens - 1)
 
     def _enter(self, chunk: Chunk) -> None:
-        """Give a row the page tables of a chunk."""
+        """Set the page tables of a row from a chunk."""
         row = chunk.row
         self._requests[row] = chunk.request_index
         self._prompts[row] = chunk.num_prompt_tokens
@@ -155,7 +155,7 @@ class PageTables:
             self._ids[block, row, :num_pages] = table.page_ids
 
     def _take_bounded(self, row: int, tables: Sequence[PageTable]) -> None:
-        """Note the page tables of a sequence with pages of its own."""
+        """Set the page tables of a bounded sequence."""
         size = self._page_size
         for block, table in enumerate(tables):
             assert table.keeps is not None
@@ -167,7 +167,7 @@ class PageTables:
             self._windows[block, row] = table.keeps.window
 
     def _add_chunk(self, step: _Step, row: int, tokens: npt.NDArray[Any], where: Ints) -> None:
-        """Add tokens of one row, at the positions `where`, one after the other."""
+        """Add consecutive tokens of one row, at the positions `where`."""
         first, last, keeps = step.num_tokens, step.num_tokens + len(where), self._keeps[row]
         if keeps is None:
             ids = self._ids[:, row, : int(where[-1]) // self._page_size + 1]
@@ -207,7 +207,7 @@ class PageTables:
 
 
 class _Step:
-    """The tokens of a step as they are put together. `tables`, `slots`: for each table that layers read."""
+    """The tokens of a step while they are collected. `tables` and `slots` have one entry per table that layers read."""
 
     def __init__(self, num_tables: int) -> None:
         self.tables: list[TableBatch] = []
@@ -225,14 +225,14 @@ class _Step:
         self.num_tokens = 0
 
     def add(self, tokens: npt.NDArray[Any], positions: Ints, block_slots: Ints) -> None:
-        """Add tokens after their page tables were added."""
+        """Add tokens after their page tables."""
         self.tokens.append(tokens)
         self.positions.append(positions)
         self.block_slots.append(block_slots)
         self.num_tokens += len(positions)
 
     def batch(self, requests: Ints) -> FlatBatch:
-        """Return the step. `requests`: of each row."""
+        """Return the step. `requests`: the request index of each row."""
         for table, slots in zip(self.tables, self.slots, strict=True):
             table.slots = _joined(slots)
         return FlatBatch(
@@ -252,9 +252,10 @@ def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def _with_drafts(rows: list[int], drafts: DraftRows) -> tuple[list[list[int]], list[int]]:
-    """Return the drafted tokens of each of the decodes `rows`, and the tokens of the batch after which one is sampled.
+    """Return the drafted tokens of each of the decodes `rows`, and the batch indexes after which a token is sampled.
 
-    These are in the order of `rows`, each followed by its drafted ones, which come after all decodes in the batch.
+    The indexes are in the order of `rows`: each decode, followed by its drafted tokens, which are after all decodes in
+    the batch.
     """
     tokens_of: dict[int, list[int]] = {}
     places_of: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""How long prompts take to compute by a cost model, to be weighed against loading them."""
+"""Time to compute a prompt, by a cost model, for comparison with the time to load it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["PrefillCost"]
 
 
 class PrefillCost:
-    """PrefillTimes of `cost`, in steps of `token_budget` tokens that compute nothing else."""
+    """PrefillTimes by `cost`, for steps of `token_budget` tokens with no other work."""
 
     def __init__(self, cost: CostModel, *, token_budget: int, pool_tokens: int) -> None:
         self._step_ns = cost.step_ns
@@ -17,7 +17,7 @@ class PrefillCost:
         self._pool_tokens = pool_tokens
 
     def prefill_ns(self, start: int, end: int) -> int:
-        """Return the duration of the steps that compute tokens [start, end) of a sequence."""
+        """Return the total duration of the steps that compute tokens [start, end) of a sequence."""
         duration_ns = 0
         while start < end:
             num_tokens = min(self._token_budget, end - start)

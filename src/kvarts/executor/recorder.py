@@ -1,4 +1,4 @@
-"""A record of every step and its duration, from which `kvarts calibrate` fits a cost model of this machine."""
+"""Records every step and its duration, as input for `kvarts calibrate`, which fits a cost model of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RecordingExecutor"]
 
 
 class RecordingExecutor:
-    """An Executor that writes a JSON line for each step of another to `file`."""
+    """An Executor that writes one JSON line to `file` per step of the executor it wraps."""
 
     def __init__(self, executor: Executor, file: IO[bytes]) -> None:
         self._executor = executor
@@ -22,14 +22,14 @@ class RecordingExecutor:
 
     @property
     def needs_page_ids(self) -> bool:
-        """What the recorded executor says."""
+        """The value of the wrapped executor."""
         return self._executor.needs_page_ids
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Have the other executor carry out a step, and write its line."""
+        """Have the wrapped executor carry out a step, and write its line."""
         result = self._executor.execute(plan)
         batch = plan.batch
-        # A drafted token takes as long as a decode that knows as many tokens.
+        # A drafted token costs as much as a decode with the same number of known tokens.
         known_tokens = 0 if plan.drafts is None else int(plan.drafts.positions.sum()) + batch.num_drafted
         line = {
             "duration_ns": result.duration_ns,

@@ -1,10 +1,9 @@
 """A cost model derived from model and device: the roofline of one forward pass over a whole step.
 
 Matrices are read once for all tokens of the step and multiplied with each token; attention reads the KV of every
-sequence. Each of the two takes as long as its memory traffic or its arithmetic, whichever is longer (Williams,
-Waterman and Patterson, Roofline, CACM 52:4, 2009), at a share of the device's peaks that calibration finds. What
-neither moves bytes nor multiplies is added: constant times of a step, of each layer, of each collective and of each
-sequence.
+sequence. Each of the two takes as long as its memory traffic or its arithmetic, whichever is longer (Williams, Waterman
+and Patterson, Roofline, CACM 52:4, 2009), at a share of the device's peaks that calibration finds. Overheads that are
+neither traffic nor arithmetic are added as constants: per step, per layer, per collective and per sequence.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ __all__ = ["COEFFICIENTS", "RooflineCost"]
 
 LEAST_EFFICIENCY = 1e-12
 SHARES = ("_efficiency", "_compute", "_bandwidth")
-"""How the names of coefficients end that are shares, and may not be 0."""
+"""Suffixes of the coefficients that are shares and must not be 0."""
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 
 
 def _shipped(name: str) -> Any:
-    """Return a field of a struct; its default is the constant `name` in constants.toml."""
+    """Return a struct field with the constant `name` of constants.toml as its default."""
     factory: Callable[[], float] = lambda: shipped_constants().values[name]  # noqa: E731
     return msgspec.field(default_factory=factory)
 
@@ -53,35 +52,38 @@ class RooflineCost(
 
     `llm` and `device`: names as load_geometry and load_device take them. `weight_dtype` and `kv_dtype`: by default
     those of the model. `compute_efficiency`, `bandwidth_efficiency` and `attention_efficiency`: the shares of the
-    device's peaks that arithmetic, reading weights and reading KV reach in 16 bits; `fp8_compute`, `fp8_bandwidth`,
-    `fp4_compute` and `fp4_bandwidth`: what narrower weights reach of the first two. `expert_efficiency`: what large
-    experts reach of the first two; `expert_half_mb`: the megabytes of one expert on a device at which it reaches half
+    device's peaks that arithmetic, reading weights and reading KV reach in 16 bits. `fp8_compute`, `fp8_bandwidth`,
+    `fp4_compute` and `fp4_bandwidth`: factors on the first two for narrower weights. `expert_efficiency`: the factor on
+    the first two for large experts; `expert_half_mb`: the megabytes of one expert on a device at which it reaches half
     of that bandwidth. `link_efficiency`: the share of the link's rate that collectives reach; `link_us`: the constant
-    time of an all-reduce, and `exchange_us`: of a gather or a scatter of the tokens of all ranks; all by default as the
-    kind of link says. `step_us`: constant time of a step, in microseconds; `layer_us`: of each layer, and
-    `expert_layer_us`: more of each layer with experts; `sequence_us`: of each sequence. The defaults are the constants
-    that ship, see constants.py; `kvarts calibrate` fits them.
+    time of an all-reduce; `exchange_us`: the constant time of a gather or a scatter of all ranks' tokens. The defaults
+    of these three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per
+    layer; `expert_layer_us`: extra per layer with experts; `sequence_us`: per sequence. The defaults are the constants
+    that ship (constants.py); `kvarts calibrate` fits them.
 
-    Arithmetic: 2 operations a token for each number of the matrices it is multiplied with; for attention, 4 for each
-    token, head, number of the head and token attended to; the output head only for sequences that sample. Of E experts
-    with k a token, T tokens read E (1 - (1 - k/E)^T), as if each token chose at random.
+    Arithmetic: 2 operations per token and matrix element; attention: 4 per token, head, element of the head and token
+    attended to; the output head is computed only for sequences that sample. With E experts and k per token, T tokens
+    read E (1 - (1 - k/E)^T) experts, as if each token chose at random.
 
-    With tensor parallelism, all of it is divided, KV as far as there are heads, and two all-reduces a layer move
-    2 (n - 1) / n of the activations over the link. With data parallelism, each rank has requests of its own; a model
-    with experts has them divided over all ranks, which are in lock step: each layer gathers the tokens of all ranks and
-    scatters the results, instead of an all-reduce. `expert_parallel`: 1, where each expert is divided into parts, or
-    all devices of the ranks, over which whole experts are divided. With pipeline parallelism, a step is a round of as
-    many parts of the batch as there are stages: matrices are read once for each part, and all else is divided over the
-    parts. `graph_tokens`: steps of so many tokens at most run as CUDA graphs, which vLLM captures for 1, 2, 4,
-    multiples of 8 up to 256, and of 16 above: tokens are padded to the next; 0: there are none. A step without a graph
-    takes at least as long as launching its kernels: `eager_us`, `eager_layer_us` for each layer and
-    `eager_expert_layer_us` more for each layer with experts. Decodes with a sliding window count as if all had the mean
-    length. `separate_passes`: prompts and decodes of a step are not computed together, but one after the other, as
-    SGLang schedules them. `speculative_tokens`: drafted after each decode and verified in its step, by layers such as
-    MTP: for each, a layer like those of the model and the output head. `acceptance`: for each of them, the share of
-    drafts in which it and all before it are accepted. A decode then makes 1 + their sum tokens per step, in the mean:
-    that many steps of a replay, each of one token, take as long as one of the engine. `uncertainty`: of the
-    coefficients, where a calibration says it.
+    With tensor parallelism, all work is divided, KV only up to the number of KV heads, and two all-reduces per layer
+    move 2 (n - 1) / n of the activations over the link. With data parallelism, each rank serves different requests; the
+    experts of a model that has them are divided over all ranks, which then run in lock step: each such layer gathers
+    the tokens of all ranks and scatters the results, instead of an all-reduce. `expert_parallel`: 1 if each expert is
+    split into parts, or the number of devices of all ranks, over which whole experts are distributed. With pipeline
+    parallelism, a step is a round of as many micro-batches as there are stages: matrices are read once per micro-batch,
+    and all other work is divided over them.
+
+    `graph_tokens`: steps of up to this many tokens run as CUDA graphs, which vLLM captures for 1, 2, 4, multiples of 8
+    up to 256, and of 16 above; tokens are padded to the next size; 0 disables graphs. A step without a graph takes at
+    least as long as launching its kernels: `eager_us`, plus `eager_layer_us` per layer and `eager_expert_layer_us` more
+    per layer with experts. Decodes with a sliding window are treated as if all had the mean length.
+
+    `separate_passes`: a step computes prompts and decodes in two passes, one after the other, as SGLang schedules them.
+    `speculative_tokens`: tokens drafted after each decode and verified in its step, by layers such as MTP; each costs
+    one layer like those of the model and the output head. `acceptance`: for each of them, the probability that it and
+    all before it are accepted. A decode then generates 1 + their sum tokens per step on average: that many steps of a
+    replay, of one token each, take as long as one step of the engine. `uncertainty`: of the coefficients, if a
+    calibration gives it.
     """
 
     llm: str
@@ -139,7 +141,7 @@ class RooflineCost(
         linked = next((ways for ways in WAYS if getattr(self, ways) > 1), None)
         has_experts = self.geometry.experts is not None
         if linked == "data_parallel" and not has_experts and self.pipeline_parallel == 1:
-            linked = None  # each rank is an engine by itself
+            linked = None  # each rank is a separate engine
         if linked is not None and not self.hardware.link_bytes_per_s:
             raise ConfigError(f"{self.device} has no link to a second one", field=f"cost.{linked}")
         if self.expert_parallel > 1:
@@ -179,7 +181,7 @@ class RooflineCost(
 
     @property
     def tokens_per_step(self) -> float:
-        """The tokens that a decode makes in a step, in the mean."""
+        """The mean number of tokens that a decode generates per step."""
         return 1.0 + sum(self.acceptance)
 
     @cached_property
@@ -198,22 +200,22 @@ class RooflineCost(
 
     @cached_property
     def parts(self) -> StepParts:
-        """The parts of which the time of a step is made."""
+        """The parts that make up the time of a step."""
         return StepParts(self)
 
     @property
     def num_ranks(self) -> int:
-        """How many engines are in lock step: the ranks of data parallelism, where experts are divided over them."""
+        """Number of engines in lock step: the data-parallel ranks if experts are divided over them, else 1."""
         return 1 if self.geometry.experts is None else self.data_parallel
 
     def coefficient(self, name: str) -> float:
-        """Return one of COEFFICIENTS; where it is left out, the guess for the kind of link that the device has."""
+        """Return one of COEFFICIENTS; if it was not given, the default for the device's kind of link."""
         value = getattr(self, name)
         return float(shipped_constants().of_link(name, self.hardware.link_kind) if value is None else value)
 
     @property
     def active_coefficients(self) -> tuple[str, ...]:
-        """The names of the coefficients that the time of a step depends on, in the order of COEFFICIENTS."""
+        """The coefficients that the time of a step depends on, in the order of COEFFICIENTS."""
         geometry = self.geometry
         formats = {format_of(geometry.weight_dtype)}
         unused: set[str] = set()
@@ -230,7 +232,7 @@ class RooflineCost(
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
-        """Held-out errors of models of this kind, by metric; nothing unless all constants are those that ship."""
+        """Held-out errors for models of this kind, by metric; empty unless all constants are those that ship."""
         shipped = shipped_constants()
         for name in COEFFICIENTS:
             if getattr(self, name) not in (None, shipped.values[name]):
@@ -238,28 +240,32 @@ class RooflineCost(
         return shipped.held_out_of("dense" if self.geometry.experts is None else "experts")
 
     def alternatives(self) -> list[tuple[RooflineCost, RooflineCost]]:
-        """Return pairs of costs that say how uncertain this one is, see Uncertainty; none where that is not known."""
+        """Return pairs of costs that span this one's uncertainty (Uncertainty.alternatives); empty if it is not
+        known.
+        """
         return [] if self.uncertainty is None else self.uncertainty.alternatives(self)
 
     def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step; of several ranks, while the others have nothing to do."""
+        """Return the duration of a step. With several ranks, the others are idle."""
         return self.parts.step_ns(batch)
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of steps of decodes."""
+        """Return the durations of `num_steps` steps of decodes."""
         return self.parts.decode_ns(num_decodes, known_tokens, num_steps)
 
     def together_ns(self, batches: Sequence[Batch]) -> int:
-        """Return the duration of a step of ranks in lock step, each with a batch; a rank left out has none.
+        """Return the duration of a step of ranks in lock step, given one batch per rank; idle ranks are left out.
 
-        All wait for the slowest; experts see the tokens of all.
+        All wait for the slowest; experts process the tokens of all ranks.
         """
         if len(batches) == 1:
             return self.step_ns(batches[0])
         return round(self.parts.together_ms(batches) * 1e6)
 
     def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
-        """Return the durations of steps of decodes on ranks in lock step: (decodes, known tokens) of each with work."""
+        """Return the durations of steps of decodes on ranks in lock step: (decodes, known tokens) per rank with
+        work.
+        """
         if len(decodes) == 1:
             return self.decode_ns(*decodes[0], 0, num_steps)
         return [round(ms * 1e6) for ms in self.parts.decodes_together_ms(decodes, num_steps)]

@@ -1,4 +1,4 @@
-"""Whether a model's queries and keys can be rotated by their positions when they are read."""
+"""Late rotation: whether a model's queries and keys can be rotated by position during attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["LateRotation", "NoRotation"]
 
 
 class LateRotation(Protocol):
-    """Rotation in attention, instead of before it."""
+    """Rotation of queries and keys in attention, instead of before it."""
 
     def enable(self) -> None:
-        """Have sequences that ask for it rotated late from now on. Raise ConfigError where that cannot be done."""
+        """Rotate late the sequences that ask for it. Raise ConfigError if the model does not support it."""
 
 
 class NoRotation:

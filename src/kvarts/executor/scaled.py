@@ -1,4 +1,4 @@
-"""A cost model times a factor: how an answer changes if steps take longer, or less long, than a model says."""
+"""A cost model times a factor, to find how a result changes if steps take longer or shorter than modelled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ScaledCost"]
 
 
 class ScaledCost:
-    """`cost` times `factor`. Each step is rounded by itself, so sums do not depend on how steps were asked for."""
+    """`cost` times `factor`. Rounds each step separately, so that sums do not depend on how the steps were queried."""
 
     def __init__(self, cost: CostModel, factor: float) -> None:
         self._cost = cost
@@ -23,7 +23,7 @@ class ScaledCost:
 
     @property
     def num_ranks(self) -> int:
-        """How many engines are in lock step, as the cost model says."""
+        """Number of engines in lock step, as in the wrapped cost model."""
         return int(getattr(self._cost, "num_ranks", 1))
 
     def together_ns(self, batches: Sequence[Batch]) -> int:
@@ -36,7 +36,7 @@ class ScaledCost:
         return [self._scaled(duration) for duration in durations]
 
     def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step. Raise TooLateError for one that is longer than virtual time."""
+        """Return the duration of a step. Raise TooLateError if it is longer than virtual time."""
         return self._scaled(self._cost.step_ns(batch))
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The executor of virtual time: it computes nothing; a cost model says how long each step takes."""
+"""The executor of virtual time: it computes nothing; a cost model gives the duration of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SimExecutor"]
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SimExecutor:
-    """A VirtualExecutor with steps that take as long as `cost` says."""
+    """A VirtualExecutor with steps of the duration that `cost` gives."""
 
     needs_page_ids = False
 

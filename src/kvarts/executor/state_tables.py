@@ -1,4 +1,4 @@
-"""The states of a step: from which blocks each sequence goes on, and in which it is left."""
+"""The states of a step: the blocks that each sequence starts from, and those that its states are written to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["StateBatch", "StateChunk", "StateTables"]
 
 
 class StateChunk(msgspec.Struct, frozen=True):
-    """Tokens [first, last) of the batch, of one sequence.
+    """Tokens [first, last) of the batch, all of one sequence.
 
-    `begins_from`: the blocks of the state before them, None before the first token of all. `leaves`: for each of the
-    places, in order, at which the state is kept: the tokens of the batch up to there, and the blocks. The last is the
-    state of the sequence at `last`, those before it are snapshots.
+    `begins_from`: the blocks of the state before them, None at the start of the sequence. `leaves`: the points at which
+    the state is written, in order: the batch index up to which it covers tokens, and its blocks. The last is the
+    sequence's state at `last`; those before it are snapshots.
     """
 
     first: int
@@ -26,9 +26,9 @@ class StateChunk(msgspec.Struct, frozen=True):
 
 
 class StateBatch(msgspec.Struct, frozen=True):
-    """The tokens of a step by their states: decodes, which have the `blocks` [decodes, blocks of a state], then chunks.
+    """The states of a step: decodes, with the `blocks` [decodes, blocks per state], then chunks.
 
-    Chunks are in order: one may begin from what one before it leaves.
+    Chunks are in order: one may begin from a state that an earlier one leaves.
     """
 
     blocks: Ints
@@ -42,7 +42,7 @@ class StateTables:
         self._blocks = np.zeros((max_num_seqs, num_blocks), np.int64)
 
     def batch(self, plan: StepPlan) -> StateBatch:
-        """Note what changed, and return the states of the step."""
+        """Record the plan's changes, and return the states of the step."""
         rows = np.zeros(0, np.int64) if plan.decodes is None else plan.decodes.rows
         decodes = self._blocks[rows]
         num_tokens = len(rows)

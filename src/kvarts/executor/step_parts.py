@@ -1,4 +1,4 @@
-"""The parts of the time of a step, for a RooflineCost: matrices, experts, attention, and what devices exchange."""
+"""The parts of a step's time, for a RooflineCost: matrices, experts, attention, and communication between devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepParts:
         self._separates = cost.separate_passes
         self._num_drafted = cost.speculative_tokens
         self._num_verified = 1 + cost.speculative_tokens
-        """Tokens that a decode computes in a step: its own, and the drafted ones."""
+        """Tokens that a decode computes per step: its own and the drafted ones."""
         self._tokens_per_step = cost.tokens_per_step
         self._composes = self._separates or self._num_drafted > 0
         expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
@@ -45,7 +45,7 @@ class StepParts:
         layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
         self.step_ms = (cost.step_us + layers_us) / 1e3
         self.sequence_ms = cost.sequence_us / 1e3
-        # A state is read and written once in a step, however many tokens of the sequence are in it.
+        # A state is read and written once per step, however many tokens of the sequence the step has.
         self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
         self._common_read_ms = geometry.common_matrix * matrix_bytes / ways / (peak * of_weights.bandwidth)
         self._common_token_ms = 2 * geometry.common_matrix / ways / flops
@@ -61,8 +61,8 @@ class StepParts:
             reached = of_experts.bandwidth * cost.expert_efficiency / (1 + cost.expert_half_mb / local_mb)
             self._expert_read_ms = numbers * expert_bytes / (peak * min(reached, 1.0))
             self._expert_token_ms = 2 * numbers * self._experts.per_token / (expert_flops * cost.expert_efficiency)
-        # What devices exchange. An all-reduce follows attention, and another the rest of the layer, unless experts are
-        # divided over ranks: then all tokens are gathered before them, and the results scattered after.
+        # Communication. One all-reduce follows attention, and another the rest of the layer, unless experts are
+        # divided over ranks: then all tokens are gathered before the experts, and the results scattered after them.
         self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
         num_reduces = num_exchanges = num_passes = 0
         link = device.link_bytes_per_s * cost.coefficient("link_efficiency") / 1e3
@@ -89,7 +89,7 @@ class StepParts:
         if latent is None:
             prompt_operations = decode_operations = 2 * geometry.num_heads * first.head_numbers
         else:
-            # A prompt expands keys and values; a decode computes on the latent ones.
+            # A prompt expands keys and values; a decode computes on the latents.
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
         self._pair_ms = prompt_operations / ways / attention_flops
@@ -112,10 +112,10 @@ class StepParts:
         self.has_windows = geometry.has_spans
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
         self._is_linear = not (self.has_windows or self._stages > 1)
-        """Whether the time of decodes in a graph is linear in the tokens that they know."""
+        """Whether the time of decodes in a CUDA graph is linear in their known tokens."""
 
     def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step; of several ranks, while the others have nothing to do."""
+        """Return the duration of a step. With several ranks, the others are idle."""
         if batch.num_decodes:
             if not batch.chunks:
                 num_decodes = batch.num_decodes
@@ -143,10 +143,11 @@ class StepParts:
         return self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens)
 
     def _composed_ms(self, batches: Sequence[Batch], pass_ms: Callable[[Sequence[Batch]], float]) -> float:
-        """Return how long a step of prompts and decodes counts for one token of the latter.
+        """Return the time that a step of prompts and decodes counts for, per token of the decodes.
 
-        Prompts take what they add to the step, or a pass of their own. The rest makes, with drafts, more than one token
-        of each decode. `batches`: of each rank. `pass_ms`: the time of one pass over batches.
+        Prompts count with the time that they add to the step, or with a separate pass. With drafts, the remaining time
+        is divided by the tokens that a decode generates per step. `batches`: one per rank. `pass_ms`: returns the time
+        of one pass over batches.
         """
         decodes = [
             Batch((), batch.num_decodes, batch.decode_known_tokens, batch.pool_tokens)
@@ -163,7 +164,7 @@ class StepParts:
         return decodes_ms / self._tokens_per_step + prompts_ms
 
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of `num_steps` steps of decodes, in each of which every sequence knows a token more."""
+        """Return the durations of `num_steps` steps of decodes, where every sequence grows by one token per step."""
         fixed_ms = self.fixed_ms(num_decodes)
         if not are_many(num_steps) or not self._is_simple(num_decodes):
             return [
@@ -172,7 +173,7 @@ class StepParts:
             ]
         import numpy as np
 
-        # The operations of `decode_ms`, in the same order, so that both round alike.
+        # The operations of `decode_ms`, in the same order, so that both round identically.
         ms = np.arange(known_tokens, known_tokens + num_steps * num_decodes, num_decodes) * self.context_token_ms
         ms += fixed_ms
         if self._num_drafted:
@@ -181,11 +182,11 @@ class StepParts:
         return whole_ns(ms)
 
     def divided_by(self, num_sequences: int) -> int:
-        """Return over how many parts of a batch the work of a step is divided: one a stage, of a sequence at least."""
+        """Return the number of micro-batches of a step: one per stage, each with at least one sequence."""
         return max(1, min(self._stages, num_sequences))
 
     def _linear_ms(self, num_tokens: int, num_samples: int, num_routed: int, num_parts: int) -> float:
-        """Return the time of matrices. `num_routed`: tokens of all ranks, which experts see."""
+        """Return the time of matrices. `num_routed`: tokens of all ranks, which the experts process."""
         if self._graph_tokens and num_tokens <= self._graph_tokens:
             num_tokens = graph_size(num_tokens, self._graph_tokens)
         read_ms = self._common_read_ms
@@ -204,15 +205,17 @@ class StepParts:
         return read_ms if read_ms > work_ms else work_ms
 
     def _exchanged_ms(self, num_tokens: int, num_routed: int, num_parts: int) -> float:
-        """Return the time of collectives: `num_tokens` of the largest rank, `num_routed` of all."""
+        """Return the time of collectives. `num_tokens`: tokens of the largest rank; `num_routed`: tokens of all
+        ranks.
+        """
         ms = self._reduce_token_ms * num_tokens + self._exchange_token_ms * num_routed + self._collectives_ms
         if self._stages == 1:
             return ms
-        # Parts follow each other through the stages; between stages, each token is passed on once.
+        # Micro-batches follow each other through the stages; each token is passed once from stage to stage.
         return self._reduce_token_ms * num_tokens / num_parts + self._pass_token_ms * num_tokens + self._collectives_ms
 
     def linear_ms(self, num_tokens: int, num_samples: int, num_sequences: int) -> float:
-        """Return the time of all but attention and the constant of each sequence, for a step of `num_tokens` tokens."""
+        """Return the time of a step of `num_tokens` tokens without attention and the constants per sequence."""
         parts = self.divided_by(num_sequences)
         ms = self._linear_ms(num_tokens, num_samples, num_tokens, parts)
         if self.num_collectives:
@@ -226,11 +229,11 @@ class StepParts:
         return ms + self._drafting_ms(num_decodes, num_decodes) if self._num_drafted else ms
 
     def _drafting_ms(self, num_decodes: int, num_routed: int) -> float:
-        """Return the time of drafting for `num_decodes` sequences, of `num_routed` on all ranks."""
+        """Return the time of drafting for `num_decodes` sequences; `num_routed`: sequences of all ranks."""
         return self._draft_ms + self._draft_share * self._linear_ms(num_decodes, 0, num_routed, 1)
 
     def decode_ms(self, num_decodes: int, known_tokens: int, fixed_ms: float) -> float:
-        """Return the time of a step of decodes that know `known_tokens` tokens together."""
+        """Return the time of a step of decodes that know `known_tokens` tokens in total."""
         if self._is_simple(num_decodes):
             ms = known_tokens * self.context_token_ms + fixed_ms
         else:
@@ -239,7 +242,7 @@ class StepParts:
         return ms / self._tokens_per_step if self._num_drafted else ms
 
     def _is_simple(self, num_decodes: int) -> bool:
-        """Return whether the time of so many decodes is linear in the tokens that they know."""
+        """Return whether the time of `num_decodes` decodes is linear in their known tokens."""
         return self._is_linear and (num_decodes * self._num_verified <= self._graph_tokens or not self._eager_ms)
 
     def at_least(self, ms: float, num_tokens: int) -> float:
@@ -275,7 +278,7 @@ class StepParts:
         return self.at_least(ms, largest)
 
     def decodes_together_ms(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
-        """Return the times of steps of decodes of ranks in lock step, as `together_ms` does one by one."""
+        """Return the times of steps of decodes of ranks in lock step, equal to calling `together_ms` once per step."""
         verified = self._num_verified
         num_drafting = sum(num_decodes for num_decodes, _ in decodes)
         num_routed = num_drafting * verified
@@ -297,7 +300,7 @@ class StepParts:
         return times_ms
 
     def context_ms(self, num_decodes: int, known_tokens: int) -> float:
-        """Return the time of attention of decodes."""
+        """Return the time of the decodes' attention."""
         if not self.has_windows:
             return known_tokens * self.context_token_ms
         pairs = 0.0
@@ -307,7 +310,7 @@ class StepParts:
         return pairs * self._decode_pair_ms
 
     def chunk_ms(self, chunk: Chunk) -> float:
-        """Return the time of attention of a chunk: every token attends to itself and to all tokens before it."""
+        """Return the time of a chunk's attention: every token attends to itself and to all tokens before it."""
         ms = 0.0
         start, end = chunk.start, chunk.end
         for layer in self._layers:
@@ -320,14 +323,14 @@ class StepParts:
 
 
 class Reached(NamedTuple):
-    """Shares of a device's peaks in a number format: of its arithmetic, and of its bandwidth."""
+    """Reached shares of a device's peaks in one number format: arithmetic and bandwidth."""
 
     compute: float
     bandwidth: float
 
 
 def format_of(dtype: str) -> str:
-    """Return which coefficients a number format has: fp8 for 8 bits a number, fp4 for fewer, else an empty text."""
+    """Return the prefix of a number format's coefficients: fp8 for 8 to 15 bits, fp4 for fewer, "" from 16 bits."""
     from kvarts.hardware.dtypes import dtype_bits
 
     bits = dtype_bits(dtype, field="dtype")
@@ -345,7 +348,7 @@ def _reached(cost: RooflineCost, dtype: str) -> Reached:
 
 
 def graph_size(num_tokens: int, largest: int) -> int:
-    """Return to how many tokens a step is padded: 1, 2, 4, a multiple of 8 up to 256, of 16 above, or `largest`."""
+    """Return the padded size of a step: 1, 2, 4, a multiple of 8 up to 256, of 16 above, or `largest`."""
     if num_tokens <= 2:
         return num_tokens
     if num_tokens <= 4:
@@ -355,7 +358,7 @@ def graph_size(num_tokens: int, largest: int) -> int:
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:
-    """Return how many tokens the first `num_tokens` attend to in sum, each to at most the last `window`."""
+    """Return the number of (token, attended token) pairs of the first `num_tokens`, each within the last `window`."""
     if window is None or num_tokens <= window:
         return num_tokens * (num_tokens + 1) // 2
     return window * (window + 1) // 2 + (num_tokens - window) * window

@@ -1,4 +1,4 @@
-"""How uncertain the coefficients of a fitted roofline are, and what that means for another model or device."""
+"""The uncertainty of a fitted roofline's coefficients, and of its predictions for another model or device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["FAR", "NEAR", "OWN", "MeasuredOn", "Uncertainty"]
 
 OWN, NEAR, FAR = 0.01, 0.05, 0.10
-"""How far steps are from the roofline beyond what coefficients can say, as a share of their time: where model, device
-and parallelism were measured; on that device otherwise; and on a device that was not. Guesses, which the accuracy page
-compares with what was measured."""
+"""Relative error of step times beyond the coefficients' uncertainty: if model, device and parallelism were measured; if
+the device was measured, with another model or parallelism; and if the device was not measured. Guesses, which
+docs/accuracy.md compares with measurements."""
 LEAST_AXIS = 1e-3
-"""Axes of a smaller standard deviation, in logarithms of coefficients, change nothing that is worth a replay."""
-# How the coefficients change where all steps take longer by a share.
+"""Axes with a smaller standard deviation, in logarithms of coefficients, are not worth a replay."""
+# Exponents of each coefficient under a slowdown of all steps by a common factor.
 SLOWER = {
     "compute_efficiency": -1.0,
     "bandwidth_efficiency": -1.0,
@@ -40,7 +40,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
 
 class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run was measured on."""
+    """The model, device and parallelism of a measured run."""
 
     llm: str
     device: str
@@ -51,15 +51,15 @@ class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, cost: RooflineCost) -> MeasuredOn:
-        """Return what `cost` is for."""
+        """Return the model, device and parallelism of `cost`."""
         return cls(*(getattr(cost, field) for field in cls.__struct_fields__))
 
 
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The covariance of the logarithms of `coefficients`, in their order, after a fit to the runs in `measured`.
 
-    Coefficients that are not named were not fitted, and are as certain as they are given. Raises ConfigError for a
-    covariance that is none.
+    Coefficients that are not listed were not fitted, and are treated as certain. Raises ConfigError if the matrix is
+    not a covariance.
     """
 
     coefficients: tuple[str, ...]
@@ -81,7 +81,7 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("is no covariance: not symmetric, or negative", field="uncertainty.covariance")
 
     def share_of(self, cost: RooflineCost) -> float:
-        """Return how far steps of `cost` are from the roofline beyond its coefficients: OWN, NEAR or FAR."""
+        """Return the relative model error of steps of `cost`, beyond its coefficients: OWN, NEAR or FAR."""
         wanted = MeasuredOn.of(cost)
         if not self.measured or wanted in self.measured:
             return OWN
@@ -90,7 +90,7 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def alternatives(self, cost: RooflineCost) -> list[tuple[RooflineCost, RooflineCost]]:
         """Return pairs of costs, one standard deviation to either side of `cost` along each axis of the uncertainty.
 
-        The square root of the sum of squares of half the differences is the standard deviation of what depends on them.
+        The standard deviation of any result is the square root of the sum of squares of half the pairs' differences.
         """
         import numpy as np
 

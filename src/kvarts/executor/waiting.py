@@ -1,4 +1,4 @@
-"""An executor around one that puts its waits off."""
+"""An executor that postpones the waits of the executor it wraps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["WaitingExecutor"]
 
 
 class WaitingExecutor:
-    """An Executor that waits for the end of a step when all of it is done, instead of in its midst.
+    """An Executor that waits for the end of a step after all of its work, instead of during it.
 
-    A mock knows its tokens before their time has come: with this, their text is made before as well, and when the time
-    has come there is less to do.
+    A mock knows its tokens before they are due: with this executor, their text is also prepared before they are due,
+    which leaves less to do at that time.
     """
 
     def __init__(self, executor: Executor, clock: PutOffClock) -> None:
@@ -22,7 +22,7 @@ class WaitingExecutor:
         self._clock = clock
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Have the other executor carry out a step, and wait for its end."""
+        """Have the wrapped executor carry out a step, then wait for the step's end."""
         try:
             return self._executor.execute(plan)
         finally:

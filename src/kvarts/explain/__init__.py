@@ -1,1 +1,1 @@
-"""Why: the story of a request or a block, and the account of prompt tokens."""
+"""Explanations from a journal: the story of a request or block, and the hit ledger of prompt tokens."""

@@ -1,4 +1,4 @@
-"""The story of a block: which requests filled it, hit it and held it, and when it went."""
+"""The story of a block: the requests that filled, hit and held it, and its eviction."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from kvarts.units import as_duration
 __all__ = ["block_named", "story_of_block"]
 
 SHORTEST_PREFIX = 6
-"""Hex digits of a block key that are enough, if they are unique."""
+"""Least number of hex digits of a block key that may name it, if they are unique."""
 
 
 def story_of_block(journal: Journal, name: str) -> list[str]:
-    """Return lines about a block, named by the beginning of its key in hex, or as REQUEST:PAGE.
+    """Return lines about a block, named by the first hex digits of its key or as REQUEST:PAGE.
 
-    Keys are those of `kvarts.keys` (sha256), as vLLM gives them. Raise InputError if there is no such block.
+    Keys are those of `kvarts.keys` (sha256), as in vLLM. Raise InputError if no block, or more than one, matches.
     """
     request, page = block_named(journal, name)
     return _BlockStory(journal, request, page).lines()
 
 
 class _BlockStory:
-    """Page `page` of `request`, and of every request with the same sequence up to its end.
+    """Page `page` of `request`, and of every request with the same sequence up to the end of that page.
 
-    With KV groups it has a part in each; where pages are whole, that is one part, of group None.
+    With KV groups it has a part in each; a whole page is one part, of group None.
     """
 
     def __init__(self, journal: Journal, request: int, page: int) -> None:
@@ -54,16 +54,16 @@ class _BlockStory:
         self._request = request
         self._sharing = set(sharing(journal, request, page))
         self._holders: dict[int, set[int | None]] = {}
-        """Requests, and the groups in which they hold a part."""
+        """Groups in which each request holds a part."""
         self._said: list[str] = []
         self._idle_since: dict[int | None, Line] = {}
         self._last: int | None = None
         self._resident: dict[int | None, None] = {}
-        """Groups of which the part can be found."""
+        """Groups whose part can be found."""
         self._below: dict[tuple[str, int | None], None] = {}
-        """Tiers below that have it, each with the group of the part."""
+        """Tiers below that hold it, each with the group of the part."""
         self._ended: set[int] = set()
-        """Requests that do not run: finished, cancelled, or preempted and not yet back."""
+        """Requests that do not run: finished, cancelled, or preempted and not admitted again."""
 
     def lines(self) -> list[str]:
         journal, size = self._journal, self._journal.page_size
@@ -144,7 +144,7 @@ class _BlockStory:
         if line.request not in self._ended:
             self._hold(line.request, {group})
         elif not self._is_held(group):
-            self._idle_since[group] = line  # its private pages are stored when it ends
+            self._idle_since[group] = line  # a request's private pages are stored when it ends
 
     def _removed(self, line: RemovedLine) -> None:
         what = "not kept" if line.is_dropped else "evicted"
@@ -171,7 +171,7 @@ class _BlockStory:
         self._ended.discard(request)
 
     def _end_hold(self, line: Line, groups: Iterable[int | None]) -> None:
-        """End what a request holds in some groups."""
+        """End a request's hold on its parts in some groups."""
         held = self._holders.get(line.request, set())
         held.difference_update(groups)
         self._last = line.request
@@ -201,9 +201,9 @@ class _BlockStory:
 
 
 def block_named(journal: Journal, name: str) -> tuple[int, int]:
-    """Return a request and page that `name` stands for: the beginning of a key in hex, or REQUEST:PAGE.
+    """Return the request and page that `name` denotes: the first hex digits of a key, or REQUEST:PAGE.
 
-    Raise InputError if there is none.
+    Raise InputError if no block, or more than one, matches.
     """
     request_name, colon, page_name = name.rpartition(":")
     if colon:
@@ -230,7 +230,7 @@ def block_named(journal: Journal, name: str) -> tuple[int, int]:
 
 
 def _keys(journal: Journal) -> Iterator[tuple[int, int, BlockKey]]:
-    """Iterate over each block of known tokens, once. In order of content, so that a shared prefix is hashed once."""
+    """Iterate over each block of known tokens once, in order of content, so that a shared prefix is hashed once."""
     contents = sorted(journal.contents.values(), key=lambda content: (content.salt or "", bytes(content.units)))
     before: Content | None = None
     keys: list[BlockKey] = []

@@ -1,21 +1,21 @@
-"""The hit ledger of a run: why each prompt token was, or was not, found.
+"""The hit ledger of a run: why each prompt token was, or was not, a cache hit.
 
-Every prompt token of every admitted request is one of these:
+Every prompt token of every admitted request is of one of these kinds:
 
-* `device_hit`: found in pages that others had left;
-* `host_hit`, `disk_hit`: found in a tier below the device, where there are such tiers;
-* `never_seen`: no sequence before it had computed this prefix up to this token;
-* `evicted`: some had, the page could be found once, and is gone; with KV groups: some group had to have a part to go
-  on from there or later, and it is gone;
-* `alignment`: some had, but not a whole page of it could be found: the page was never full, or it is the last page of
-  the prompt, of which the last token is always computed;
-* `not_kept`: with KV groups, some had, and had nothing been evicted, it could not have been found all the same: windows
-  had left it behind, or no snapshot of a state was taken there or later;
+* `device_hit`: found in pages that other requests had left on the device;
+* `host_hit`, `disk_hit`: found in a tier below the device, if there are tiers;
+* `never_seen`: no earlier sequence had computed this prefix up to this token;
+* `evicted`: an earlier sequence had, and its page was in the cache but has been evicted; with KV groups, a part that
+  some group needed to resume from there or later has been evicted;
+* `alignment`: an earlier sequence had, but not as a whole page that could be found: the page was never full, or it is
+  the last page of the prompt, whose last token is always computed;
+* `not_kept`: with KV groups, an earlier sequence had, but the token would not have been a hit even without evictions:
+  windows had released the parts, or no snapshot of a state was taken there or later;
 * `recomputed`: it had been in this request's own pages, and was computed again after a preemption;
-* `not_computed`: the request ended before it came to it.
+* `not_computed`: the request ended before computing it.
 
-Seen is what a chunk, a full page, or the end of a request (or of its run, by preemption) had computed before the
-request was admitted; what a running request has generated into a page that is not full yet is not.
+Tokens count as seen if a chunk, a full page, or the end of a request (or of its run, by preemption) had computed them
+before the request was admitted. Tokens that a running request has generated into a page that is not full do not count.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = ["BELOW", "KINDS", "NOT_KEPT", "HitLedger", "hit_ledger"]
 BELOW = ("host_hit", "disk_hit")
 KINDS = ("device_hit", "never_seen", "evicted", "alignment", "recomputed", "not_computed")
 NOT_KEPT = "not_kept"
-"""Beside KINDS, of journals with KV groups."""
+"""An additional kind, in journals with KV groups."""
 MISSED = ("alignment", "evicted", NOT_KEPT)
 
 
 class HitLedger(msgspec.Struct, frozen=True):
-    """Prompt tokens by kind: of the run, and of each admitted request.
+    """Prompt tokens by kind, for the run and for each admitted request.
 
-    `evicted_ago_ms`: how long before the admission that missed them the evicted tokens had gone: mean, percentiles and
-    maximum, by tokens; None where there are none. `ended_by`: with KV groups, for each that ended hits which others
-    could have gone on from, by its name, how many, and the tokens that were missed so.
+    `evicted_ago_ms`: time from the eviction of missed tokens to the admission that missed them: mean, percentiles and
+    maximum, weighted by tokens; None if no tokens were evicted. `ended_by`: for each KV group that cut hits short, by
+    name, the number of these hits and of the tokens missed so.
     """
 
     prompt_tokens: int
@@ -65,14 +65,14 @@ class HitLedger(msgspec.Struct, frozen=True):
 
     @property
     def gone_for(self) -> str:
-        """How long evicted tokens had been gone, for people; empty where none were."""
+        """Text of the time since eviction of the evicted tokens; empty if there are none."""
         if self.evicted_ago_ms is None:
             return ""
         p50, p90 = (self.evicted_ago_ms[name] / 1e3 for name in ("p50", "p90"))
         return f"gone for {p50:,.1f} s (median), {p90:,.1f} s (p90)"
 
     def to_text(self) -> str:
-        """Return a line a kind, with a line end."""
+        """Return one line per kind, ending in a line end."""
         lines = [f"{'prompt tokens':<14}{self.prompt_tokens:>16,}"]
         for kind, tokens in self.tokens.items():
             line = f"{kind.replace('_', ' '):<14}{tokens:>16,}{tokens / max(1, self.prompt_tokens):>9.1%}"
@@ -98,7 +98,7 @@ class HitLedger(msgspec.Struct, frozen=True):
 
 
 class _Node:
-    """Tokens [start, end) of `content`, which were computed after all before them."""
+    """Tokens [start, end) of `content`, which were computed after all tokens before them."""
 
     __slots__ = ("children", "content", "end", "start")
 
@@ -110,23 +110,23 @@ class _Node:
 
 
 HERE, LEFT = np.inf, -np.inf
-"""Marks of parts that can be found, and of those that windows left behind; a time is when a part was evicted."""
+"""Marks of parts that can be found, and of parts released by windows. Any other mark is the time of an eviction."""
 
 
 class _Seen:
-    """Everything that was ever computed, as runs of tokens, and when each page of it was last evicted.
+    """All tokens ever computed, as runs, and the time when each page of them was last evicted.
 
-    Contents here have one token a page.
+    Contents have one token per page here.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._roots: dict[str | None, _Node] = {}
         self._marks: dict[tuple[int, int | None], Column] = {}
-        """By the owner of the run that a page's last token is in, and the group: for each of its pages."""
+        """Marks per page, by group and by owner of the run that contains the page's last token."""
 
     def path(self, content: Content, end: int) -> tuple[list[tuple[_Node, int]], int]:
-        """Return the longest seen prefix of `content` up to `end`: its runs, where each ends there, and its length."""
+        """Return the longest seen prefix of `content` up to `end`: its runs, each with its end, and its length."""
         found: list[tuple[_Node, int]] = []
         node = self._roots.get(content.salt)
         position = 0
@@ -143,7 +143,7 @@ class _Seen:
         return found, position
 
     def add(self, content: Content, end: int) -> None:
-        """Take note that the tokens up to `end` were computed."""
+        """Record that the tokens up to `end` were computed."""
         end = min(end, content.num_known_tokens)
         found, position = self.path(content, end)
         if position >= end:
@@ -165,12 +165,12 @@ class _Seen:
     def mark(
         self, content: Content, start_page: int, end_page: int, time_ms: float, *, group: int | None = None
     ) -> None:
-        """Take note that pages were evicted, or of what has become of their parts in a group: HERE, LEFT, or when."""
+        """Record the eviction time of pages, or the state of their parts in a group: HERE, LEFT, or that time."""
         for marks, first, last in self._slices(content, start_page, end_page, group):
             marks[first:last] = time_ms
 
     def marks(self, content: Content, start_page: int, end_page: int, *, group: int | None = None) -> Column:
-        """Return when pages were last evicted, or what has become of their parts; NaN for those without a mark."""
+        """Return the last eviction time of pages, or the state of their parts; NaN for those without a mark."""
         out = np.full(end_page - start_page, np.nan)
         for marks, first, last in self._slices(content, start_page, end_page, group):
             out[first - start_page : last - start_page] = marks[first:last]
@@ -182,7 +182,7 @@ class _Seen:
         size = self._page_size
         out = []
         for node, at in self.path(content, end_page * size)[0]:
-            # A page belongs to the run that its last token is in.
+            # A page belongs to the run that contains its last token.
             first, last = max(start_page, node.start // size), min(end_page, at // size)
             if first < last:
                 owner = node.content.owner, group
@@ -197,7 +197,7 @@ class _Seen:
 
 
 class _Request:
-    """What the ledger knows of one request. Tokens up to `furthest` have been found or computed once."""
+    """The ledger's state of one request. Tokens up to `furthest` have been found or computed once."""
 
     __slots__ = ("again", "at_step", "computed", "content", "furthest", "parts", "prompt", "seen")
 
@@ -207,15 +207,15 @@ class _Request:
         self.furthest = 0
         self.computed = 0
         self.at_step = -1
-        """The step after which it decodes, -1 before."""
+        """The step after which it decodes; -1 until then."""
         self.seen: list[tuple[int, str]] = []
-        """What misses of the present admission are: up to each token, what."""
+        """Kinds of the misses of the present admission, each with the token up to which it applies."""
         self.parts: list[tuple[int, int, str]] = []
         self.again: list[tuple[int, int]] = []
 
 
 def hit_ledger(journal: Journal) -> HitLedger:
-    """Return the hit ledger of what `journal` tells."""
+    """Return the hit ledger of `journal`."""
     reading = _Reading(journal)
     for line in journal.lines:
         reading.read(line)
@@ -241,9 +241,9 @@ class _Reading:
         self._requests: dict[int, _Request] = {}
         self._has_tiers = False
         self._ended = [[0, 0] for _ in journal.groups]
-        """For each KV group: hits that it ended, and tokens that others could have gone on from."""
+        """For each KV group: hits that it cut short, and tokens by which another group could have extended them."""
         self._evicted_ago_ms: list[Column] = []
-        """One value for each page that was missed because it was evicted."""
+        """Time since eviction of each page that was missed because it was evicted."""
 
     def read(self, line: Line) -> None:
         content = self._tokens.get(line.request)
@@ -285,7 +285,7 @@ class _Reading:
         hit = line.hit_pages * size
         prompt = request.prompt
         if line.loaded_pages and hit == prompt and not request.furthest:
-            hit -= 1  # the last token of a prompt that was found as a whole is computed again
+            hit -= 1  # after a hit of the whole prompt, its last token is computed again
         end = hit
         for tier, count in reversed(line.loaded_pages.items()):
             start = min(end, (-(-end // size) - count) * size)
@@ -296,14 +296,14 @@ class _Reading:
         request.furthest = max(request.furthest, hit)
         request.computed = hit
         request.at_step = -1
-        # What it has of its own is not seen, but had.
+        # The prefix may include its own earlier tokens; those up to `furthest` are not counted again.
         seen_end = self._seen.path(content, prompt)[1]
         findable = min(seen_end, (prompt - 1) // size * size) // size
         request.seen = []
         first = line.hit_pages
         if first < findable:
             kinds, removed_ms = self._missed(content, first, findable)
-            # Runs of pages that were missed for one reason.
+            # Runs of pages missed for the same reason.
             edges = np.flatnonzero(np.diff(kinds)) + 1
             for end in [*edges.tolist(), len(kinds)]:
                 request.seen.append(((first + end) * size, MISSED[kinds[end - 1]]))
@@ -314,7 +314,7 @@ class _Reading:
         request.seen += [(seen_end, "alignment"), (prompt, "never_seen")]
 
     def _missed(self, content: Content, first: int, end: int) -> tuple[Column, Column]:
-        """Return for pages [first, end), seen and not hit, why, as a place in MISSED, and when they were evicted."""
+        """Return why seen pages [first, end) were missed, as indices into MISSED, and when they were evicted."""
         groups = self._journal.groups
         if not groups:
             removed_ms = self._seen.marks(content, first, end)
@@ -333,9 +333,9 @@ class _Reading:
         return kinds, np.where(own_ms == LEFT, last_ms, own_ms)
 
     def _had_been_hit(self, length: int, num_gone: Column) -> bool:
-        """Return whether so many pages would have been a hit if nothing had been evicted.
+        """Return whether `length` pages would have been a hit if nothing had been evicted.
 
-        `num_gone`: for each group and page, the pages before it that had no part then either.
+        `num_gone`: for each group and page, the number of pages before it whose part was missing even then.
         """
         has_last = (num_gone[:, length] == num_gone[:, length - 1]).any()
         return bool(has_last) and all(
@@ -343,7 +343,7 @@ class _Reading:
         )
 
     def _needed(self, length: int) -> list[tuple[int, range]]:
-        """Return the pages that are needed to go on from so many, each run of them with its group."""
+        """Return the runs of pages needed to resume after `length` pages, each with its group."""
         if not length:
             return []
         size = self._page_size
@@ -418,6 +418,6 @@ class _Reading:
 
 
 def _new_part(start: int, end: int, furthest: int, kind: str) -> list[tuple[int, int, str]]:
-    """Return tokens [start, end), as far as the request never had them before, with their kind."""
+    """Return tokens [start, end) with their kind, as far as the request never had them before."""
     start = max(start, furthest)
     return [(start, end, kind)] if start < end else []

@@ -1,4 +1,4 @@
-"""What a page about a run shows of why: where prompt tokens came from, and the stories of the longest waits."""
+"""Explanations on the page of a run: the sources of prompt tokens, and the stories of the longest waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_STORY_LINES = 400
 
 
 class TokenKind(msgspec.Struct, frozen=True):
-    """Prompt tokens of one kind of the hit ledger. `remark`: what else is to be said of them; empty for nothing."""
+    """Prompt tokens of one kind of the hit ledger. `remark`: an additional text; may be empty."""
 
     kind: str
     tokens: int
@@ -29,7 +29,7 @@ class TokenKind(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """How long a request waited to be admitted, for what, and its story. `num_others` waited with it for the same."""
+    """The wait of a request for admission, its cause, and its story. `num_others` waited with it for the same cause."""
 
     request: str
     waited_ms: float
@@ -39,10 +39,10 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Of all replicas of a run together. `waits`: the longest, the longest first.
+    """Overview of all replicas of a run together. `waits`: the longest waits, the longest first.
 
-    `evictions`: the end of each of equal stretches of time, in ms, and the pages that were evicted in it; with KV
-    groups, the blocks. `notes`: what is missing in the journals.
+    `evictions`: for equal stretches of time, the end of each in ms and the pages evicted in it; with KV groups, the
+    blocks. `notes`: remarks on journals that break off.
     """
 
     prompt_tokens: int
@@ -53,7 +53,7 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 def overview_of(journals: Sequence[Journal]) -> Overview:
-    """Return the overview of what `journals` tell, at least one."""
+    """Return the overview of `journals`; at least one is required."""
     ledgers = [hit_ledger(journal) for journal in journals]
     kinds = []
     for kind in ledgers[0].tokens:

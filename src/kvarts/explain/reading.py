@@ -1,4 +1,4 @@
-"""Reads a journal back, whole, for what is told and counted from it."""
+"""Reads a whole journal back into memory, for stories and ledgers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ RunLine = StoredLine | RemovedLine | GivenBackLine | StoringLine | StoreFailedLi
 
 
 class Journal:
-    """A journal in memory. `contents` and `names` are by request; a rejected request has no content.
+    """A journal in memory. `contents` and `names` are by request; rejected requests have only a name.
 
-    `groups`: the KV groups, empty where pages are whole; memory, `num_pages` too, is counted in blocks where there are.
-    `note`: what is missing at its end, in words; None where every request of it has ended.
+    `groups`: the KV groups, empty for whole pages; with groups, memory (including `num_pages`) is counted in blocks.
+    `note`: a text about missing events at the end; None if every request has ended.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Journal:
                 )
 
     def name_of_group(self, group: int) -> str:
-        """Return what a KV group is called: what its layers keep, and its number where others keep alike."""
+        """Return the name of a KV group: its retention, with its number if other groups have the same."""
         name = str(self.groups[group])
         is_only = sum(str(other) == name for other in self.groups) == 1
         return name if is_only else f"{name} (group {group})"
 
     @property
     def groups_of_pages(self) -> tuple[int | None, ...]:
-        """The KV groups in which a page that is computed has a part: all but those of states; None for whole pages."""
+        """The KV groups in which a computed page has a part: all but those of states; None for whole pages."""
         return tuple(index for index, group in enumerate(self.groups) if group.kind != "state") or (None,)
 
     def needed_by(self, num_pages: int, page: int) -> tuple[int | None, ...]:
-        """Return the KV groups in which a request that goes on from `num_pages` pages needs this one of them."""
+        """Return the KV groups in which a request that resumes after `num_pages` pages needs `page`."""
         if not self.groups:
             return (None,)
         return tuple(
@@ -101,7 +101,7 @@ class Journal:
         )
 
     def request(self, name: str) -> int:
-        """Return the request that goes by `name`. Raise InputError if there is none."""
+        """Return the index of the request called `name`. Raise InputError if the journal lacks it."""
         for index, known in self.names.items():
             if known == name:
                 return index
@@ -112,9 +112,9 @@ MOST_UNIT_TOKENS = 1 << 16
 
 
 def load_journal(path: Path | str, *, on_progress: Callable[[int], object] | None = None) -> Journal:
-    """Read a journal, packed or not; one that breaks off, up to there. Raise MissingFileError and InputError.
+    """Read a journal, gzipped or not, up to where it breaks off. Raise MissingFileError and InputError.
 
-    `on_progress` is called with the bytes of the file that were read since the last call.
+    `on_progress` is called with the number of bytes read from the file since the last call.
     """
     path = Path(path)
     text = _Text(path, on_progress)
@@ -145,7 +145,7 @@ def load_journal(path: Path | str, *, on_progress: Callable[[int], object] | Non
 
 
 def _note(lines: list[AnyLine], *, is_torn: bool) -> str | None:
-    """Return what is missing at the end of a journal, in words; None if nothing is."""
+    """Return a text about missing events at the end of a journal; None if it is complete."""
     going: set[int] = set()
     for line in lines:
         if isinstance(line, ArrivedLine):
@@ -159,7 +159,7 @@ def _note(lines: list[AnyLine], *, is_torn: bool) -> str | None:
 
 
 class _Reading:
-    """Takes the lines of a journal, and checks that they can follow one another."""
+    """Collects the lines of a journal, and checks that their order is possible."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -167,7 +167,7 @@ class _Reading:
         self.head: Head | None = None
         self.lines: list[AnyLine] = []
         self._num_tokens: dict[int, tuple[int, int]] = {}
-        """Of each request that arrived: those that are known, and all it can come to."""
+        """Known tokens, and the most tokens possible, of each request that arrived."""
         self._admitted: set[int] = set()
 
     def read(self, text: bytes, number: int) -> None:
@@ -226,7 +226,7 @@ class _Reading:
         return self._wrong_group(line)
 
     def _wrong_group(self, line: AnyLine) -> str | None:
-        """Return what is wrong with the KV group that a line about parts of pages names."""
+        """Return the error in the KV group of a line about parts of pages."""
         assert self.head is not None
         if not isinstance(line, RunLine):
             return None
@@ -237,7 +237,7 @@ class _Reading:
 
 
 class _Text:
-    """The lines of a file. `is_torn`: whether the last one, or what is packed, breaks off."""
+    """The lines of a file. `is_torn`: whether the last line, or the compressed data, breaks off."""
 
     def __init__(self, path: Path, on_progress: Callable[[int], object] | None) -> None:
         self._path = path

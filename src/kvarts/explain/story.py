@@ -1,4 +1,4 @@
-"""The story of a request: what happened to it and why, in order, each line with its step."""
+"""The story of a request: its events and their reasons, in order, each line with its step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["story_of_block", "story_of_request"]
 
 
 def story_of_request(journal: Journal, name: str) -> list[str]:
-    """Return lines about the request that goes by `name`. Raise InputError if there is none."""
+    """Return lines about the request called `name`. Raise InputError if the journal lacks it."""
     return _RequestStory(journal, journal.request(name)).lines()
 
 
@@ -48,7 +48,7 @@ class _RequestStory:
         self._lost = 0
         self._num_drafted = self._num_accepted = 0
         self._gone: dict[tuple[str, int | None], list[RemovedLine | GivenBackLine]] = {}
-        """What went of its sequence since the last line: by what happened, and to which KV group."""
+        """Removals of pages of its sequence since the last line, by kind of removal and KV group."""
 
     def lines(self) -> list[str]:
         for line in self._journal.lines:
@@ -60,7 +60,7 @@ class _RequestStory:
         return self._said
 
     def _is_about_parts(self, line: Line) -> bool:
-        """Return whether a line is one of many that are told together."""
+        """Return whether a line is one of many that are summed up in one."""
         if isinstance(line, StoredLine) and line.group is not None:
             return self._journal.groups[line.group].kind != "state"
         return isinstance(line, RemovedLine | GivenBackLine)
@@ -142,7 +142,7 @@ class _RequestStory:
                 pass
 
     def _tell_gone(self) -> None:
-        """Tell what went one after the other in one line: pages go one by one, and a prompt may have thousands."""
+        """Sum up consecutive removals in one line: pages are removed one by one, and a prompt may have thousands."""
         gone, self._gone = self._gone, {}
         for (what, group), lines in gone.items():
             given_back, not_kept = (_pages_of(gone.get((how, group), [])) for how in ("given back", "not kept"))
@@ -175,7 +175,7 @@ class _RequestStory:
         self._say(line, f"admitted{again} after {waited}: {found}")
 
     def _ended_by(self, line: AdmittedLine) -> str:
-        """Tell which KV groups ended a hit that others could have gone on from."""
+        """Return a text about the KV groups that cut short a hit which other groups could have extended."""
         furthest = max(line.reach, default=0)
         if furthest <= line.hit_pages:
             return ""

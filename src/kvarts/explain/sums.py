@@ -1,4 +1,4 @@
-"""Where the time of a request went, as a sum: TTFT = queue + load + prefill; and the slowest requests of a run."""
+"""The time of a request as a sum: TTFT = queue + load + prefill; and the slowest requests of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["RequestTimes", "Sums", "slowest", "sum_of", "times_in"]
 
 CAUSES = {"pages": "KV pages", "token_budget": "token budget", "sequence_cap": "sequence cap"}
 LEAST_MS = 0.1
-"""A wait that is shorter has no cause that is worth a word."""
+"""The cause of a shorter wait is omitted."""
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A request by its outside name, with its times in ms of the run; None where they never came or are not known."""
+    """A request by its outside name, with its times in ms of the run; None for an event that is absent or unknown."""
 
     name: str
     arrival_ms: float
@@ -31,18 +31,18 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slowness_ms(self) -> float:
-        """Time to the first token; to the last where that is not known; below 0 for a request that made none."""
+        """Time to the first token, or to the last if the first is not known; below 0 for a request without tokens."""
         end_ms = self.last_token_ms if self.first_token_ms is None else self.first_token_ms
         return -1.0 if end_ms is None else end_ms - self.arrival_ms
 
 
 def slowest(requests: Sequence[RequestTimes], count: int) -> list[RequestTimes]:
-    """Return up to `count` requests, the slowest first; the earlier of two that are equal comes first."""
+    """Return up to `count` requests, the slowest first; ties stay in the order given."""
     return sorted((each for each in requests if each.slowness_ms >= 0), key=lambda each: -each.slowness_ms)[:count]
 
 
 def times_in(journal: Journal) -> list[RequestTimes]:
-    """Return what a journal alone knows: it has the ends of requests, but not of the step of each first token."""
+    """Return the times that a journal alone contains: ends of requests, but not the step of each first token."""
     admitted: dict[int, float] = {}
     finished: dict[int, float] = {}
     for line in journal.lines:
@@ -62,7 +62,7 @@ def times_in(journal: Journal) -> list[RequestTimes]:
 
 
 class Sums:
-    """Sums of the requests of one journal; None for those of a run without one."""
+    """Sums of the requests of one journal; None for a run without a journal."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._blockers = None if journal is None else Blockers(journal)
@@ -105,7 +105,7 @@ def sum_of(request: RequestTimes, journal: Journal | None) -> str:
 
 
 def _loads(journal: Journal) -> Mapping[str, float]:
-    """Return how long requests waited for loads before their first admission, by name."""
+    """Return the time that requests waited for loads before their first admission, by name."""
     began: dict[int, float] = {}
     loads: dict[str, float] = {}
     for line in journal.lines:

@@ -1,4 +1,4 @@
-"""What stories have in common: places, amounts, and which requests have a page."""
+"""Helpers of all stories: places, amounts, and the requests that share a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["last_holder", "named_pages", "num_of", "place_of", "sharing"]
 
 
 def sharing(journal: Journal, request: int, page: int) -> list[int]:
-    """Return the requests with the same sequence as `request` up to the end of `page`; itself first."""
+    """Return the requests with the same sequence as `request` up to the end of `page`, `request` itself first."""
     content = journal.contents[request]
     if page >= content.num_known_pages:
         return [request]
@@ -25,7 +25,7 @@ def sharing(journal: Journal, request: int, page: int) -> list[int]:
 
 
 def last_holder(journal: Journal, at: Line, page: int) -> str | None:
-    """Return the request that held `page` of the line's request last before it, or still holds it."""
+    """Return the name of the last request that held `page` of the line's request before the line, or still holds it."""
     alike = set(sharing(journal, at.request, page))
     end = (page + 1) * journal.page_size
     last: int | None = None
@@ -43,17 +43,17 @@ def last_holder(journal: Journal, at: Line, page: int) -> str | None:
 
 
 def named_pages(line: StoredBelowLine | StoreFailedLine) -> str:
-    """Return which pages a line is about, in words."""
+    """Return a text that names the pages of a line."""
     num_pages = line.end_page - line.start_page
     return f"page {line.start_page:,}" if num_pages == 1 else f"pages {line.start_page:,} to {line.end_page - 1:,}"
 
 
 def num_of(count: int, what: str) -> str:
-    """Return how many there are, in words: `what` is one of them."""
+    """Return a count with its noun; `what` is the singular."""
     return f"1 {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def place_of(line: Line) -> str:
-    """Return when it was, for the beginning of what is told."""
+    """Return the step and time of a line, for the beginning of a story line."""
     step = f"step {line.step}" if line.step >= 0 else "before step 0"
     return f"{step:<13} {line.t_ms / 1e3:>12,.3f} s"

@@ -1,4 +1,4 @@
-"""The longest waits for a first admission, each with what it waited for; of those that waited together, the longest."""
+"""The longest waits for a first admission, with their causes. Requests that waited together are listed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Blockers", "Waited", "longest_waits"]
 MOST_CANDIDATES = 20_000
 SHORTEST_MS = 1.0
 TOGETHER = 0.5
-"""Share of a wait that lies within another: from there on both have one story, if they have one cause."""
+"""Least share of a wait that overlaps another for both to be one entry, if their cause is the same."""
 CAUSES = {
     "pages": "too few free KV pages",
     "token_budget": "the token budget of the steps",
@@ -25,7 +25,7 @@ CAUSES = {
 
 
 class Waited(msgspec.Struct, frozen=True):
-    """A request that waited, what for during most of it, and how many others waited with it for the same."""
+    """A request that waited, the main cause, and the number of others that waited with it for the same cause."""
 
     request: str
     waited_ms: float
@@ -76,7 +76,7 @@ def longest_waits(journal: Journal, count: int) -> list[Waited]:
 
 
 class Blockers:
-    """When the head of the queue was not admitted, and why."""
+    """Times when the head of the queue was not admitted, and the reasons."""
 
     def __init__(self, journal: Journal) -> None:
         begins: dict[str, list[float]] = {reason: [] for reason in CAUSES if reason != "turn"}
@@ -101,7 +101,7 @@ class Blockers:
             self._spans[reason] = begin, end, np.concatenate(([0.0], np.cumsum(end - begin)))
 
     def reason(self, begin_ms: float, end_ms: float) -> tuple[str, float]:
-        """Return why the queue stood during most of the time, and its share of it; `turn` if it hardly stood."""
+        """Return the main reason why the queue was blocked, and its share of the time; `turn` if it was not."""
         length = end_ms - begin_ms
         shares = {reason: self._between(reason, begin_ms, end_ms) / length for reason in self._spans if length > 0}
         reason = max(shares, key=lambda reason: shares[reason], default="turn")

@@ -1,8 +1,9 @@
 """The loop of a fleet: virtual time, the workers, requests on their way through them.
 
-At any time, in this order: steps that end now are finished, transfers that end now are taken note of, requests that
-arrive now are routed, what follows from all that is done in the order in which it came up, and idle workers start a
-step. Among workers, those that compute prompts come first.
+At any time, in this order: steps that end now are finished, transfers that end now are taken note of, faults begin
+and end, requests that their clients give up now are dropped, requests that arrive now are routed, what follows from all
+that is done in the order in which it came up, and idle workers start a step. Among workers, those that compute prompts
+come first.
 """
 
 from __future__ import annotations
@@ -11,29 +12,23 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from kvarts.errors import ConfigError
+from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
+from kvarts.fleet.moves import Moves
 from kvarts.fleet.pool import Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
-from kvarts.report.requests import FAILED, RequestLog
-from kvarts.request import Request
+from kvarts.report.requests import FAILED
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.arrivals import Arrivals
-from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["FleetDriver"]
 
 
-class FleetDriver:
-    """Runs one replay on a fleet. `first`: the pool that requests arrive at; `second`: the one that generates.
-
-    They are one pool where workers do both. `token_bytes`: what the KV of a token weighs on a link; `only_missing`:
-    pages that the second worker has are not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
-    time.
-    """
+class FleetDriver(Moves):
+    """Runs one replay on a fleet. `scaler`: decides how many workers there are; `faults`: what fails, and when."""
 
     def __init__(
         self,
@@ -46,41 +41,37 @@ class FleetDriver:
         only_missing: bool,
         is_mocker: bool,
         scaler: Scaler | None = None,
+        faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        self._arrivals = arrivals
-        self._source = arrivals.source
-        self._log: RequestLog = arrivals.log
-        self._first = first
-        self._second = second
-        self._splits = first is not second
-        self._pools = [first, second] if self._splits else [first]
-        self.workers = [worker for pool in self._pools for worker in pool.workers]
+        super().__init__(
+            arrivals,
+            first,
+            second,
+            links,
+            token_bytes=token_bytes,
+            only_missing=only_missing,
+            is_mocker=is_mocker,
+            on_progress=on_progress,
+        )
         self._polled = [each for each in self._pools if each.router.reads_metrics and each.router.staleness_ns]
-        self._links = links
-        self._token_bytes = token_bytes
-        self._only_missing = only_missing
-        self._is_mocker = is_mocker
         self._scaler = scaler
         self._tick_ns = None if scaler is None else scaler.first_ns()
-        self._on_progress = on_progress
-        self._page_size = self.workers[0].replica.config.page_size
-        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); out of date where the worker says otherwise
-        self._roused: set[int] = set()
-        self._actions: deque[tuple[Callable[[Handoff, int], None], Handoff]] = deque()
-        self._of: dict[Request, Handoff] = {}
-        """Requests in the fleet, by what an engine has of them."""
-        self._num_reserved = 0
-        self.deadlocks: list[tuple[int, int, str]] = []
-        """When nothing could go on, the worker, and the request that was given up."""
-        self.now_ns = 0
+        self._ticked_in_vain = False
+        """Whether the last tick came while nothing else could happen."""
+        self._changes = deque(changes_of(faults))
+        self.num_faults = 0
+        self._deadlines: list[tuple[int, int, Handoff]] = []
+        """When clients give up, with the numbers of the requests; those that have ended are passed by."""
+        self._interrupted: list[Worker] = []
+        """Workers that have ended a step now, and have something to do or to lose."""
 
     def run(self) -> None:
         """Run until every request has ended."""
         while True:
             now_ns = self._next_ns()
             if now_ns == NEVER_NS:
-                if not self._break_deadlock():
+                if not (self._fail_stranded() or self._break_deadlock()):
                     break
                 now_ns = self.now_ns
             self.now_ns = now_ns
@@ -95,13 +86,8 @@ class FleetDriver:
                 self._activate(handoff, now_ns)
             if self._scaler is not None:
                 self._scale(now_ns)
-            source = self._source
-            while (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
-                self._arrive(now_ns)
-            actions = self._actions
-            while actions:
-                act, handoff = actions.popleft()
-                act(handoff, now_ns)
+            self._take_in(now_ns)
+            self._act(now_ns)
             if self._scaler is not None:
                 for pool in self._pools:
                     pool.remove_drained(now_ns)
@@ -122,8 +108,14 @@ class FleetDriver:
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
-        if next_ns == NEVER_NS:
+        next_ns = min(next_ns, self._next_deadline_ns())
+        if next_ns == NEVER_NS and not any(pool.stranded for pool in self._pools):
             return next_ns
+        is_idle = next_ns == NEVER_NS
+        if self._changes:
+            next_ns = min(next_ns, max(self._changes[0].time_ns, self.now_ns))
+        if is_idle:
+            return self._next_for_stranded_ns(next_ns)
         for pool in self._polled:
             staleness_ns = pool.router.staleness_ns
             next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
@@ -131,6 +123,19 @@ class FleetDriver:
             return next_ns
         others_ns = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
         return min([next_ns, *(each for each in others_ns if each is not None)])
+
+    def _next_for_stranded_ns(self, next_ns: int) -> int:
+        """Return when a worker may be there for requests that have none; `next_ns`: when the next fault changes."""
+        if self._scaler is None:
+            return next_ns
+        for pool in self._pools:
+            ready_ns = pool.next_ready_ns()
+            if ready_ns is not None:
+                next_ns = min(next_ns, ready_ns)
+        if self._tick_ns is not None and not self._ticked_in_vain:
+            self._ticked_in_vain = self._tick_ns <= next_ns
+            next_ns = min(next_ns, self._tick_ns)
+        return next_ns
 
     def _scale(self, now_ns: int) -> None:
         """Let workers go that have drained, and ask the scaler if it is time."""
@@ -172,9 +177,11 @@ class FleetDriver:
             if request.is_handed_over:
                 handoff.held_ns = now_ns
                 self._of[handoff.decode] = handoff
-                self._actions.append((self._choose_second, handoff))
+                self._actions.append((self._send, handoff))
             else:
                 self._end(handoff, worker)
+        if worker.interrupts or worker.is_failing:
+            self._interrupted.append(worker)
 
     def _start_steps(self, now_ns: int) -> None:
         if not self._roused:
@@ -204,212 +211,105 @@ class FleetDriver:
                 worker.queue.is_gated = is_gated
             worker.changed()
 
-    def _is_busy(self, worker: Worker, now_ns: int) -> bool:
-        """Return whether `worker` has a step under way, and let what is under way end with that."""
-        end_ns = worker.end_ns
-        is_busy = worker.cut(now_ns)
-        if is_busy and worker.end_ns != end_ns:
-            heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
-        return is_busy
-
     # Requests ---------------------------------------------------------------------------------------------
+
+    def _take_in(self, now_ns: int) -> None:
+        """Do what was to wait for the end of steps, let faults begin and end, drop requests, and let others arrive."""
+        if self._interrupted:
+            self._act(now_ns)
+            interrupted, self._interrupted = self._interrupted, []
+            for worker in interrupted:
+                interrupts, worker.interrupts = worker.interrupts, []
+                for do, handoff in interrupts:
+                    do(handoff, worker, now_ns)
+                if worker.is_failing:
+                    self._act(now_ns)
+                    self._lose(worker, now_ns)
+                    if not worker.is_down:
+                        self._pool_of(worker).come_up(worker)
+        while self._changes and self._changes[0].time_ns <= now_ns:
+            self._act(now_ns)
+            self._change(self._changes.popleft(), now_ns)
+        for pool in self._pools:
+            if pool.stranded and pool.active:
+                self._actions += [(self._send, handoff) for handoff in pool.stranded]
+                pool.stranded.clear()
+        source = self._source
+        while True:
+            if self._next_deadline_ns() <= now_ns:
+                self._act(now_ns)
+                handoff = heappop(self._deadlines)[2]
+                if handoff.is_waited_for:
+                    self._give_up(handoff, now_ns)
+            elif (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
+                self._arrive(now_ns)
+            else:
+                return
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        if self._arrivals.gives_up_ns(request, row) is not None:
-            raise ConfigError(
-                "requests that their clients give up are not modelled in a fleet yet",
-                field="trace",
-                hint="Leave cancel_after_ms out of its rows.",
-            )
-        self._actions.append((self._submit, self._handoff_of(request, row)))
+        handoff = self._handoff_of(request, row)
+        self._actions.append((self._send, handoff))
+        deadline_ns = self._arrivals.gives_up_ns(request, row)
+        if deadline_ns is not None:
+            heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
 
-    def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
-        if not self._splits:
-            return Handoff(request, row, None)
-        if self._is_mocker:
-            request.priority = 0
-        prefill = Request(
-            request.index,
-            request.content,
-            request.num_prompt_tokens,
-            1,
-            request.arrival_ns,
-            request.priority,
-            request.request_id,
-            is_handed_over=True,
-        )
-        return Handoff(request, row, prefill)
+    def _next_deadline_ns(self) -> int:
+        """Return when the next client gives up; NEVER_NS if none does."""
+        deadlines = self._deadlines
+        while deadlines and not deadlines[0][2].is_waited_for:
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else NEVER_NS
 
-    def _submit(self, handoff: Handoff, now_ns: int) -> None:
-        request = handoff.decode if handoff.prefill is None else handoff.prefill
-        worker = self._route(self._first, handoff, request, now_ns)
-        handoff.source = worker.index
-        if handoff.prefill is None:
-            handoff.target = worker.index
-        elif not self._is_mocker:
-            reason = self._second.never_fits(handoff.decode)
-            if reason is not None:
-                self._reject(handoff, worker, reason, now_ns)
-                return
-        self._is_busy(worker, now_ns)
-        reason = worker.replica.submit(request, now_ns)
-        if reason is not None:
-            self._reject(handoff, worker, reason, now_ns)
+    # Faults -----------------------------------------------------------------------------------------------
+
+    def _change(self, change: Change, now_ns: int) -> None:
+        """Let a fault begin or end; with a scaler, its worker may not be there any more, or not yet."""
+        fault = change.fault
+        worker = self.workers[fault.worker] if fault.worker < len(self.workers) else None
+        pool = None if worker is None else self._pool_of(worker)
+        if worker is None or pool is None or worker.index in pool.gone_ns:
             return
-        worker.num_owned += 1
-        self._of[request] = handoff
-        self._roused.add(worker.index)
-
-    def _route(self, pool: Pool, handoff: Handoff, request: Request, now_ns: int) -> Worker:
-        router = pool.router
-        if router.is_told or router.reads_metrics:
-            if not router.staleness_ns:
-                self._poll(pool, now_ns)
-            pool.tell(now_ns, range(len(pool.workers)))
-        worker = pool.choose(request, handoff.row.session_id, now_ns)
-        if router.reads_prefills and request is handoff.decode and handoff.prefill is not None:
-            router.prefilled(request.index)  # elsewhere
-        return worker
-
-    def _poll(self, pool: Pool, now_ns: int) -> None:
-        """Let the router of `pool` see what its workers have done, and their metrics if it is time."""
-        for worker in pool.workers:
-            self._is_busy(worker, now_ns)
-        if pool.poll_ns(now_ns) == now_ns:
-            pool.poll(now_ns)
-
-    def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
-        """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route(self._second, handoff, handoff.decode, now_ns)
-        handoff.target = worker.index
-        reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
-        if reason is not None:
-            self._fail(handoff, reason, now_ns)
-            return
-        worker.num_owned += 1
-        worker.pending.append(handoff)
-        if len(worker.pending) > 1 and worker.refused_at == worker.generation():
-            return  # it waits behind one that waits for pages
-        if not self._is_busy(worker, now_ns):
-            self._reserve_for(worker, now_ns)
-            self._roused.add(worker.index)
-
-    def _reserve_for(self, worker: Worker, now_ns: int) -> None:
-        """Let requests that want pages of `worker` have them, in order; as Dynamo's mocker: one at a time."""
-        pending = worker.pending
-        running, config = worker.scheduler.running, worker.replica.config
-        while pending:
-            if worker.refused_at == worker.generation():
-                return
-            handoff = pending[0]
-            request = handoff.decode
-            is_full = running.num_running >= config.max_num_seqs
-            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request):
-                worker.refused_at = worker.generation()
-                return
-            pending.popleft()
-            worker.refused_at = -1
-            handoff.reserved_ns = now_ns
-            handoff.order = self._num_reserved
-            self._num_reserved += 1
-            if isinstance(worker.queue, ByReservation):
-                worker.queue.orders[request.index] = handoff.order
-            self._actions.append((self._transfer, handoff))
-            if self._is_mocker:
-                return
-
-    def _transfer(self, handoff: Handoff, now_ns: int) -> None:
-        handoff.transfer_ns = now_ns
-        num_tokens = handoff.decode.num_prompt_tokens
-        if self._only_missing:
-            num_pages = -(-num_tokens // self._page_size)
-            num_tokens = num_pages * self._page_size - handoff.decode.hit_tokens
-        handoff.num_bytes = num_tokens * self._token_bytes
-        if self._links.begin(handoff, handoff.num_bytes, now_ns):
-            self._actions.append((self._activate, handoff))
-
-    def _activate(self, handoff: Handoff, now_ns: int) -> None:
-        """Let the request wait for its place, at the end of the step under way."""
-        worker = self.workers[handoff.target]
-        if self._is_busy(worker, now_ns):
-            worker.deferred.append((self._activate_now, handoff))
+        self.num_faults += change.is_begin
+        if fault.kind == "slow":
+            self._links.slow_down(worker.index, fault.factor if change.is_begin else 1, now_ns)
+        elif fault.kind == "cut":
+            self._cut.discard(worker.index)
+            if change.is_begin:
+                self._cut.add(worker.index)
+                cut = (each for each in self._links.under_way() if worker.index in (each.source, each.target))
+                for handoff in sorted(cut, key=lambda handoff: handoff.decode.index):
+                    self._fail_transfer(handoff, now_ns)
+        elif change.is_begin:
+            worker.is_down = True
+            pool.go_down(worker)
+            worker.is_failing = self._is_busy(worker, now_ns)
+            if not worker.is_failing:
+                self._lose(worker, now_ns)
         else:
-            self._activate_now(handoff, now_ns)
+            worker.is_down = False
+            if not worker.is_failing:
+                pool.come_up(worker)
 
-    def _activate_now(self, handoff: Handoff, now_ns: int) -> None:
-        worker = self.workers[handoff.target]
-        worker.handoffs.activate(handoff.decode)
-        worker.changed()
-        self._roused.add(worker.index)
-        handoff.activated_ns = now_ns
-        self._reserve_for(worker, now_ns)
-        self._actions.append((self._release, handoff))
+    def _pool_of(self, worker: Worker) -> Pool:
+        return next(pool for pool in self._pools if worker in pool.workers)
 
-    def _release(self, handoff: Handoff, now_ns: int) -> None:
-        """Give back the pages at the source, at the end of the step under way."""
-        worker = self.workers[handoff.source]
-        if self._is_busy(worker, now_ns):
-            worker.deferred.append((self._release_now, handoff))
-        else:
-            self._release_now(handoff, now_ns)
+    # Requests that cannot go on -----------------------------------------------------------------------------
 
-    def _release_now(self, handoff: Handoff, now_ns: int) -> None:
-        worker = self.workers[handoff.source]
-        assert handoff.prefill is not None
-        worker.handoffs.release(handoff.prefill)
-        worker.num_owned -= 1
-        worker.changed()
-        worker.engine.emit()
-        self._roused.add(worker.index)
-        handoff.released_ns = now_ns
-        self._first.ended(handoff.prefill)
-        handoff.is_released = True
-        if handoff.is_ended:
-            self._complete(handoff)
-
-    # Ends -------------------------------------------------------------------------------------------------
-
-    def _end(self, handoff: Handoff, worker: Worker) -> None:
-        worker.num_owned -= 1
-        handoff.is_ended = True
-        self._second.ended(handoff.decode)
-        self._source.done(handoff.row, handoff.decode.last_token_ns)
-        if handoff.is_released:
-            self._complete(handoff)
-        self._tell(1)
-
-    def _complete(self, handoff: Handoff) -> None:
-        """Log the request, which has ended everywhere."""
-        request, prefill = handoff.decode, handoff.prefill
-        more = (handoff.source, *handoff.times(), handoff.num_bytes)
-        if prefill is not None:
-            request.first_admitted_ns = prefill.first_admitted_ns
-            request.cached_tokens += prefill.cached_tokens
-            request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
-            request.num_admissions += prefill.num_admissions
-        self._log.end(request, handoff.row, handoff.target, more=more)
-
-    def _reject(self, handoff: Handoff, worker: Worker, reason: str, now_ns: int) -> None:
-        self._first.ended(handoff.decode)
-        more = (worker.index, *handoff.times(), 0)
-        self._log.reject(handoff.decode, handoff.row, worker.index, reason, more=more)
-        self._source.done(handoff.row, now_ns)
-        self._tell(1)
-
-    def _fail(self, handoff: Handoff, reason: str, now_ns: int) -> None:
-        """End a request that fits into no worker that generates; its pages are held at its source."""
-        self._of.pop(handoff.decode)
-        self._second.ended(handoff.decode)
-        more = (handoff.source, *handoff.times(), 0)
-        self._log.reject(handoff.decode, handoff.row, handoff.target, reason, FAILED, more=more)
-        self._source.done(handoff.row, now_ns)
-        self._tell(1)
-        self._actions.append((self._release, handoff))
-
-    def _tell(self, num_ended: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress(num_ended)
+    def _fail_stranded(self) -> bool:
+        """Give up requests that no worker is there for, nor will be; return whether there were any."""
+        has_any = False
+        for pool in self._pools:
+            stranded, pool.stranded = pool.stranded, []
+            for handoff in stranded:
+                if handoff.is_reported:
+                    continue
+                has_any = True
+                if handoff.at_source:
+                    self._actions.append((self._release, handoff))
+                reason = f"no {pool.role} worker was up"
+                self._refuse(handoff, handoff.target if handoff.target >= 0 else handoff.source, reason, FAILED)
+        return has_any
 
     def _break_deadlock(self) -> bool:
         """Give up a request where nothing can go on any more; return whether there was one.
@@ -427,12 +327,7 @@ class FleetDriver:
             )
             self.deadlocks.append((self.now_ns, worker.index, request.request_id or str(request.index)))
             worker.engine.cancel(request)
-            worker.num_owned -= 1
-            self._second.ended(request)
-            more = (handoff.source, *handoff.times(), handoff.num_bytes)
-            self._log.reject(request, handoff.row, worker.index, reason, FAILED, more=more)
-            self._source.done(handoff.row, self.now_ns)
-            self._tell(1)
-            self._roused.add(worker.index)
+            self._leave_target(handoff, worker)
+            self._refuse(handoff, worker.index, reason, FAILED)
             return True
         return False

@@ -25,7 +25,6 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router, make_router
-from kvarts.traffic.source import source_of
 
 __all__ = ["replay_fleet"]
 
@@ -41,8 +40,8 @@ def replay_fleet(
     trace = trace_of(traffic)
     first = config.first
     is_mocker = first.profile == "mocker"
-    source = source_of(trace, concurrency=first.concurrency, speedup=first.speedup, delay_ns=first.frontend_ns)
-    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes"))
+    source = first.source(trace)
+    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes", "num_restarts"))
     steps: list[StepLog] = []
 
     def opener(place: int, of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
@@ -68,7 +67,15 @@ def replay_fleet(
             )
         opened = opener(place, each, router)
         pools.append(Pool(each.role, each.each.replicas, opened, router, startup_ns=startup_ns))
-    arrivals = Arrivals(trace, source, pools[0].router, pools[0].engines, log, delay_ns=first.frontend_ns)
+    arrivals = Arrivals(
+        trace,
+        source,
+        pools[0].router,
+        pools[0].engines,
+        log,
+        delay_ns=first.frontend_ns,
+        timeout_ns=first.client_timeout_ns,
+    )
     driver = FleetDriver(
         arrivals,
         pools[0],
@@ -78,6 +85,7 @@ def replay_fleet(
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
         scaler=None if config.scaler is None else config.scaler(),
+        faults=config.faults,
         on_progress=on_progress,
     )
     driver.run()
@@ -89,6 +97,8 @@ def replay_fleet(
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
         deadlocks=driver.deadlocks,
+        num_faults=driver.num_faults,
+        num_failed_transfers=driver.num_failed_transfers,
         pools=pools,
     )
 

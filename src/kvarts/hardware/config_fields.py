@@ -1,4 +1,4 @@
-"""The fields that are read from a Hugging Face config.json, and the families of decoders that are understood."""
+"""The fields read from a Hugging Face config.json, and the supported families of decoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Layers = Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
 
 
 class ConfigFields(msgspec.Struct):
-    """The fields that are read from a config.json. All others are ignored."""
+    """The fields read from a config.json. All others are ignored."""
 
     model_type: str
     hidden_size: Count
@@ -34,7 +34,7 @@ class ConfigFields(msgspec.Struct):
     torch_dtype: str | None = None
     dtype: str | None = None
     quantization_config: dict[str, Any] | None = None
-    # What layers keep.
+    # KV of layers.
     sliding_window: Count | None = None
     use_sliding_window: bool | None = None
     sliding_window_pattern: Count | None = None
@@ -75,7 +75,7 @@ class ConfigFields(msgspec.Struct):
     shared_expert_intermediate_size: Some = 0
     moe_shared_expert_intermediate_size: Some = 0
     moe_latent_size: Count | None = None
-    # States: Mamba-2 as Granite and as Nemotron-H name it, and linear attention.
+    # States: Mamba-2 with the names of Granite and of Nemotron-H, and linear attention.
     mamba_n_heads: Count = 128
     mamba_n_groups: Count = 1
     mamba_d_state: Count = 256
@@ -111,7 +111,7 @@ class ConfigFields(msgspec.Struct):
     vocab_size_per_layer_input: Count = 262_144
 
 
-# Decoders with weights and attention that differ in nothing but the fields read above, and in what follows.
+# Decoder families whose weights and attention are fully described by the fields above plus these differences.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},

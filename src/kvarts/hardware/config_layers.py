@@ -1,4 +1,4 @@
-"""What the layers of a model keep, from its config.json: windows, chunks, latents, states, and what layers share."""
+"""The KV kept by a model's layers, from its config.json: windows, chunks, latents, states, and shared layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvarts.limits import MOST_COUNT, brief
 
 __all__ = ["num_layers_of", "read_extra", "read_layers", "read_state", "take_global_heads"]
 
-# Every so many layers attend to everything, the others to a window, where the config does not say it.
+# Every n-th layer attends to all tokens, the others to a window; used if the config has no pattern.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gpt_oss": 2}
 _INTERVALS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-# Families with an indexer beside latent attention, which chooses the tokens that are attended to, and its heads.
+# Families whose latent attention has an indexer, which chooses the tokens to attend to; and its number of heads.
 _INDEXED = {"deepseek_v32": 64, "glm_moe_dsa": 32}
 _OTHER_NAMES = {"attention": "full_attention", "mamba": "linear_attention"}
 
 
 def num_layers_of(config: ConfigFields, path: Path | None) -> int:
-    """Return the number of layers. Raise InputError if it is not said."""
+    """Return the number of layers. Raise InputError if it is missing."""
     if config.num_hidden_layers is not None:
         return config.num_hidden_layers
     if config.model_type == "nemotron_h" and (types := _types(config)):
@@ -33,7 +33,7 @@ def num_layers_of(config: ConfigFields, path: Path | None) -> int:
 
 
 def block_types(config: ConfigFields, num_layers: int, path: Path | None) -> list[str]:
-    """Return the kind of each layer, as transformers names it. Raise InputError and ConfigError for what cannot be."""
+    """Return the kind of each layer, named as in transformers. Raise InputError and ConfigError for bad values."""
     types = _types(config)
     if types is None:
         types = _default_types(config, num_layers)
@@ -83,7 +83,7 @@ def _default_types(config: ConfigFields, num_layers: int) -> list[str]:
 def read_layers(
     config: ConfigFields, num_layers: int, head_dim: int, state_bytes: int, path: Path | None
 ) -> tuple[KvLayer, ...]:
-    """Return what each layer keeps. Raise ConfigError where no layer keeps tokens."""
+    """Return the KV layer of each layer. Raise ConfigError if no layer keeps tokens."""
     if config.kv_lora_rank is None:
         full = KvLayer(
             kind="full",
@@ -105,7 +105,7 @@ def read_layers(
     types = block_types(config, num_layers, path)
     layers = [kinds[kind] for kind in types]
     if config.model_type in _INDEXED:
-        # An indexer keeps a key of its own for every token.
+        # An indexer keeps one additional key per token.
         has_indexer = _indexers(config, num_layers, path)
         indexed = KvLayer(kind=full.kind, num_heads=1, head_numbers=full.head_numbers + config.index_head_dim)
         layers = [indexed if has else layer for layer, has in zip(layers, has_indexer, strict=True)]
@@ -128,9 +128,9 @@ def read_layers(
 
 
 def _indexers(config: ConfigFields, num_layers: int, path: Path | None) -> list[bool]:
-    """Return for each layer whether it has an indexer; the others attend to what the one before them chose.
+    """Return for each layer whether it has an indexer; the others reuse the choice of the layer before them.
 
-    Raise InputError and ConfigError for what cannot be.
+    Raise InputError and ConfigError for invalid values.
     """
     modes, field = config.indexer_types, "indexer_types"
     if modes is None and config.index_topk_pattern is not None:
@@ -152,7 +152,7 @@ def _indexers(config: ConfigFields, num_layers: int, path: Path | None) -> list[
 
 
 def take_global_heads(config: ConfigFields, num_layers: int, path: Path | None) -> None:
-    """Read the heads of Gemma 4's full layers where each of these says its own, as transformers 5.24 writes them.
+    """Read the heads of Gemma 4's full layers from `per_layer_config`, the form written by transformers 5.24.
 
     Raise ConfigError for layers that differ in anything else.
     """
@@ -180,7 +180,7 @@ def _count(value: Any, path: Path | None) -> int:
 
 
 def _global_layer(config: ConfigFields) -> KvLayer:
-    """Return what a layer of Gemma 4 keeps that attends to all tokens: its heads are others than those of windows."""
+    """Return the KV layer of Gemma 4's full attention, whose heads differ from those of windowed layers."""
     heads = config.num_key_value_heads or config.num_attention_heads
     if config.attention_k_eq_v:
         heads = config.num_global_key_value_heads or heads
@@ -208,13 +208,13 @@ def _bounded(full: KvLayer, kind: str, span: int | None, path: Path | None) -> K
 
 
 def read_state(config: ConfigFields) -> State | None:
-    """Return the state of the layers that keep one, None for a family without them."""
+    """Return the state of the layers that keep one; None for a family without states."""
     of_family = _STATES.get(config.model_type)
     return None if of_family is None else of_family(config)
 
 
 def _mamba(config: ConfigFields, heads: int, width: int, groups: int, size: int, kernel: int, has_bias: bool) -> State:
-    """Return the state of Mamba-2: `heads` heads, `width` numbers in all of them, `size` numbers of state for each."""
+    """Return the state of Mamba-2: `heads` heads with `width` channels in total, and `size` numbers per channel."""
     hidden, conv = config.hidden_size, width + 2 * groups * size
     projected = width + conv + heads
     biases = projected + hidden if config.mamba_proj_bias or config.use_bias else 0
@@ -277,7 +277,7 @@ _STATES: dict[str, Callable[[ConfigFields], State]] = {
 
 
 def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
-    """Return what layers have beside attention, feed-forward layers and states, and where they differ."""
+    """Return weights other than those of attention, feed-forward layers and states, and corrections to these."""
     if config.model_type in _INDEXED:
         return _indexing(config, layers)
     if config.model_type == "gemma3n_text":
@@ -292,7 +292,7 @@ def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -
 
 
 def _indexing(config: ConfigFields, layers: Sequence[KvLayer]) -> Extra:
-    """Add indexers: queries from the latent ones, a key and its norm, and a weight for each head."""
+    """Add indexers: queries from the query latent, a key with its norm, and a weight per head."""
     num_indexers = sum(_indexers(config, len(layers), None))
     hidden, width = config.hidden_size, config.index_head_dim
     heads = config.index_n_heads or _INDEXED[config.model_type]
@@ -301,7 +301,7 @@ def _indexing(config: ConfigFields, layers: Sequence[KvLayer]) -> Extra:
 
 
 def _second_inputs(config: ConfigFields, num_layers: int) -> Extra:
-    """Return the embeddings that each layer has of its own, and how they come in."""
+    """Return the per-layer embeddings and their projections."""
     hidden, narrow = config.hidden_size, config.hidden_size_per_layer_input
     if not narrow:
         return Extra()
@@ -313,7 +313,7 @@ def _second_inputs(config: ConfigFields, num_layers: int) -> Extra:
 
 
 def _gemma_3n(config: ConfigFields, num_layers: int) -> Extra:
-    """Add, for each layer, a path of low rank (LAuReL) and inputs that are mixed (AltUp)."""
+    """Add, per layer, a low-rank path (LAuReL) and mixing of inputs (AltUp)."""
     hidden, inputs = config.hidden_size, config.altup_num_inputs
     second = _second_inputs(config, num_layers)
     mixing = num_layers * hidden * (2 * config.laurel_rank + inputs) + 2 * (inputs - 1) * hidden * hidden
@@ -325,7 +325,7 @@ def _gemma_3n(config: ConfigFields, num_layers: int) -> Extra:
 
 
 def _gemma_4(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
-    """Add what layers that attend to all tokens have more or less than the others, and routers with a scale."""
+    """Add the difference of full-attention layers from the others, and routers with a scale."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     own, borrowed = _global_layer(config), [layer for layer in layers if layer.kind == "shared" and layer.span is None]
     num_full = sum(layer.kind == "full" for layer in layers)

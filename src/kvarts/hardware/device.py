@@ -1,13 +1,13 @@
-"""Devices: memory, bandwidth and arithmetic throughput, as stated by their makers, or in a file.
+"""Devices: memory, bandwidth and arithmetic throughput, from the makers' specifications or from a file.
 
 A file describes a device in TOML::
 
     memory = "96GiB"
     bandwidth = "1597GB/s"
     link = "64GB/s"          # one way, to another such device
-    link_kind = "pcie"       # without peer access; pcie-peer with it; nvlink stands for any link of its own
+    link_kind = "pcie"       # without peer access; pcie-peer with it; nvlink for any dedicated link
     source = "where these are stated"
-    [tflops]                 # dense, 10^12 operations a second
+    [tflops]                 # dense, 10^12 operations per second
     bfloat16 = 503.8
     fp8 = 1007.6
 """
@@ -39,16 +39,16 @@ SHORT_NAMES = {
     "b200": "b200-180gb",
     "rtx-pro-6000-blackwell": "rtx-pro-6000",
 }
-"""Names that people type for presets."""
+"""Common short names of presets."""
 
 LinkKind = Literal["nvlink", "pcie-peer", "pcie"]
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations a second.
+    """One device. `tflops`: dense matrix arithmetic by number format, in 10^12 operations per second.
 
-    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for links
-    of their own, of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
+    `link_bytes_per_s`: one-way bandwidth to peer devices; 0 if the device has no link. `link_kind`: `nvlink` for a
+    dedicated link of any maker; `pcie-peer` for PCIe with peer access, `pcie` without.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a CPU, which launches no kernels."""
+        """Whether it is a CPU, which does not launch kernels."""
         return self.name.startswith("cpu:")
 
     def flops_per_s(self, dtype: str) -> float:
-        """Return operations a second on numbers stored as `dtype`; formats without a unit of their own use 16 bits."""
+        """Return operations per second on numbers stored as `dtype`. Formats without dedicated units use 16 bits."""
         return (self.tflops.get(flops_dtype(dtype)) or self.tflops["bfloat16"]) * 1e12
 
 
@@ -75,12 +75,12 @@ def device_names() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return a preset, by its name or a short one (h200), a device that a TOML file describes, or a CPU.
+    """Return a preset, by its name or short name (h200), a device described by a TOML file, or a CPU.
 
-    A CPU is `cpu:cores=8,bandwidth=80GB/s`.
+    A CPU is `cpu:cores=8,bandwidth=80GB/s`. It also has `memory` (16GiB), `ghz` (2.5) and `flops_per_cycle`, per core
+    (32: two 256-bit multiply-adds in 32 bits).
 
-    Raise ConfigError for anything else, MissingFileError and InputError for the file. It has `memory` (16GiB), `ghz`
-    (2.5) and `flops_per_cycle` a core (32: two 256-bit multiply-adds in 32 bits).
+    Raise ConfigError for anything else, MissingFileError and InputError for the file.
     """
     kind, _, rest = name.partition(":")
     if kind.lower() == "cpu":
@@ -182,7 +182,7 @@ def _cpu(name: str, text: str) -> Device:
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    from importlib.resources import files  # most runs name no preset
+    from importlib.resources import files  # most runs use no preset
 
     text = files("kvarts.hardware").joinpath("presets/devices.json").read_bytes()
     presets: dict[str, dict[str, Any]] = msgspec.json.decode(text)

@@ -1,4 +1,4 @@
-"""Number formats and how many bits a number takes in each."""
+"""Number formats, and the bits per number in each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvarts.errors import ConfigError
 
 __all__ = ["dtype_bits", "flops_dtype"]
 
-# int4-block: 16 bits of scale and 4 of zero for every 128, as in GPTQ and AWQ. nvfp4: 8 bits of scale for every 16.
-# mxfp4: 4 bits a number and 8 bits of scale for every 32. fp8 in blocks: 32 bits of scale for every 128 by 128.
+# int4-block: 16 bits of scale and 4 of zero point per 128, as in GPTQ and AWQ. nvfp4: 8 bits of scale per 16.
+# mxfp4: 4 bits per number and 8 bits of scale per 32. fp8 in blocks: 32 bits of scale per 128 by 128.
 _BITS = {
     "float32": Fraction(32),
     "bfloat16": Fraction(16),
@@ -26,7 +26,7 @@ _OTHER_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32"
 
 
 def dtype_bits(name: str, *, field: str) -> Fraction:
-    """Return the bits a number takes. Raise ConfigError, with `field`, for an unknown format."""
+    """Return the bits per number. Raise ConfigError, with `field`, for an unknown format."""
     name = _OTHER_NAMES.get(name, name)
     bits = _BITS.get(name)
     if bits is None:
@@ -37,7 +37,7 @@ def dtype_bits(name: str, *, field: str) -> Fraction:
 def flops_dtype(name: str) -> str:
     """Return the format in which a device multiplies numbers stored as `name`.
 
-    That is fp8, int8 and nvfp4 as such, where the device has units for them, and others that are narrower in 16 bits.
+    fp8, int8 and nvfp4 are multiplied natively if the device has units for them; other narrow formats use 16 bits.
     """
     name = _OTHER_NAMES.get(name, name)
     if name == "fp8-block":

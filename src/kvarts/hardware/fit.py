@@ -1,4 +1,4 @@
-"""How many pages of KV fit on a device beside a model."""
+"""The number of KV pages that fit on a device together with a model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 ]
 
 CONTEXT_BYTES = 512 << 20
-"""Bytes that the driver, the libraries and the allocator take on a device."""
+"""Bytes that the driver, the libraries and the allocator occupy on a device."""
 
 
 class MemoryFit(msgspec.Struct, frozen=True):
     """Memory of one device, in bytes: pages = (fraction of memory - weights - activations - context - states) / page.
 
-    `kv_bytes`: what is left for KV and states. `state_bytes`: the states of as many sequences as may run; 0 for models
-    without them.
+    `kv_bytes`: memory left for KV and states. `state_bytes`: states of the maximum number of running sequences; 0 for
+    models without states.
     """
 
     num_pages: int
@@ -59,10 +59,10 @@ class MemoryFit(msgspec.Struct, frozen=True):
 def local_kv_bytes_per_token(
     geometry: Geometry, tensor_parallel: int = 1, kv_dtype: str | None = None, pipeline_parallel: int = 1
 ) -> int:
-    """Return the bytes of KV that a token takes on one of `tensor_parallel` devices if every layer keeps every token.
+    """Return the bytes of KV per token on one of `tensor_parallel` devices, if every layer keeps every token.
 
-    KV heads are split over the devices, at least one a device; latent KV is kept whole on each device. Of
-    `pipeline_parallel` stages, the one with the most layers counts.
+    KV heads are split over the devices, with at least one per device; latent KV is replicated on each device. With
+    `pipeline_parallel` stages, this is for the stage with the most layers.
     """
     bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
     total = whole_bytes(sum((group.token_bits(bits, tensor_parallel) for group in geometry.kv_groups), Fraction(0)))
@@ -74,7 +74,7 @@ def local_kv_bytes_per_token(
 def local_layer_bytes_per_token(
     geometry: Geometry, layer: KvLayer, tensor_parallel: int = 1, kv_dtype: str | None = None
 ) -> float:
-    """Return the bytes that a layer that attends reads of a token on one of `tensor_parallel` devices."""
+    """Return the bytes that an attending layer reads per token on one of `tensor_parallel` devices."""
     bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
     return float(-(-layer.num_heads // tensor_parallel) * layer.head_numbers * bits / 8)
 
@@ -84,7 +84,7 @@ def local_weight_bytes(
 ) -> int:
     """Return the bytes of weights on one device.
 
-    Experts are divided over all devices of all `data_parallel` ranks, everything else over the devices of a rank.
+    Experts are divided over all devices of all `data_parallel` ranks, all other weights over the devices of a rank.
     """
     if data_parallel == 1:
         return -(-geometry.weight_bytes // (tensor_parallel * pipeline_parallel))
@@ -96,7 +96,7 @@ def local_weight_bytes(
 def local_state_bytes(
     geometry: Geometry, num_sequences: int, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> int:
-    """Return the bytes of states on one device, which are set aside for as many sequences: pages hold none."""
+    """Return the bytes of states on one device. They are reserved for `num_sequences` sequences, outside pages."""
     return -(-num_sequences * geometry.state_bytes // (tensor_parallel * pipeline_parallel))
 
 
@@ -114,10 +114,10 @@ def fit_memory(
     kv_dtype: str | None = None,
     num_draft_layers: int = 0,
 ) -> MemoryFit:
-    """Return how many pages of `page_size` tokens fit. Raise ConfigError if not even one page fits beside the weights.
+    """Return the number of pages of `page_size` tokens that fit. Raise ConfigError if none fits besides the weights.
 
-    Activations are an estimate; an engine measures what it needs. For each token of a step: the residual stream twice,
-    queries, and the widest feed-forward layer with its gate. For each sequence: its logits in 32 bits, twice.
+    Activations are an estimate; an engine measures its real needs. Per token of a step: the residual stream twice,
+    queries, and the widest feed-forward layer with its gate. Per sequence: its logits in 32 bits, twice.
     """
     ways = {
         "tensor_parallel": tensor_parallel,

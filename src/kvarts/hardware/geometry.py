@@ -1,7 +1,7 @@
-"""Model geometry: how much memory and work a token takes, as a config.json decides it (`model_config.py` reads it).
+"""Model geometry: memory and work per token, as determined by a config.json (read by `model_config.py`).
 
-Counts follow the modules of transformers: the text model of a checkpoint, without a vision tower and without layers
-that predict further tokens.
+Counts follow the modules of transformers: the text model of a checkpoint, without vision towers and layers for
+multi-token prediction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Experts", "Extra", "Geometry", "Latent", "State", "whole_bytes"]
 
 
 class Latent(msgspec.Struct, frozen=True):
-    """Multi-head latent attention (DeepSeek-V2): a layer keeps `kv_rank + rope_dim` numbers a token for all heads."""
+    """Multi-head latent attention (DeepSeek-V2): a layer keeps `kv_rank + rope_dim` numbers per token for all heads."""
 
     kv_rank: int
     q_rank: int | None
@@ -30,7 +30,7 @@ class Latent(msgspec.Struct, frozen=True):
 class Experts(msgspec.Struct, frozen=True):
     """Mixture-of-experts layers: `count` experts of width `intermediate_size`, `per_token` of which process a token.
 
-    `shared_size`: width of the shared experts, which process every token. `num_layers`: layers of this kind.
+    `shared_size`: width of the shared experts, which process every token. `num_layers`: number of these layers.
     """
 
     count: int
@@ -45,8 +45,8 @@ class Experts(msgspec.Struct, frozen=True):
 class State(msgspec.Struct, frozen=True):
     """A layer that keeps a state instead of tokens: Mamba-2, or linear attention with a gated delta rule.
 
-    `conv_numbers`: the inputs that the convolution of the next token needs; `recurrent_numbers`: the state itself.
-    `matrix`: numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays.
+    `conv_numbers`: inputs kept for the convolution of the next token; `recurrent_numbers`: the state itself. `matrix`:
+    numbers in the matrices of the layer; `small`: in its convolution, norm, biases and decays.
     """
 
     conv_numbers: int
@@ -56,13 +56,13 @@ class State(msgspec.Struct, frozen=True):
     recurrent_dtype: str = "float32"
 
     def num_bytes(self, dtype: str) -> int:
-        """Return the bytes of the state of a sequence, with what its convolution needs in `dtype`."""
+        """Return the bytes of the state of a sequence, with its convolution inputs in `dtype`."""
         bits = self.conv_numbers * dtype_bits(dtype, field="dtype")
         return whole_bytes(bits + self.recurrent_numbers * dtype_bits(self.recurrent_dtype, field="recurrent_dtype"))
 
 
 class Extra(msgspec.Struct, frozen=True):
-    """Numbers of a model beside attention, feed-forward layers, and what else is counted: of all layers together."""
+    """Numbers not counted elsewhere, such as indexers and per-layer embeddings: sums over all layers."""
 
     matrix: int = 0
     small: int = 0
@@ -70,12 +70,12 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One decoder model. Sizes are in numbers, not bytes, unless the name says so.
+    """One decoder model. Sizes are in numbers, not bytes, unless the name contains `bytes`.
 
-    `layers`: what each layer keeps of a sequence. `num_norms`: norms of the width of the model in each layer.
-    `mlp_matrices`: matrices of a feed-forward layer or an expert, 3 with a gate. `num_mlp_layers`: layers with a
-    feed-forward layer that every token passes; by default all without experts. `weight_dtype`: format of all matrices
-    but those of experts, which have `expert_dtype`; embeddings, norms and biases are kept in `dtype`.
+    `layers`: the KV layer of each layer. `num_norms`: norms of the model's width in each layer. `mlp_matrices`:
+    matrices of a feed-forward layer or an expert, 3 with a gate. `num_mlp_layers`: layers with a feed-forward layer
+    that processes every token; by default all layers without experts. `weight_dtype`: format of all matrices except
+    those of experts, which have `expert_dtype`; embeddings, norms and biases are kept in `dtype`.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer that attends, the most tokens that it attends to; None for all."""
+        """The span of each attending layer: the most tokens that it attends to; None for all."""
         return tuple(layer.span for layer in self.layers if layer.attends)
 
     @cached_property
@@ -125,12 +125,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_spans(self) -> bool:
-        """Whether a layer attends to a window or a chunk, and not to all tokens."""
+        """Whether some layer attends only to a window or a chunk."""
         return any(window is not None for window in self.windows)
 
     @property
     def keeps_less(self) -> bool:
-        """Whether a layer keeps something else than all tokens."""
+        """Whether some layer keeps less than all tokens."""
         return any(layer.kind not in ("full", "latent") for layer in self.layers)
 
     @property
@@ -140,7 +140,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def attending(self) -> tuple[KvGroup, ...]:
-        """Layers that attend, by what they read: their own KV and that of others alike."""
+        """Attending layers, grouped by the KV they read, whether their own or that of other layers."""
         kinds = ((layer.span, layer.num_heads, layer.head_numbers) for layer in self.layers if layer.attends)
         return grouped([KvLayer(kind="full", span=kind[0], num_heads=kind[1], head_numbers=kind[2]) for kind in kinds])
 
@@ -169,7 +169,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def dense_matrix(self) -> int:
-        """Numbers in the matrices of one feed-forward layer that every token passes: up and down, and mostly a gate."""
+        """Numbers in the matrices of one feed-forward layer that processes every token: up, down, and mostly a gate."""
         return self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @cached_property
@@ -188,7 +188,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def common_matrix(self) -> int:
-        """Numbers in matrices that every token is multiplied with, without the output head and the experts."""
+        """Numbers in matrices that multiply every token, without the output head and the experts."""
         numbers = self.num_attending_layers * self.attention_matrix + self.num_dense_layers * self.dense_matrix
         numbers -= self._num_sharing_layers * self.hidden_size * self.head_dim * 2 * self.num_kv_heads
         numbers += self.extra.matrix
@@ -238,7 +238,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """The number of weights that one token is computed with: all but those of experts that do not process it."""
+        """The number of weights used for one token: all except those of experts that do not process it."""
         if self.experts is None:
             return self.num_parameters
         unseen = self.experts.count - self.experts.per_token
@@ -255,12 +255,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def expert_bytes(self) -> int:
-        """Bytes of the weights of experts among them, rounded up to whole bytes."""
+        """Bytes of the weights of experts, rounded up to whole bytes. Part of `weight_bytes`."""
         experts = 0 if self.experts is None else self.experts.num_layers * self.experts.count * self.expert_matrix
         return whole_bytes(experts * dtype_bits(self.expert_dtype, field="expert_dtype"))
 
     def stored_as(self, weight_dtype: str | None) -> Geometry:
-        """Return the same model with all its matrices in `weight_dtype`; None leaves it as it is."""
+        """Return the model with all matrices in `weight_dtype`; unchanged if None."""
         if weight_dtype is None:
             return self
         dtype_bits(weight_dtype, field="weight_dtype")
@@ -270,23 +270,24 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The groups of layers that keep alike, in the order of their first layers."""
+        """The KV groups: layers that keep the same tokens, in the order of their first layers."""
         return grouped(self.layers)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the states of a sequence in all layers that keep one, whatever its length."""
+        """Bytes of the states of a sequence in all layers, independent of its length."""
         return sum(layer.state_bytes for layer in self.layers)
 
     def kv_bytes_per_token(self, kv_dtype: str | None = None) -> int:
-        """Return the bytes of KV a token takes if every layer keeps every token. `kv_dtype`: default as the model."""
+        """Return the bytes of KV per token if every layer keeps every token. `kv_dtype`: default: the model's."""
         bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
         return whole_bytes(sum((group.token_bits(bits) for group in self.kv_groups), Fraction(0)))
 
     def expanded_kv_bytes_per_token(self, kv_dtype: str | None = None) -> int | None:
-        """Return the bytes of a token where a latent is kept as the keys and values that it is expanded to.
+        """Return the bytes per token if latent KV is stored as its expanded keys and values.
 
-        So do models that run here: keys and values have as many numbers, those of the larger. None without a latent.
+        Models that run in kvarts do so; keys and values then both have the larger of their two sizes. None without a
+        latent.
         """
         latent = self.latent
         if latent is None:
@@ -296,7 +297,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return whole_bytes(self.num_attending_layers * self.num_heads * 2 * head_dim * bits)
 
     def kv_bytes(self, num_tokens: int, kv_dtype: str | None = None) -> int:
-        """Return the bytes that are kept of a sequence while the last of its `num_tokens` tokens is computed."""
+        """Return the bytes kept of a sequence while the last of its `num_tokens` tokens is computed."""
         bits = dtype_bits(kv_dtype or self.dtype, field="kv_dtype")
         kept = sum(
             (group.layer.num_tokens(num_tokens) * group.token_bits(bits) for group in self.kv_groups), Fraction(0)
@@ -305,5 +306,5 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def whole_bytes(bits: Fraction) -> int:
-    """Return the bytes that hold so many bits."""
+    """Return the number of bytes that hold `bits` bits."""
     return -(-bits.numerator // (8 * bits.denominator))

@@ -1,7 +1,7 @@
-"""What the layers of a model keep of a sequence, and the groups of layers that keep alike.
+"""The KV that each layer of a model keeps of a sequence, and the groups of layers that keep the same.
 
-Positions count from 0. While the token at position p is computed, a layer needs what p attends to, p included; what no
-token from p on attends to can be given back.
+Positions count from 0. While the token at position p is computed, a layer needs all tokens that p attends to, including
+p. Tokens that no position from p on attends to can be released.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ KvKind = Literal["full", "window", "chunk", "latent", "state", "shared", "none"]
 
 
 class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one layer keeps of a sequence.
+    """The KV that one layer keeps of a sequence.
 
-    `full`: keys and values of all tokens; `latent`: one vector a token; `window`: of the last `span` tokens and the
-    first `sink`; `chunk`: of the tokens from the last multiple of `span` on; `state`: `state_bytes`, whatever the
-    length; `shared`: nothing, it reads what another layer keeps, with that layer's `span`; `none`: nothing, it sees one
-    token at a time. A token has `num_heads` times `head_numbers` numbers; devices divide heads, never their numbers.
+    `full`: keys and values of all tokens; `latent`: one vector per token; `window`: keys and values of the last `span`
+    tokens and the first `sink`; `chunk`: those of the tokens since the last multiple of `span`; `state`: `state_bytes`,
+    independent of the length; `shared`: nothing, since it reads the KV of another layer, with that layer's `span`;
+    `none`: nothing, since it processes each token separately. A token has `num_heads` times `head_numbers` numbers;
+    devices divide heads, never their numbers.
     """
 
     kind: KvKind
@@ -40,11 +41,11 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attends(self) -> bool:
-        """Whether it reads keys and values of other tokens, its own or those of another layer."""
+        """Whether it reads keys and values of other tokens, from its own KV or from that of another layer."""
         return self.keeps_tokens or self.kind == "shared"
 
     def first_seen(self, position: int) -> int:
-        """Return the first position after the sink that the token at `position` attends to, in a layer that attends."""
+        """Return the first position after the sink that the token at `position` attends to, if the layer attends."""
         if self.span is None:
             return 0
         if self.kind == "chunk":
@@ -52,14 +53,14 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, position + 1 - self.span)
 
     def num_tokens(self, num_tokens: int, num_new: int = 1) -> int:
-        """Return the tokens it keeps while the last `num_new` of `num_tokens` tokens are computed."""
+        """Return the number of tokens kept while the last `num_new` of `num_tokens` tokens are computed."""
         if not self.keeps_tokens or not num_tokens:
             return 0
         first = self.first_seen(num_tokens - min(num_new, num_tokens))
         return num_tokens - first + min(self.sink, first)
 
     def num_pages(self, num_tokens: int, page_size: int, num_new: int = 1) -> int:
-        """Return the pages of those tokens. A page is kept as long as one of its tokens is needed."""
+        """Return the number of pages of those tokens. A page is kept as long as one of its tokens is needed."""
         if not self.keeps_tokens or not num_tokens:
             return 0
         first_page = self.first_seen(num_tokens - min(num_new, num_tokens)) // page_size
@@ -67,13 +68,13 @@ class KvLayer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """`num_layers` layers that keep alike."""
+    """`num_layers` layers that keep the same tokens in the same format."""
 
     layer: KvLayer
     num_layers: int
 
     def token_bits(self, number_bits: Fraction, num_devices: int = 1) -> Fraction:
-        """Return the bits of a token in all its layers, on one of the devices that divide the heads."""
+        """Return the bits per token in all layers of the group, on one of the devices that divide the heads."""
         if not self.layer.keeps_tokens:
             return Fraction(0)
         heads = -(-self.layer.num_heads // num_devices)

@@ -1,4 +1,4 @@
-"""Reads the geometry of a model: a preset by name, or a config.json of Hugging Face's form."""
+"""Reads the geometry of a model: a preset by name, or a config.json in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def preset_names() -> list[str]:
 
 
 def load_geometry(model: str | Path) -> Geometry:
-    """Return the geometry of a preset by its name, or of a config.json, or of the directory that holds one.
+    """Return the geometry of a preset, of a config.json, or of a directory that contains one.
 
-    Raise MissingFileError if there is neither, InputError for a file that is no config, and ConfigError for a model
-    type that is not supported.
+    Raise MissingFileError if neither exists, InputError for a file that is not a config, and ConfigError for an
+    unsupported model type.
     """
     presets = _presets()
     name = str(model)
@@ -70,11 +70,11 @@ def load_geometry(model: str | Path) -> Geometry:
 
 
 def _with_infinities(data: bytes) -> Any:
-    """Return what is JSON but for numbers that are none, such as Infinity, which configs of Mamba-2 have.
+    """Decode JSON that contains non-standard numbers such as Infinity, as in configs of Mamba-2.
 
-    Raise msgspec.DecodeError if it is no JSON otherwise.
+    Raise msgspec.DecodeError if it is not JSON otherwise.
     """
-    import json  # most configs need it not
+    import json  # most configs do not need it
 
     try:
         return json.loads(data)
@@ -83,7 +83,7 @@ def _with_infinities(data: bytes) -> Any:
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    from importlib.resources import files  # most runs name no preset
+    from importlib.resources import files  # most runs use no preset
 
     text = files("kvarts.hardware").joinpath("presets/models.json").read_bytes()
     presets: dict[str, dict[str, Any]] = msgspec.json.decode(text)
@@ -92,7 +92,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None) -> Geometry:
     text = values.get("text_config")
-    if isinstance(text, dict):  # a multimodal model: its text model has a config of its own
+    if isinstance(text, dict):  # a multimodal model: the config of its text model is nested
         outer: dict[str, Any] = {
             key: values[key] for key in ("torch_dtype", "dtype", "quantization_config") if key in values
         }
@@ -176,7 +176,7 @@ def _head_dim(config: ConfigFields, path: Path | None) -> int:
 
 
 def _width(config: ConfigFields, path: Path | None) -> int | None:
-    """Return `intermediate_size`, which may be said once for each layer. Raise ConfigError where these differ."""
+    """Return `intermediate_size`, which may be a list with a value per layer. Raise ConfigError if they differ."""
     widths = config.intermediate_size
     if not isinstance(widths, list):
         return widths
@@ -186,7 +186,7 @@ def _width(config: ConfigFields, path: Path | None) -> int | None:
 
 
 def _dense_width(config: ConfigFields, experts: Experts | None, num_layers: int, path: Path | None) -> int:
-    """Return the width of feed-forward layers that every token passes."""
+    """Return the width of feed-forward layers that process every token."""
     width = _width(config, path)
     if config.model_type == "llama4_text" and config.intermediate_size_mlp is not None:
         width = config.intermediate_size_mlp
@@ -247,7 +247,7 @@ def _num_expert_layers(config: ConfigFields, num_layers: int, path: Path | None)
 
 
 def _stored_as(config: ConfigFields, dtype: str, path: Path | None) -> tuple[str, str]:
-    """Return the formats of matrices, and of those of experts."""
+    """Return the number formats of matrices and of experts' matrices."""
     if config.quantization_config is None:
         return dtype, dtype
     method = config.quantization_config.get("quant_method")

@@ -1,4 +1,4 @@
-"""What a sequence of a given length takes in each KV group, and how many such sequences fit."""
+"""Memory of a sequence of a given length in each KV group, and the number of such sequences that fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LocalGroup", "SequenceFit", "fit_sequences", "local_kv_groups", "seq
 
 
 class LocalGroup(msgspec.Struct, frozen=True):
-    """A KV group on one device: the bytes of a page, or of the states of a sequence, in all of its layers."""
+    """A KV group on one device: bytes per page, and bytes of a sequence's states, over all of its layers."""
 
     layer: KvLayer
     num_layers: int
@@ -28,9 +28,10 @@ class LocalGroup(msgspec.Struct, frozen=True):
 class SequenceFit(msgspec.Struct, frozen=True):
     """A sequence of `num_tokens` tokens on one device, while its last token is computed.
 
-    `num_pages`: for each group. `full_bytes`: if every layer kept every token, as a replay counts it.
-    `num_sequences`: how many fit while one of them is computed in steps as large as they may be, since what leaves a
-    window is kept until its step ends; `num_full_sequences`: in pages with every layer. None without a memory.
+    `num_pages`: pages per group. `full_bytes`: bytes if every layer kept every token, as replays count it.
+    `num_sequences`: sequences that fit while one of them is computed in steps of the maximum size, since pages that
+    leave a window are kept until the step ends; `num_full_sequences`: the same in pages with every layer. Both are None
+    without a memory.
     """
 
     num_tokens: int
@@ -51,8 +52,8 @@ def local_kv_groups(
 ) -> list[LocalGroup]:
     """Return the KV groups on one device, in the order of the geometry.
 
-    KV heads and states are split over the devices, latent KV is kept whole on each. Of `pipeline_parallel` stages, the
-    one with the most layers counts, with its part of every group.
+    KV heads and states are split over the devices, latent KV is replicated on each. With `pipeline_parallel` stages,
+    this is for the stage with the most layers, with its share of every group.
     """
     bits = dtype_bits(kv_dtype or geometry.dtype, field="kv_dtype")
     stage = Fraction(-(-geometry.num_layers // pipeline_parallel), geometry.num_layers)
@@ -87,7 +88,7 @@ def fit_sequences(
     max_num_batched_tokens: int = 1,
     memory: MemoryFit | None = None,
 ) -> SequenceFit:
-    """Return what a sequence takes, and how many fit in `memory`. Raise ConfigError for what cannot be."""
+    """Return the memory of a sequence, and how many fit in `memory`. Raise ConfigError for invalid values."""
     check_whole(num_tokens, "sequence_tokens")
     if page_size < 1:
         raise ConfigError(f"must be at least 1, got {page_size}", field="page_size")

@@ -154,16 +154,23 @@ class Cache:
 
     # What requests need ---------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int) -> int:
-        """Return the blocks to be free for a request of `num_known` tokens that begins with `match`."""
+    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return the blocks to be free for a request of `num_known` tokens that begins with `match`.
+
+        `budget`: the most tokens that its first step computes.
+        """
         raise NotImplementedError
+
+    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return the least that `num_to_admit` may be later, as long as nothing else begins to hold what was found."""
+        return self.num_to_admit(match, num_known, budget)
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the blocks to take for tokens [start, end) of `holding`."""
         raise NotImplementedError
 
-    def num_to_finish(self, holding: Holding, start: int, end: int) -> int:
-        """Return the most blocks that `holding` takes, at one time, to compute tokens [start, end) in any chunks."""
+    def num_to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the most blocks that `holding` takes, at one time, until `num_tokens` tokens are computed."""
         raise NotImplementedError
 
     def num_to_compute(self, num_known: int, page_size: int) -> int:
@@ -222,7 +229,7 @@ class Cache:
         raise NotImplementedError
 
     def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release what no token from `num_tokens` on attends to. `count` must follow."""
+        """Release what no token from `num_tokens` on attends to; all before are computed. `count` must follow."""
 
     def count(self) -> None:
         """Bring the counts up to date after `settle` or `end_step`."""
@@ -240,8 +247,11 @@ class Cache:
 
     # Decodes that the cache follows ----------------------------------------------------------------------------
 
-    def start_decoding(self, holding: Holding, admission: int) -> None:
-        """Let a settled sequence compute a token in every step from the next on; `admission`: its place in order."""
+    def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute a token in every step from the next on; `admission`: its place in order.
+
+        One that is not settled releases nothing before `settle` is called.
+        """
         raise NotImplementedError
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
@@ -253,6 +263,13 @@ class Cache:
 
     def end_step(self) -> None:
         """Let decodes release what none of their later tokens attends to. `count` must follow."""
+        raise NotImplementedError
+
+    def put_off(self, holdings: Sequence[Holding]) -> None:
+        """End the step for decodes, and let those that would release something do so when `settle` is called for each.
+
+        `holdings`: all of these.
+        """
         raise NotImplementedError
 
     def fills_known_page(self) -> bool:

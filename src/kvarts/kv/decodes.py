@@ -56,7 +56,7 @@ class Decodes:
         """The steps of these, as a heap."""
 
     def join(self, holding: RunHolding, admission: int) -> None:
-        """Add a holding that computes a token in each step from now on."""
+        """Add a holding that computes a token in each step from now on. `begin` must follow when it is settled."""
         page_size, base = self.page_size, holding.num_tokens - self.step
         holding.is_decoding = True
         holding.base = base
@@ -66,8 +66,6 @@ class Decodes:
         if holding.content.num_known_pages > holding.num_named:
             self.num_filling += 1
             insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
-        for index in self.bounded:
-            self.begin(holding, index)
 
     def leave(self, holding: RunHolding) -> None:
         """Remove a holding that ended or is preempted; what it gave back before this step is known then."""
@@ -78,14 +76,18 @@ class Decodes:
         if self.num_filling and holding in filling:
             self.num_filling -= 1
             filling.remove(holding)
-        for index in self.bounded:
-            self.stop(holding, index)
+        self.stop_all(holding)
         holding.is_decoding = False
         holding.num_tokens = base + self.step
 
     # Streams ----------------------------------------------------------------------------------------------
 
-    def begin(self, holding: RunHolding, index: int) -> None:
+    def begin(self, holding: RunHolding) -> None:
+        """Let a settled holding give back from the next step on."""
+        for index in self.bounded:
+            self.begin_group(holding, index)
+
+    def begin_group(self, holding: RunHolding, index: int) -> None:
         """Let a group give back from the next step on, regularly if that is possible."""
         step, base, length = self.step, holding.base, self._lengths[index]
         if self._is_chunk[index]:
@@ -127,6 +129,11 @@ class Decodes:
             self.num_emptied[index][slot] += 1
         if stop_step >= 0:
             self._expect(holding, index, stop_step)  # what is generated is not kept
+
+    def stop_all(self, holding: RunHolding) -> None:
+        """End what all groups give back."""
+        for index in self.bounded:
+            self.stop(holding, index)
 
     def stop(self, holding: RunHolding, index: int) -> None:
         """End what a group gives back regularly, or expects to."""

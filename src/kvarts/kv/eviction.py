@@ -1,63 +1,106 @@
-"""Which run is evicted next: the question that the prefix tree asks, and the answer that is the default.
+"""Which run is evicted next: the question that a cache asks, and the answer that is the default.
 
-The tree owns runs, references, parents and twins. An order owns which run goes next, and nothing else: it lists the
+A cache owns runs, references and what follows what. An order owns which run goes next, and nothing else: it lists the
 runs that nothing references. A run enters it by `released` and leaves it by `pinned` or `removed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
+from kvarts.content import Content, PageKey
 from kvarts.kv.node import NOTHING, Node
 
-__all__ = ["BaseOrder", "EvictionOrder", "LruOrder"]
+__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "Run"]
+
+
+class Run(Protocol):
+    """What an order reads of a run: a Node of whole pages, or the parts of pages in one KV group, a PartRun.
+
+    `place` is the order's own. A new run has None; a run with another does not grow, and the two parts of a run that is
+    split have the same.
+    """
+
+    place: Any
+
+    @property
+    def content(self) -> Content:
+        """A content that has its pages."""
+
+    @property
+    def start(self) -> int:
+        """Its first page, counted from the first token."""
+
+    @property
+    def end(self) -> int:
+        """The page after its last."""
+
+    @property
+    def key(self) -> PageKey:
+        """The name of its first page among those that follow the same page."""
+
+    @property
+    def group(self) -> int:
+        """Its KV group; 0 where pages are whole."""
+
+    @property
+    def parent(self) -> Run | None:
+        """The run right before it, of the same group; None if there is none."""
+
+    @property
+    def children(self) -> Mapping[PageKey, object] | None:
+        """What follows its last page, by key; None or empty if nothing does."""
+
+    @property
+    def holds(self) -> int:
+        """How many transfers hold it while it is listed."""
 
 
 class EvictionOrder(Protocol):
-    """What the tree tells of runs that nothing references, and what it asks.
+    """What a cache tells of runs that nothing references, and what it asks. `nodes` are Runs, all of one kind.
 
     Promises: the order is total, and the same calls give the same order, whatever the process or hash seed. `next_run`
     and iteration change nothing. The order changes nothing about a node but `place`, `older` and `newer`; what it keeps
     about runs that come and go belongs in `place`.
 
-    The tree sees to the rest. Where the order names a run that others follow, what goes is a run after it, so that a
-    page never outlives the one before it. Runs are eaten from their tails, and no further than is needed.
+    The cache sees to the rest. Where the order names a run that others follow, in layers that keep every token, what
+    goes is a run after it. Runs are eaten from their tails, and no further than is needed.
     """
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Any]:
         """Return all listed runs, the next to be evicted first; runs that transfers hold are among them."""
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`, of one path, which nothing references any more: deepest first."""
+    def released(self, nodes: Sequence[Any]) -> None:
+        """List `nodes`, of one path in one group, which nothing references any more: deepest first."""
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Any], path: Sequence[Any]) -> None:
         """Unlist `nodes`, which are referenced again: those of `path`, which was hit, that were listed."""
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Any) -> None:
         """Unlist `node`, which is evicted as a whole or listed elsewhere from now on."""
 
-    def put_back(self, nodes: Sequence[Node]) -> None:
+    def put_back(self, nodes: Sequence[Any]) -> None:
         """List `nodes`, which were listed elsewhere and should go before what is listed here, in this order.
 
         They may be of different paths.
         """
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Any, tail: Any) -> None:
         """List `head`, the first part of a run that was split; `tail`, the rest, is listed already and goes before it.
 
         They have the same `place`.
         """
 
-    def held(self, node: Node) -> None:
+    def held(self, node: Any) -> None:
         """Pass the listed `node` by from now on: a transfer holds it. It keeps its place."""
 
-    def unheld(self, node: Node) -> None:
+    def unheld(self, node: Any) -> None:
         """Stop passing `node` by."""
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Any:
         """Return the first run that no transfer holds. There is one."""
 
 
@@ -65,39 +108,39 @@ class EvictionOrder(Protocol):
 class BaseOrder:
     """An order to begin with: a subclass says at least what is `released`, `removed`, `split`, and in which order."""
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         """Return all listed runs, the next to be evicted first."""
         raise NotImplementedError
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`, deepest first."""
         raise NotImplementedError
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`."""
         raise NotImplementedError
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         """List `head`, which goes after `tail`."""
         raise NotImplementedError
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
         """Unlist `nodes`."""
         for node in nodes:
             self.removed(node)
 
-    def put_back(self, nodes: Sequence[Node]) -> None:
+    def put_back(self, nodes: Sequence[Run]) -> None:
         """List `nodes` as if they had just been released, one after the other."""
         for node in nodes:
             self.released((node,))
 
-    def held(self, node: Node) -> None:
+    def held(self, node: Run) -> None:
         """Do nothing: `next_run` looks."""
 
-    def unheld(self, node: Node) -> None:
+    def unheld(self, node: Run) -> None:
         """Do nothing: `next_run` looks."""
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Run:
         """Return the first run that no transfer holds."""
         return next(node for node in self if not node.holds)
 

@@ -14,6 +14,7 @@ from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.events import PartsMoved
 from kvarts.kv.cache import Holding, Leap
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.match import Match
 from kvarts.kv.node import NOTHING, HeldPages
@@ -86,7 +87,8 @@ class GroupPages(PartPages):
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take pages and
     release some, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: it looks at what
-    is about to be evicted, so the cache follows no decodes.
+    is about to be evicted, so the cache follows no decodes. `eviction_order`: says which run goes next, and hears of
+    each release, so the cache follows no decodes either; left out, the least recently released goes next.
     """
 
     __slots__ = ("_num_given", "num_promised", "parts")
@@ -102,6 +104,7 @@ class GroupPages(PartPages):
         tell: Tell | None = None,
         has_below: bool = False,
         watches_list: bool = False,
+        eviction_order: EvictionOrder | None = None,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -113,12 +116,14 @@ class GroupPages(PartPages):
             blocks=ids,
             events=None if tell is None else RunEvents(tell),
             has_below=has_below,
+            eviction_order=eviction_order,
         )
         self.num_promised = 0
         """Blocks that are free, and are kept for requests that will take them."""
         self._num_given = 0
         """Blocks that `give` gave back since the beginning."""
-        self.names_decodes = self.publishes_all = with_ids or tell is not None or watches_list
+        is_watched = watches_list or eviction_order is not None
+        self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched
         if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
@@ -188,7 +193,7 @@ class GroupPages(PartPages):
         self.count()
 
     def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release what no token from `num_tokens` on attends to. `count` must follow."""
+        """Release what no token from `num_tokens` on attends to; all before are computed. `count` must follow."""
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
 
     # Decodes that are counted and not named: see RunCache.start_decoding.
@@ -222,9 +227,9 @@ class GroupPages(PartPages):
         self.parts.take_pages(num_due)
         self.count()
 
-    def start_decoding(self, holding: Holding, admission: int) -> None:
-        """Let a settled sequence compute a token in every step from the next on."""
-        self.parts.start_decoding(cast(PartHolding, holding).parts, admission)
+    def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute a token in every step from the next on."""
+        self.parts.start_decoding(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
@@ -246,6 +251,10 @@ class GroupPages(PartPages):
     def end_step(self) -> None:
         """Let decodes give back what none of their later tokens sees. `count` must follow."""
         self.parts.end_step()
+
+    def put_off(self, holdings: Sequence[Holding]) -> None:
+        """End the step, and let `holdings` release nothing before `settle` is called for each."""
+        self.parts.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
     def leap(self, most_steps: int, num_wanted: int) -> Leap:
         """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, see RunLeap."""
@@ -309,7 +318,7 @@ class GroupPages(PartPages):
             for run, start, end in pieces:
                 num_blocks = (end - start) * self.parts.part_blocks[index]
                 held += num_blocks
-                if not run.holders or run.place != index:
+                if not run.holders or run.list_index != index:
                     taken += num_blocks
         return held + max(0, num_wanted - taken)
 

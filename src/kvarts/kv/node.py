@@ -75,6 +75,11 @@ class Node:
         self.notes: Any = None
         self.is_orphan = False
 
+    @property
+    def group(self) -> int:
+        """Its KV group: whole pages are one."""
+        return 0
+
     def __repr__(self) -> str:
         return f"Node(pages {self.start}..{self.end}, refs {self.refs}, twins {len(self.twins or ())})"
 

@@ -57,7 +57,7 @@ class PageCache(Cache):
 
     # What requests need ---------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int) -> int:
+    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
         """Return the pages of `num_known` tokens, without those of `match` that are in use."""
         return -(-num_known // match.content.page_size) - match.num_shared
 
@@ -65,9 +65,9 @@ class PageCache(Cache):
         """Return the pages that the first `end` tokens of `holding` lack."""
         return -(-end // holding.content.page_size) - holding.num_pages
 
-    def num_to_finish(self, holding: Holding, start: int, end: int) -> int:
-        """Return the same: pages are not released while their request runs."""
-        return -(-end // holding.content.page_size) - holding.num_pages
+    def num_to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the pages that `num_tokens` tokens lack: pages are not released while their request runs."""
+        return -(-num_tokens // holding.content.page_size) - holding.num_pages
 
     def num_to_compute(self, num_known: int, page_size: int) -> int:
         """Return the pages of `num_known` tokens."""

@@ -1,13 +1,14 @@
 """The bytes of a memory with KV groups: which parts are used, cached and empty, and what is evicted next.
 
-Parts that nothing holds are one list of entries, the least recently released first. Empty bytes are taken before
-anything is evicted.
+Parts that nothing holds are one list of entries, the least recently released first; or an eviction order lists them,
+and in the list are only those that go before what it names. Empty bytes are taken before anything is evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_events import RunEvents
@@ -58,6 +59,7 @@ class PartAccount:
 
     Where it shares its memory, `total_bytes` is what it has of it now. `blocks`: the memory as blocks with ids; left
     out, bytes are counted. `events`: receive what becomes findable, what is evicted and what windows release.
+    `eviction_order`: lists runs of parts, and says which goes next; left out, that is the least recently released.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class PartAccount:
         total_bytes: int,
         blocks: IdPool | None = None,
         events: RunEvents | None = None,
+        eviction_order: EvictionOrder | None = None,
     ) -> None:
         groups = self.groups = memory.groups
         self.total_bytes = total_bytes
@@ -89,6 +92,7 @@ class PartAccount:
         self.block_bytes = memory.block_bytes
         self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
         self.events = events
+        self.eviction_order = eviction_order
         self._evicted: list[int] | None = None
         # One sentinel closes the list to a ring: newer of it is the oldest entry, older of it the youngest.
         self._ring = Listed()
@@ -143,9 +147,11 @@ class PartAccount:
         return self._oldest().next_bytes(self)
 
     def _oldest(self) -> Listed:
-        """Return the oldest entry that has parts."""
+        """Return the entry that goes next, which has parts."""
         ring = self._ring
         oldest = ring.newer
+        if self.eviction_order is not None:
+            return self.next_in_order()
         assert oldest is not None
         while oldest is not ring and not oldest.next_bytes(self):
             oldest.eat(self, self.empty_bytes)  # nothing is left of it
@@ -156,12 +162,24 @@ class PartAccount:
     # The list ---------------------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Listed]:
-        """Return what is listed, the oldest first."""
+        """Return what is listed, the next to go first."""
         entry = self._ring.newer
         while entry is not self._ring:
             assert entry is not None
             yield entry
             entry = entry.newer
+        if self.eviction_order is not None:
+            yield from self.eviction_order
+
+    def next_in_order(self) -> Listed:
+        """Return what goes next where an eviction order lists what is cached."""
+        raise NotImplementedError
+
+    @property
+    def first(self) -> Listed | None:
+        """The first entry of the list; None if that is empty."""
+        first = self._ring.newer
+        return None if first is self._ring else first
 
     @property
     def youngest(self) -> Listed | None:
@@ -179,7 +197,7 @@ class PartAccount:
             entry.stamp = self.shared.tick()
 
     def move_first(self, entry: Listed) -> None:
-        """Let a listed entry be the oldest."""
+        """Let a listed entry go before all others."""
         entry.unlist()
         ring = self._ring
         oldest = ring.newer
@@ -251,7 +269,7 @@ class PartAccount:
         """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
         ring = self._ring
         while self.empty_bytes < num_bytes:
-            oldest = ring.newer
+            oldest = ring.newer if self.eviction_order is None else self.next_in_order()
             assert oldest is not None
             oldest.eat(self, num_bytes)
         if self.events is not None:

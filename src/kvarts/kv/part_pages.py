@@ -63,19 +63,27 @@ class PartPages(Cache):
 
     # What requests need ---------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int) -> int:
-        """Return the most blocks that may have to be taken at one time to compute what `match` leaves."""
+    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return the blocks to be free for a request that begins with `match`, see GroupNeeds.to_admit."""
         # Blocks that a request may take whatever it needs; none are certain where others have a say.
         num_certain = -1 if self.is_shared else self.num_free
-        return self.needs.to_admit(match.num_pages * self.page_size, num_known, self.held_by_others(match), num_certain)
+        start = match.num_pages * self.page_size
+        end = min(num_known, start + budget)
+        return self.needs.to_admit(start, num_known, end, self.held_by_others(match), num_certain)
 
-    def num_to_finish(self, holding: Holding, start: int, end: int) -> int:
-        """Return the most blocks that tokens [start, end) take at one time, besides what `holding` has."""
-        return max(0, self.needs.to_compute(start, end) - self.num_held(holding))
+    def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+        """Return the least that `num_to_admit` may be when some of what was found is evicted."""
+        start = match.num_pages * self.page_size
+        end = min(num_known, start + budget)
+        return self.needs.least_to_admit(start, num_known, end, self.held_by_others(match))
+
+    def num_to_finish(self, holding: Holding, num_tokens: int) -> int:
+        """Return the most blocks that `holding` takes at one time, besides those it has, until it has `num_tokens`."""
+        return max(0, self.needs.to_compute(num_tokens) - self.num_held(holding))
 
     def num_to_compute(self, num_known: int, page_size: int) -> int:
         """Return the most blocks that `num_known` tokens need at one time, wherever their chunks begin and end."""
-        return self.needs.to_compute(0, num_known)
+        return self.needs.to_compute(num_known)
 
     def num_at_most(self, num_tokens: int, page_size: int) -> int:
         """Return the same for a request to itself, which may begin from snapshots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.part_account import PartAccount
 from kvarts.kv.spans import PartRun, RunHolding
 
@@ -26,6 +27,17 @@ class RunAccount(PartAccount):
         run.holders.append(holding)
         holding.held[run.group].append(run)
 
+    def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
+        """Hold the runs of `path`, of one group, by page: a sequence begins with them, which is a hit."""
+        order = self.eviction_order
+        if order is not None and path:
+            listed = [run for run in path if run.listed_by is not None]
+            order.pinned(listed, path)
+            for run in listed:
+                run.leave_order()
+        for run in path:
+            self.hold(run, holding)
+
     def disturb(self, run: PartRun) -> None:
         """Take note that a run that is held gets another holder."""
 
@@ -33,7 +45,8 @@ class RunAccount(PartAccount):
         """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
         before: PartRun | None = None
         num_cached = num_empty = 0
-        events = self.events
+        events, order = self.events, self.eviction_order
+        listed: list[PartRun] = []
         for run in runs:
             holders = run.holders
             holders.remove(holding)
@@ -42,7 +55,9 @@ class RunAccount(PartAccount):
             count = run.end - run.start
             if run.is_kept:
                 num_cached += count
-                if before is None or not before.join(run):
+                if order is not None:
+                    listed.append(run)
+                elif before is None or not before.join(run):
                     self.append(run)
                     before = run
             else:
@@ -55,10 +70,19 @@ class RunAccount(PartAccount):
                 run.forget()
         if events is not None:
             events.told()
+        if order is not None and listed:
+            self._list_in(order, listed)
         if num_cached:
             self.note_cached(index, num_cached)
         if num_empty:
             self.note_empty(index, num_empty)
+
+    def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun]) -> None:
+        """Let `order` list runs of one group, the deepest first."""
+        stamp = 0 if self.shared is None else self.shared.tick()
+        for run in runs:
+            run.listed_by, run.stamp = order, stamp
+        order.released(runs)
 
     def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
         """End all holds of `holding`, by group in `order`, what it began to hold last first."""

@@ -8,11 +8,14 @@ in the list, and runs are eaten from their tails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from itertools import pairwise
+from typing import Protocol, cast
 
 from kvarts.content import Content
 from kvarts.kv.decodes import Decodes, turned
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.part_account import Listed
 from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
@@ -50,8 +53,9 @@ class RunCache(RunAccount):
         blocks: IdPool | None = None,
         events: RunEvents | None = None,
         has_below: bool = False,
+        eviction_order: EvictionOrder | None = None,
     ) -> None:
-        super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events)
+        super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events, eviction_order=eviction_order)
         groups = self.groups
         self.page_size = page_size
         self.num_published = 0
@@ -78,6 +82,13 @@ class RunCache(RunAccount):
 
     # Holding and releasing --------------------------------------------------------------------------------
 
+    def next_in_order(self) -> Listed:
+        """Return what goes next: in groups that keep all tokens, not before what follows it, as far as that can go."""
+        order, first = self.eviction_order, self.first
+        assert order is not None
+        run: PartRun = order.next_run() if first is None else cast(PartRun, first)
+        return self.tree.last_after(run) if run.group in self._whole else run
+
     def disturb(self, run: PartRun) -> None:
         """Let decodes that hold `run` give it back by themselves."""
         self.decodes.disturb(run)
@@ -95,15 +106,12 @@ class RunCache(RunAccount):
         holding = RunHolding(content, last, length, self.page_size, len(self.groups))
         last.num_users += 1
         for pieces in found:
-            before: PartRun | None = None
-            for run, start, end in pieces:
-                if run.start < start:
-                    run.split(start)
-                piece = run if run.end == end else run.split(end)
-                self.hold(piece, holding)
-                if before is not None:
-                    piece.join_held(before)  # windows of others that passed them page by page have left them in pieces
-                before = piece
+            path = [run.cut(start, end) for run, start, end in pieces]
+            self.hold_path(path, holding)
+            if self.eviction_order is None:
+                # Windows of others that passed them page by page have left them in pieces.
+                for before, piece in pairwise(path):
+                    piece.join_held(before)
         return holding
 
     def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:
@@ -155,6 +163,8 @@ class RunCache(RunAccount):
         holding.num_tokens = num_tokens
         for index in self._less:
             self.settle_group(holding, index, num_tokens)
+        if holding.is_decoding:
+            self.decodes.begin(holding)
 
     def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
         """Do the same in one group that keeps less."""
@@ -379,6 +389,7 @@ class RunCache(RunAccount):
                     last = held[-1]
                     # No copy of these pages may be younger than a run that gets longer.
                     is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
+                    is_alike = is_alike and last.place is None
                     if is_alike and last.end == begin and siblings[-1] is last:
                         last.end = stop
                         if ids is not None:
@@ -456,12 +467,15 @@ class RunCache(RunAccount):
 
     # Steps of decodes -------------------------------------------------------------------------------------
 
-    def start_decoding(self, holding: RunHolding, admission: int) -> None:
-        """Let a settled sequence compute a token in every step from the next on; its place is that of `admission`.
+    def start_decoding(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
+        """Let a sequence compute a token in every step from the next on; its place is that of `admission`.
 
-        Its pages are taken by `take_pages`, and what no later token attends to is given back by `end_step`.
+        Its pages are taken by `take_pages`, and what no later token attends to is given back by `end_step`, from the
+        time on that the sequence is settled.
         """
         self.decodes.join(holding, admission)
+        if is_settled:
+            self.decodes.begin(holding)
 
     def fill_pages(self) -> None:
         """Make pages findable that decodes fill in this step, and that others may find."""
@@ -500,7 +514,16 @@ class RunCache(RunAccount):
                     self.note_empty(index, count)
         decodes.step += 1
         for _, index, holding in odd:
-            decodes.begin(holding, index)
+            decodes.begin_group(holding, index)
+
+    def put_off(self, holdings: Sequence[RunHolding]) -> None:
+        """End the step; `holdings`, all that would give something back, do so when they are settled."""
+        assert not self.has_ended
+        decodes = self.decodes
+        for holding in holdings:
+            decodes.stop_all(holding)
+        decodes.odd_now()  # of these
+        decodes.step += 1
 
     def pass_steps(self, num_steps: int) -> None:
         """List what decodes give back in steps in which nothing is odd; the caller counts it."""
@@ -576,8 +599,7 @@ class RunCache(RunAccount):
             for runs in span.parts[: len(groups)]:
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
-                    is_listed = run.newer is not None or run.stream is not None
-                    assert is_listed == (not run.holders), "L2: a part is listed, and held"
+                    assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
                     assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"

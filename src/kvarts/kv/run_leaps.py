@@ -51,18 +51,21 @@ class RunLeap:
 def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
     """Do up to `most_steps` steps; the first of them fits. The last is under way, and `end_step` must follow.
 
-    It is one after which decodes lack memory; or, where a request waits for `wanted_bytes`, one after which these are
-    free when decodes have taken their pages, or a page becomes findable that the request may find.
+    It is one after which decodes lack memory before they give any back; or, where a request waits for `wanted_bytes`,
+    one after which these are free when decodes have taken their pages, or a page becomes findable that the request may
+    find.
     """
     assert cache.shared is None, "what other models do between steps is not known"
     decodes = cache.decodes
     done = _do(cache, decodes.steps_to_odd(most_steps), wanted_bytes)
     while len(done.taken) < most_steps and decodes.is_odd and not (cache.wants is not None and cache.wants.has_work):
+        slot = (decodes.step + 1) % cache.page_size
+        kept_bytes = cache.promised_bytes + decodes.num_due[slot] * cache.page_bytes
+        if kept_bytes > cache.free_bytes:
+            break
         # What is odd is given back now, though the step may be the last one.
         done.end_odd(cache)
-        slot = decodes.step % cache.page_size
-        left_bytes = cache.free_bytes - cache.promised_bytes - decodes.num_due[slot] * cache.page_bytes
-        if left_bytes < 0 or (wanted_bytes and (wanted_bytes <= left_bytes or decodes.filling[slot])):
+        if wanted_bytes and (wanted_bytes <= cache.free_bytes - kept_bytes or decodes.filling[slot]):
             cache.has_ended = True
             break
         done.add(_do(cache, decodes.steps_to_odd(most_steps - len(done.taken)), wanted_bytes))
@@ -129,12 +132,15 @@ def _num_certain(cache: RunCache, slot: int, num_steps: int, wanted_bytes: int) 
     if not wanted_bytes and (num_steps // page_size + 1) * decodes.num_decoding * page_bytes <= left_bytes:
         return num_steps
     for step in range(1, num_steps):
-        left_bytes += given_bytes[slot]
+        back_bytes = given_bytes[slot]
         slot += 1
         if slot == page_size:
             slot = 0
         left_bytes -= num_due[slot] * page_bytes
-        if left_bytes < 0 or (wanted_bytes and wanted_bytes <= left_bytes):
+        if left_bytes < 0:
+            return step
+        left_bytes += back_bytes
+        if wanted_bytes and wanted_bytes <= left_bytes:
             return step
     return num_steps
 

@@ -32,12 +32,10 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding
     assert match.pieces is not None
     resident: list[list[PartRun]] = []
     for index, pieces in enumerate(match.pieces):
-        for run, start, end in pieces:
-            if run.place == index:
-                cache.hold(run.cut(start, end), holding)
+        cache.hold_path([run.cut(start, end) for run, start, end in pieces if run.list_index == index], holding)
         resident.append(holding.held[index])
     for index, pieces in enumerate(match.pieces):
-        num_missing = sum(end - start for run, start, end in pieces if run.place != index)
+        num_missing = sum(end - start for run, start, end in pieces if run.list_index != index)
         if not num_missing:
             continue
         cache.take(index, num_missing)
@@ -45,7 +43,7 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding
         held: list[PartRun] = []
         of_device = iter(resident[index])
         for run, start, end in pieces:
-            if run.place == index:
+            if run.list_index == index:
                 held.append(next(of_device))
                 continue
             at = (end - start) * cache.part_blocks[index] if ids else 0

@@ -219,13 +219,13 @@ class SpanTree:
         count, sink = 0, self._sinks[index]
         pieces = self.pieces(match) if match.pieces is None else match.pieces
         for run, start, end in pieces[index]:
-            if run.holders and run.place == index:
+            if run.holders and run.list_index == index:
                 count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
         return count
 
     def num_idle(self, match: RunMatch, index: int) -> int:
         """Return how many snapshots a sequence begins with after `match` that nothing holds or that come by a load."""
-        return sum(not run.holders or run.place != index for run, _, _ in self.pieces(match)[index])
+        return sum(not run.holders or run.list_index != index for run, _, _ in self.pieces(match)[index])
 
     # Spans ------------------------------------------------------------------------------------------------
 
@@ -262,6 +262,28 @@ class SpanTree:
         if not (span.num_users or span.children or any(span.parts)):
             del head.children[span.key]  # what it had was evicted
         return head
+
+    def last_after(self, run: PartRun) -> PartRun:
+        """Return the run that goes in place of `run`, of a group that keeps all tokens: the deepest that follows it.
+
+        That is `run` if nothing follows it, or if its last page has a copy. What is returned is cut so that, down to
+        its first page, the same is true of all its pages.
+        """
+        span, place = run.span, run.list_index
+        assert span is not None
+        copies = [other.start for other in span.parts[place] if other is not run and other.start < run.end <= other.end]
+        if copies:
+            if run.start < copies[0]:
+                run.split(copies[0])
+            return run
+        last = _last_listed(span, place, run.end)
+        if last is None:
+            return run
+        assert last.span is not None
+        ends = [other.end for other in last.span.parts[place] if other.is_listed and last.start < other.end < last.end]
+        if ends:
+            last.split(max(ends))
+        return last
 
     def last_of(self, holding: RunHolding) -> Span:
         """Return the span that has the last full page of `holding`; where it has none, what is before its first."""
@@ -314,6 +336,29 @@ class SpanTree:
         if not before.num_users:
             before.prune()
         return spans
+
+
+def _last_listed(span: Span, place: int, start: int) -> PartRun | None:
+    """Return the deepest run that is listed, and ends after page `start` of `span`, there or in a span after it.
+
+    Of spans that follow the same page the youngest is looked at first, of copies the oldest.
+    """
+    todo = [(span, reversed(span.children.values()))]
+    while todo:
+        last, children = todo[-1]
+        child = next(children, None)
+        if child is not None:
+            todo.append((child, reversed(child.children.values())))
+            continue
+        todo.pop()
+        listed = [run for run in last.parts[place] if run.end > start and run.is_listed]
+        if listed:
+            return max(listed, key=_end)
+    return None
+
+
+def _end(run: PartRun) -> int:
+    return run.end
 
 
 def _common(span: Span, content: Content, end: int) -> int:

@@ -6,7 +6,11 @@ differ, and nowhere else. In each group it has runs of parts, each with a beginn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvarts.content import Content, PageKey
+from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.part_account import Listed, PartAccount
 from kvarts.kv.pool import PageId
 from kvarts.kv.streams import Stream
@@ -21,11 +25,26 @@ class PartRun(Listed):
     everything. `holders`: the sequences that hold it; without any it is listed, by itself or as a piece of `stream`.
     `is_kept`: it is listed when nothing holds it any more; else it is empty then. `ids`: those of its blocks, part by
     part in the order of pages; none where blocks are only counted. `keeps`: how many of its holders are kept for later.
-    `place`: which list of its span it is in: that of its group on the device, or another one of a tier below.
-    `is_wanted`: it is to be stored below before it is evicted.
+    `list_index`: which list of its span it is in: that of its group on the device, or another one of a tier below.
+    `is_wanted`: it is to be stored below before it is evicted. `listed_by`: the eviction order that lists it, if not
+    the list of the account does; `place`: what that keeps about it, see Run.
     """
 
-    __slots__ = ("end", "group", "holders", "ids", "is_kept", "is_wanted", "keeps", "place", "span", "start", "stream")
+    __slots__ = (
+        "end",
+        "group",
+        "holders",
+        "ids",
+        "is_kept",
+        "is_wanted",
+        "keeps",
+        "list_index",
+        "listed_by",
+        "place",
+        "span",
+        "start",
+        "stream",
+    )
 
     def __init__(
         self,
@@ -37,11 +56,11 @@ class PartRun(Listed):
         *,
         is_kept: bool,
         ids: list[PageId] | None = None,
-        place: int = -1,
+        list_index: int = -1,
     ) -> None:
         super().__init__()
         self.group = group
-        self.place = group if place < 0 else place
+        self.list_index = group if list_index < 0 else list_index
         self.is_wanted = False
         self.span = span
         self.start = start
@@ -51,6 +70,60 @@ class PartRun(Listed):
         self.stream: Stream | None = None
         self.ids: list[PageId] = [] if ids is None else ids
         self.keeps = 0
+        self.listed_by: EvictionOrder | None = None
+        self.place: Any = None
+
+    # What an eviction order reads, see Run.
+
+    @property
+    def content(self) -> Content:
+        """A content that has its pages, which can be found."""
+        assert self.span is not None
+        return self.span.content
+
+    @property
+    def key(self) -> PageKey:
+        """The name of its first page among those that follow the same page."""
+        return self.content.key(self.start)
+
+    @property
+    def parent(self) -> PartRun | None:
+        """The run of its group right before it, of copies the oldest; None if there is none."""
+        span = self.span
+        assert span is not None
+        before = span if self.start > span.start else span.parent
+        assert before is not None
+        runs = before.parts[self.group] if before.parts else []  # a root has none
+        return next((run for run in runs if run.end == self.start), None)
+
+    @property
+    def children(self) -> Mapping[PageKey, Span] | None:
+        """The spans that follow its last page, by key; None if it ends before its span does."""
+        span = self.span
+        return span.children if span is not None and span.end == self.end else None
+
+    @property
+    def holds(self) -> int:
+        """0: what a transfer holds is not listed."""
+        return 0
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it is listed, by itself or as a piece of `stream`."""
+        return self.newer is not None or self.listed_by is not None or self.stream is not None
+
+    def unlist(self) -> None:
+        """Take it off the list that it is in, if it is in one by itself."""
+        order = self.listed_by
+        if order is not None:
+            order.removed(self)
+            self.leave_order()
+        elif self.newer is not None:
+            super().unlist()
+
+    def leave_order(self) -> None:
+        """Note that no eviction order lists it any more, nor links it."""
+        self.listed_by = self.older = self.newer = None
 
     @property
     def is_found(self) -> bool:
@@ -97,14 +170,14 @@ class PartRun(Listed):
         span = self.span
         if span is not None:
             self.span = None
-            span.parts[self.place].remove(self)
+            span.parts[self.list_index].remove(self)
             if not (span.num_users or span.children):
                 span.prune()
 
     def precedes(self, run: PartRun) -> bool:
         """Return whether no copies are older than it and younger than `run`, of the same span."""
         assert self.span is not None
-        runs = self.span.parts[self.place]
+        runs = self.span.parts[self.list_index]
         place = runs.index(run)
         return place > 0 and runs[place - 1] is self
 
@@ -117,9 +190,9 @@ class PartRun(Listed):
             return False
         if head.is_wanted is not self.is_wanted:
             return False
-        if self.place == self.group and not head.precedes(self) and not self.precedes(head):
+        if self.list_index == self.group and not head.precedes(self) and not self.precedes(head):
             return False  # there are no copies below
-        self.span.parts[self.place].remove(head)
+        self.span.parts[self.list_index].remove(head)
         self.start = head.start
         if head.ids:
             self.ids = head.ids + self.ids
@@ -151,21 +224,26 @@ class PartRun(Listed):
 
         Of a stream, that is the other way round.
         """
-        index = self.group
-        head = PartRun(index, self.span, self.start, page, self.holders.copy(), is_kept=self.is_kept, place=self.place)
-        head.is_wanted, head.keeps = self.is_wanted, self.keeps
+        index, span = self.group, self.span
+        head = PartRun(
+            index, span, self.start, page, self.holders.copy(), is_kept=self.is_kept, list_index=self.list_index
+        )
+        head.is_wanted, head.keeps, head.place = self.is_wanted, self.keeps, self.place
         if self.ids:
             at = len(self.ids) // (self.end - self.start) * (page - self.start)
             head.ids = self.ids[:at]
             del self.ids[:at]
         self.start = page
-        if self.span is not None:
-            runs = self.span.parts[self.place]
+        if span is not None:
+            runs = span.parts[self.list_index]
             runs.insert(runs.index(self), head)
         for holder in self.holders:
             held = holder.held[index]
             held.insert(held.index(self), head)
-        if self.newer is not None:
+        if self.listed_by is not None:
+            head.listed_by, head.stamp = self.listed_by, self.stamp
+            self.listed_by.split(head, self)
+        elif self.newer is not None:
             head.list_after(self)
         elif self.stream is not None:
             self.stream.insert(head, before=self)

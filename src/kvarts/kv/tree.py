@@ -322,10 +322,12 @@ class PrefixTree:
 
     def _next_without_followers(self) -> Node:
         """Return the first run that can go and that nothing follows; if need be, orphan what follows the first."""
+        node: Node
         for node in self.order:
             if not node.holds and (node.twins is not None or not node.children):
                 return node
-        first = node = self.order.next_run()
+        first: Node = self.order.next_run()
+        node = first
         while first.children:
             while node.children:
                 node = next(reversed(node.children.values()))

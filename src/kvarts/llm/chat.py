@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the chat template of a tokenizer."""
+"""Converts conversations to prompts with a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["render_chat"]
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the token ids of `messages`, each with `role` and `content`, up to where the model's answer begins.
+    """Return the token ids of `messages`, each with `role` and `content`, up to the start of the model's answer.
 
-    Raise ConfigError for a tokenizer without a template, and for messages that the template refuses.
+    Raise ConfigError for a tokenizer without a template, and for messages that the template rejects.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(

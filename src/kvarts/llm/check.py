@@ -1,4 +1,4 @@
-"""Whether a model runs in pages as it runs by itself: random prompts, compared with `generate` token by token."""
+"""Compares a model in pages with transformers' `generate`, with random prompts, token by token."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["Difference", "ModelCheck", "check_model"]
 
 PAGE_SIZE = 16
 MOST_WINDOW = 1024
-"""Prompts are made longer than windows up to this."""
+"""Prompts are longer than the model's windows, up to this window."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Prompt `prompt` goes on alike for `num_alike` tokens, then with another token than that of `generate`.
+    """The tokens after prompt `prompt` match for `num_alike` tokens, then differ from those of `generate`.
 
-    `gap`: by how much the model prefers the token of `generate`, in standard deviations of its logits.
+    `gap`: the model's preference for the token of `generate`, in standard deviations of its logits.
     """
 
     prompt: int
@@ -37,15 +37,14 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ModelCheck(msgspec.Struct, frozen=True):
-    """What a check found. `latent_bytes_per_token`: what a latent, which is kept expanded, would take.
+    """Result of a check. `latent_bytes_per_token`: size of a latent if it were stored instead of its expansion.
 
-    `windows`: how many calls of attention see so far back, `all` for everything.
+    `windows`: number of attention calls by window, `all` for those that attend to everything. `num_state_layers`:
+    layers with a state; `state_bytes`: the state of a sequence over all of them. `num_cached_tokens`: prompt tokens
+    found in the cache instead of computed.
 
-    `num_state_layers`: layers with a state, of which a sequence has `state_bytes` in all of them. `num_cached_tokens`:
-    of prompts, found and not computed.
-
-    `num_tokens` were compared, of which `num_alike` come before the first difference of their prompt. `rounded`: those
-    differences that rounding in 16 bits decides; `differences`: all others, of which there must be none.
+    `num_tokens` were compared; `num_alike` of them precede the first difference of their prompt. `rounded`: differences
+    that are due to rounding in 16 bits; `differences`: all others, which must be empty.
     """
 
     model_type: str
@@ -71,7 +70,7 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
     @property
     def is_exact(self) -> bool:
-        """Whether no difference is more than rounding."""
+        """Whether every difference is due to rounding."""
         return not self.differences
 
 
@@ -87,16 +86,14 @@ def check_model(
 ) -> ModelCheck:
     """Run random prompts through an engine with few pages and small chunks, and compare it with `generate`.
 
-    `kv_groups`: see LLM.
-
-    Raise ConfigError for a model that cannot run in pages.
+    `kv_groups`: as for LLM. Raise ConfigError for a model that cannot run in pages.
     """
     facts = examine(model)
     prompts = _prompts(model, facts, num_prompts, num_tokens, seed)
     longest = max(map(len, prompts)) + num_tokens
     kv_bytes_per_token = page_bytes_of(facts.layers, page_size=1, dtype=model.dtype)
     state_bytes = sum(state.num_bytes for state in facts.states)
-    # Room for the longest and half of another, and four states: the others wait, share and are preempted.
+    # Room for the longest and half of another, and four states: other requests wait, share and are preempted.
     state_pages = -(-state_bytes // (kv_bytes_per_token * PAGE_SIZE))
     config = EngineConfig(
         num_pages=-(-longest // PAGE_SIZE) * 3 // 2 + 2 + 4 * state_pages,
@@ -149,7 +146,7 @@ def check_model(
 
 
 def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Return prompts of many lengths: shorter than a page, longer than windows, and some that begin alike."""
+    """Return prompts of many lengths: shorter than a page, longer than windows, and some with a common prefix."""
     random = Random(seed)
     text = model.config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
@@ -165,7 +162,7 @@ def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -
         if number % 3 == 2:
             shared = prompts[-1][: random.randint(1, len(prompts[-1]))]
             tokens = (shared + tokens)[:longest]
-            if facts.states:  # what can be gone on from is where the other ends
+            if facts.states:  # a state can be resumed only where the other prompt ends
                 tokens = prompts[-1] + tokens[: random.randint(1, PAGE_SIZE)]
         prompts.append(tokens)
     if facts.switch is not None and facts.switch.length <= MOST_WINDOW:
@@ -176,7 +173,7 @@ def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -
 
 @contextmanager
 def _by_itself(model: Any) -> Iterator[None]:
-    """Let a model attend by its own code."""
+    """Have a model attend with its own code."""
     model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():

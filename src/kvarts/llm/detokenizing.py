@@ -1,4 +1,4 @@
-"""Text of the tokens that an executor samples, made in the step that samples them."""
+"""Detokenizes the tokens that an executor samples, in the step that samples them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ __all__ = ["DetokenizingExecutor"]
 
 
 class DetokenizingExecutor:
-    """An Executor around another that hands each sampled token to its Generation.
+    """An Executor around another that passes each sampled token to its Generation.
 
-    A request with a text that has come to a stop text ends in the same step, as with a token that is an end; of drafted
-    tokens that were accepted, none after that is its own. Making text is part of the step's duration. Owner of the
-    generations under way.
+    A request ends in the step in which its text reaches a stop text, as with an end token; accepted drafted tokens
+    after that point are discarded. The step's duration includes detokenization. Owner of the active generations.
     """
 
     def __init__(self, executor: Executor, *, max_num_seqs: int, clock: Clock) -> None:
@@ -29,19 +28,19 @@ class DetokenizingExecutor:
         self._request_of_row = np.full(max_num_seqs, -1, np.int64)
 
     def add(self, generation: Generation) -> None:
-        """Make text for a request from now on."""
+        """Register a request for detokenization."""
         self._generations[generation.request.index] = generation
 
     def get(self, request_index: int) -> Generation | None:
-        """Return a request under way; None if there is none of that index."""
+        """Return an active request; None if the index is not active."""
         return self._generations.get(request_index)
 
     def drop(self, request_index: int) -> Generation | None:
-        """Forget a request, and return its tokens and text; None if it was not added."""
+        """Remove a request, and return its tokens and text; None if it was not added."""
         return self._generations.pop(request_index, None)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Have the other executor carry out a step, and add its tokens to the generations."""
+        """Have the wrapped executor carry out a step, and add its tokens to the generations."""
         start_ns = self._clock.now_ns()
         result = self._executor.execute(plan)
         rows = [] if plan.decodes is None else plan.decodes.rows.tolist()
@@ -67,9 +66,9 @@ class DetokenizingExecutor:
         return replace(result, duration_ns=self._clock.now_ns() - start_ns, stopped_rows=stopped)
 
     def _with_accepted(self, plan: StepPlan, result: StepResult, request_of_row: dict[int, int]) -> StepResult:
-        """Add the tokens of a step in which drafted ones were accepted. What comes after the end of a text is dropped.
+        """Add the tokens of a step with accepted drafts, and discard those after the end of a text.
 
-        The request then ends with the drafted token that brought the end.
+        The request then ends with the drafted token that completed its text.
         """
         assert plan.drafts is not None and result.tokens is not None
         tokens, ends = result.tokens.copy(), set(result.stopped_rows)

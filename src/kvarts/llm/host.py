@@ -1,4 +1,4 @@
-"""What rooms above need of a model that runs, real or not, beside its requests."""
+"""The interface of a running model, real or mock, to the rooms above, in addition to its requests."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["ModelHost"]
 
 @dataclass(frozen=True)
 class ModelHost:
-    """A model and the loop that owns its engine. What `core` is asked is asked between steps, by a task of the loop.
+    """A model and the loop that owns its engine. Access `core` only between steps, from a task of the loop.
 
-    `token_bytes`: bytes of KV of a token, over all layers. `max_positions`: the positions it was trained for, or None.
-    `fingerprint` returns what its KV depends on, beside tokens. `tokenizer`: that of transformers, of a model that
-    came with one. `eos_ids`: tokens with which it ends. `kv_groups`: see LLM; `memory`: the groups, None without any.
-    Then its pages are blocks, and `token_bytes` those of a token in a block. `check_params` raises ConfigError for
-    parameters that the model cannot keep to, and may take a second; None for a model that keeps to no grammar.
+    `token_bytes`: bytes of KV per token, over all layers. `max_positions`: the positions it was trained for, or None.
+    `fingerprint` returns a hash of everything that its KV depends on except tokens. `tokenizer`: a transformers
+    tokenizer, or None. `eos_ids`: the model's end tokens. `kv_groups`: as for LLM; `memory`: the KV groups, or None.
+    With groups, pages are blocks, and `token_bytes` is the size of a token in a block. `check_params` raises
+    ConfigError for parameters that the model cannot satisfy, and may take a second; None for a model without grammars.
     """
 
     loop: EngineLoop

@@ -1,4 +1,4 @@
-"""What a loop promises to those that wait for a request, and what they promise to it."""
+"""Contract between a loop and the listeners of its requests."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ __all__ = ["EngineDeadError", "Gone", "Holds", "Listener", "RequestFailedError"]
 
 
 class EngineDeadError(KvartsError):
-    """An engine that an error in an earlier step has left in an unknown state."""
+    """An error in an earlier step has left the engine in an unknown state."""
 
     exit_code = 1
 
 
 class RequestFailedError(KvartsError):
-    """One request that something went wrong in, which ended it; the engine and all other requests go on."""
+    """An error ended one request; the engine and all other requests continue."""
 
     exit_code = 1
 
 
 class Listener(Protocol):
-    """Receives what becomes of one request, in the thread that has the engine. Raises Gone where nothing listens.
+    """Receives the progress of one request, in the thread that has the engine. Raises Gone if nothing listens any more.
 
-    Whatever else it raises ends its request, and `fail` receives the error.
+    Any other exception that it raises ends its request, and `fail` receives the error.
     """
 
     def update(self, generation: Generation) -> None:
-        """Note the state of the request after a step in which it did not end."""
+        """Receive the state of the request after a step in which it did not end."""
 
     def end(self, completion: Completion) -> None:
-        """Note that the request has ended, perhaps with an error."""
+        """Receive the end of the request, perhaps with an error."""
 
     def fail(self, error: BaseException) -> None:
-        """Note that the request will never end."""
+        """Receive an error that replaces the completion of the request."""
 
 
 class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
-    """Raised by a listener when its event loop is closed."""
+    """Raised by a listener after its event loop was closed."""
 
 
 class Holds(Protocol):
-    """Passes on what listeners are told, and can keep it for a moment."""
+    """Forwards the updates of listeners, and can buffer them for a moment."""
 
     def hold(self) -> None:
-        """Keep what comes from now on."""
+        """Buffer updates until `release`."""
 
     def release(self) -> None:
-        """Pass on what was kept, all at once."""
+        """Forward the buffered updates, all at once."""

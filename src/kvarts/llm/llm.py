@@ -1,4 +1,4 @@
-"""A model that runs: prompts in, text out, every page of its KV memory accounted for."""
+"""A running model: prompts in, text out, with accounting of every page of its KV memory."""
 
 from __future__ import annotations
 
@@ -37,60 +37,61 @@ __all__ = ["LLM"]
 Prompt = str | Sequence[int]
 
 TIMED_STEPS = (1, 2, 4, 8, 16, 32)
-"""Tokens of steps that are timed when an engine with speculation is made."""
+"""Sizes of the steps that are timed at the start of an engine with speculation, in tokens."""
 
 
 class PageFiles(PageStore, Protocol):
     """Pages in files."""
 
     def keys(self) -> list[bytes]:
-        """Return the keys of the pages that are there, the oldest first."""
+        """Return the keys of the stored pages, the oldest first."""
 
 
 class Offload(TierSettings, Protocol):
-    """The tiers below the device, as kvarts.OffloadConfig describes them."""
+    """The tiers below the device, as configured by kvarts.OffloadConfig."""
 
     def for_model(self, kv_bytes_per_token: int) -> Offload:
-        """Return the same for a model with tokens of `kv_bytes_per_token`."""
+        """Return the same tiers for a model with `kv_bytes_per_token`."""
 
     def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each tier, by its name: `host`, and `disk` below it."""
+        """Return the number of pages of each tier by name: `host`, and `disk` below it."""
 
     def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
         """Return the pages in `directory`, for the tier `disk`."""
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str) -> TierSettings:
-        """Return these tiers with the pages in files that an earlier run has left."""
+        """Return these tiers with the pages in files that an earlier run left."""
 
 
 class LLM:
-    """A model of transformers, its tokenizer, and the engine that runs it.
+    """A transformers model, its tokenizer, and the engine that runs it.
 
-    `model`: a directory, a GGUF file, or a name in the hub's cache, which is loaded with `dtype` on `device` (see
-    `load_model`); or a model that is already loaded, which comes with its `tokenizer`, and attends through pages from
-    then on. Without a tokenizer, prompts are token ids.
+    `model`: a directory, a GGUF file, or a name in the hub's cache, loaded with `dtype` on `device` by `load_model`; or
+    a loaded model with its `tokenizer`, which from then on attends through pages. Without a tokenizer, prompts are
+    token ids.
 
-    `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the memory that is free, 4 GiB at most.
-    `config`: all of pages, page size and batch, instead of the settings here. `attention`: the backend, one of
-    kvarts.executor.torch.backend. `layers`: `compiled` or the `model`'s own code, see kvarts.executor.torch.layers.
-    `quantization` and `trust_remote_code`: see `load_model`. `offload`: host memory and files below the pages, on a
-    CPU; `disk_path`: the directory of the files, which a later run of the same model reads again.
+    `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the free memory, 4 GiB at most. `config`:
+    replaces all settings of pages, page size and batch. `attention`: the backend, one of kvarts.executor.torch.backend.
+    `layers`: `compiled`, the `model`'s own code, or `auto` (kvarts.executor.torch.layers). `quantization` and
+    `trust_remote_code`: as for `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`:
+    the directory of the files, which a later run of the same model reads again.
 
-    `kv_groups`: `off`, every layer keeps every token; `all` or `tails`, a layer with a window keeps what later tokens
-    see, see kvarts.llm.room. More sequences fit the same memory then; files do not go with it yet.
+    `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
+    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
+    now.
 
-    `speculative_config`: have tokens guessed that may follow, which are computed beside the others and accepted where
-    they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
+    `speculative_config`: enables speculative decoding, where guessed tokens are computed in the same step and accepted
+    if they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
 
-    `clock`: tells arrival times and durations. `readers` and `audit`: see kvarts.build.build_engine. `wrap`: puts
-    an executor around that of the model, to record its steps.
+    `clock`: gives arrival times and durations. `readers` and `audit`: as for kvarts.build.build_engine. `wrap`: wraps
+    the model's executor, for example to record its steps.
 
-    Every method may be called from any thread. While `generate` or a stream waits, one thread of the LLM does the
-    steps, for all of them together; `submit`, `step` and `cancel` are for code that does the steps itself. An error in
-    a step reaches every waiting caller, and every later call raises EngineDeadError.
+    Every method may be called from any thread. While `generate` or a stream waits, one thread of the LLM runs the steps
+    for all callers; `submit`, `step` and `cancel` are for code that runs the steps itself. An error in a step reaches
+    every waiting caller, and every later call raises EngineDeadError.
 
-    Raises ConfigError for a model that cannot run in pages (see kvarts.executor.torch.probe), for a size that holds no
-    page or that the device does not have, and for settings that exclude each other; and what `load_model` raises.
+    Raises ConfigError for a model that cannot run in pages (kvarts.executor.torch.probe), for a memory size below one
+    page or beyond the device's, and for settings that exclude each other; also raises the errors of `load_model`.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.offload = None if offload is None else offload.for_model(token_bytes(model))
         self.tiers: dict[str, int] = {}
-        """Pages of each tier below the device, by its name; blocks with KV groups."""
+        """Number of pages of each tier below the device, by name; of blocks with KV groups."""
         if self.offload is not None and room.cut is None:
             self.tiers = self.offload.tiers(config.page_size)
         elif self.offload is not None and room.cut is not None:
@@ -194,11 +195,11 @@ class LLM:
             drafter=drafter,
         )
         self.kv_groups = kv_groups
-        """What layers keep: `off` for everything, else by which rule."""
+        """Retention rule of the layers; `off` if they keep every token."""
         self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
-        """With KV groups: the bytes of a block, and the groups; else empty."""
+        """The bytes of a block, and the KV groups; empty without groups."""
         self.latent_token_bytes = latent_token_bytes(model)
-        """Of a model with a latent, which is kept expanded: the bytes that the latent of a token would take."""
+        """Bytes per token of a latent model if its latents were stored instead of their expansion."""
         self._memory = None if room.cut is None else room.cut.memory
         self._clock = clock
         engine = LLMEngine(
@@ -224,7 +225,7 @@ class LLM:
         return cls(path, **settings)
 
     def host(self) -> ModelHost:
-        """Return what rooms above this one need."""
+        """Return the interface for the rooms above this one."""
         pools = self._executor.pools
         return ModelHost(
             loop=self._loop,
@@ -250,17 +251,18 @@ class LLM:
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Run prompts, each text or token ids, batched as they fit, until all have ended. Return them in their order.
+        """Run prompts, each text or token ids, in batches until all have ended. Return completions in the prompts'
+        order.
 
-        A single text is a prompt, too. `params`: of all prompts, or a list with those of each. Raise ConfigError for a
-        prompt that cannot be run, before any is. What goes wrong in one prompt later is the `error` of its completion.
+        A single text is also a prompt. `params`: one for all prompts, or a list with one per prompt. Raise ConfigError,
+        before any runs, if a prompt cannot run. An error in one prompt after that is the `error` of its completion.
         """
         several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         pairs = zip(several, _params_of_each(params, len(several)), strict=True)
         return self._loop.generate([(self.encode(prompt, own), own) for prompt, own in pairs])
 
     def encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt. Raise ConfigError for one that the model cannot run."""
+        """Return the token ids of a prompt. Raise ConfigError if the model cannot run it."""
         self.check_params(params)
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -285,14 +287,14 @@ class LLM:
         return tokens
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ConfigError for parameters that the model cannot keep to. May take as long as compiling a grammar."""
+        """Raise ConfigError for parameters that the model cannot satisfy. May take as long as compiling a grammar."""
         if params.structured_outputs is not None:
             self._grammars.compile(params.structured_outputs)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> list[int]:
-        """Return the token ids of a conversation, by the chat template of the tokenizer, up to where an answer begins.
+        """Return the token ids of a conversation, by the tokenizer's chat template, up to the start of an answer.
 
-        Raise ConfigError for a model without a template, and for messages that its template refuses.
+        Raise ConfigError for a model without a template, and for messages that its template rejects.
         """
         return self.encode(render_chat(self.tokenizer, messages), params)
 
@@ -303,8 +305,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer a conversation, or several: each a list of messages with `role` and `content`.
 
-        The chat template of the model's tokenizer makes prompts of them. `params`: of all, or a list with those of
-        each. Raise ConfigError as `encode_chat` does.
+        The tokenizer's chat template converts them to prompts. `params`: one for all, or a list with one per
+        conversation. Raises ConfigError as `encode_chat` does.
         """
         several: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         pairs = zip(several, _params_of_each(params, len(several)), strict=True)
@@ -313,58 +315,58 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[str, None]:
-        """Return the text of one prompt as it is generated. Many may be under way; closing a stream cancels it."""
+        """Return the text of one prompt as it is generated. Streams may run concurrently; closing one cancels it."""
         params = params or SamplingParams()
         return self._loop.stream(self.encode(prompt, params), params, priority=priority)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a prompt, text or token ids, and return its index, for `step` and `cancel`.
 
-        Raise ConfigError for a prompt that is empty, has ids that the vocabulary lacks, or is too long for the model
-        or for the memory there is; the engine goes on.
+        Raise ConfigError for a prompt that is empty, has ids outside the vocabulary, or is too long for the model or
+        the memory; the engine continues.
         """
         params = params or SamplingParams()
         return self._loop.submit(self.encode(prompt, params), params, priority=priority)
 
     def cancel(self, index: int) -> Completion | None:
-        """End a request between steps, and return what it has; None if it has ended. Its pages are free at once."""
+        """End a request between steps, and return its completion; None if it has ended. Its pages are free at once."""
         return self._loop.cancel(index)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything, or return anything."""
+        """Whether `step` would compute or return anything."""
         return self._loop.has_work
 
     def step(self) -> list[Completion]:
-        """Do one step. Return the requests of `submit` that have ended since the last call."""
+        """Run one step. Return the requests of `submit` that have ended since the last call."""
         return self._loop.step()
 
     def generation(self, index: int) -> Generation:
-        """Return the tokens and the text so far of a request under way."""
+        """Return the tokens and the text so far of an active request."""
         generation = self._loop.generation(index)
         if generation is None:
             raise KeyError(index)
         return generation
 
     def request(self, index: int) -> Request:
-        """Return a request under way, as the scheduler knows it."""
+        """Return an active request, as the scheduler knows it."""
         return self.generation(index).request
 
-    # What there is ----------------------------------------------------------------------------------------
+    # Facts ------------------------------------------------------------------------------------------------
 
     @property
     def attention(self) -> str:
-        """The name of the attention backend, which `auto` has chosen or the caller has."""
+        """The name of the attention backend, chosen by `auto` or by the caller."""
         return self._executor.attention
 
     @property
     def layers(self) -> str:
-        """What computes the layers of the model: `compiled` calls, or the `model`'s own code."""
+        """The implementation of the model's layers: `compiled` calls, or the `model`'s own code."""
         return self._executor.layers
 
     @property
     def layers_reason(self) -> str:
-        """Why it is that which computes them."""
+        """The reason for that choice."""
         return self._executor.layers_reason
 
     @property
@@ -377,42 +379,42 @@ class LLM:
         """The number format of the model."""
         return str(self._model.dtype).removeprefix("torch.")
 
-    # What has happened ------------------------------------------------------------------------------------
+    # Totals -----------------------------------------------------------------------------------------------
 
     @property
     def num_evicted_pages(self) -> int:
-        """Cached pages that were overwritten; blocks with KV groups."""
+        """Number of cached pages that were overwritten; blocks with KV groups."""
         return self._core.scheduler.cache.num_evicted
 
     @property
     def num_evicted_parts(self) -> tuple[int, ...]:
-        """Cached parts of pages that were overwritten, of each KV group; empty without them."""
+        """Number of cached parts of pages that were overwritten, per KV group; empty without groups."""
         return self._core.scheduler.num_evicted_parts()
 
     @property
     def transfers(self) -> tuple[TransferTotals, ...]:
-        """What moved between the tiers so far; empty without tiers."""
+        """Transfers between the tiers so far; empty without tiers."""
         return () if self._core.tiers is None else (self._core.tiers.totals(),)
 
     @property
     def drafts(self) -> DraftTotals | None:
-        """What was guessed so far, and how much of it was right; None without speculation."""
+        """Number of drafted and accepted tokens so far; None without speculation."""
         drafts = self._core.scheduler.drafts
         return None if drafts is None else drafts.totals()
 
     # Memory -----------------------------------------------------------------------------------------------
 
     def kv_bytes(self) -> int:
-        """Return the bytes of the KV tensors that are allocated."""
+        """Return the bytes of the allocated KV tensors."""
         return self._executor.pools.num_bytes
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV memory; blocks with KV groups."""
+        """Number of pages of the KV memory; blocks with KV groups."""
         return self._executor.pools.num_pages
 
     def kv_live_bytes(self) -> int:
-        """Return the bytes of the pages that requests use now."""
+        """Return the bytes of the pages that requests currently use."""
         return self._core.scheduler.cache.num_used * self._executor.pools.page_bytes
 
     def check(self) -> None:
@@ -421,7 +423,7 @@ class LLM:
 
 
 def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts. Raise ConfigError for another number of them."""
+    """Return the parameters of each of `count` prompts. Raise ConfigError if a list has another length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     each = list(params)
@@ -433,7 +435,7 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
-    """Return the tokens with which a model ends."""
+    """Return the end tokens of a model."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -1,4 +1,6 @@
-"""Requests with tokens, sampling and text on top of the core engine. For one thread; see EngineLoop for several."""
+"""Adds tokens, sampling and text to the requests of a core engine. Single-threaded; EngineLoop serves several
+threads.
+"""
 
 from __future__ import annotations
 
@@ -27,61 +29,61 @@ class CoreEngine(Protocol):
         """Drop `request` between steps; its pages are free at once."""
 
     def step(self, now_ns: int) -> list[Request]:
-        """Do one step that starts at `now_ns`. Return the requests that finished, in admission order."""
+        """Run one step that starts at `now_ns`. Return the requests that finished, in admission order."""
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests, or transfers under way."""
+        """Whether there are requests, or transfers in flight."""
 
 
 class SamplingState(Protocol):
-    """What sampling keeps of each request under way."""
+    """The sampling state of each active request."""
 
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
     ) -> None:
-        """Sample for a request from now on; tokens in `stop_ids` end it."""
+        """Register a request; tokens in `stop_ids` end it."""
 
     def drop(self, request_index: int) -> None:
-        """Forget a request, if it was added."""
+        """Remove a request if it was added."""
 
     def logprobs(self, request_index: int) -> Logprobs:
-        """Return the log-probabilities of the tokens of a request so far, or of more, where it asked for them."""
+        """Return the log-probabilities of a request's tokens so far, if it asked for them; drafts may add more."""
 
     def prompt_logprobs(self, request_index: int) -> Logprobs | None:
-        """Return those of its prompt, as far as they are known; None if it did not ask for them."""
+        """Return the log-probabilities of its prompt known so far; None if it did not ask for them."""
 
     def error(self, request_index: int) -> Exception | None:
-        """Return what went wrong in choosing the last token of a request, which is no token of its then."""
+        """Return the error in sampling a request's last token, which is then invalid."""
 
 
 class Generations(Protocol):
-    """The generations under way."""
+    """The active generations."""
 
     def add(self, generation: Generation) -> None:
-        """Make text for a request from now on."""
+        """Register a request for detokenization."""
 
     def get(self, request_index: int) -> Generation | None:
-        """Return a request under way; None if there is none of that index."""
+        """Return an active request; None if the index is not active."""
 
     def drop(self, request_index: int) -> Generation | None:
-        """Forget a request, and return its tokens and text; None if it was not added."""
+        """Remove a request, and return its tokens and text; None if it was not added."""
 
 
 _log = logging.getLogger(__name__)
 
 LONG = "\x00long"
-"""Added to the salt of sequences that are rotated as long ones: their KV is another."""
+"""Added to the salt of sequences with the rotation for long ones, since their KV differs."""
 SCORED = "\x00scored"
-"""Added, with the index of the request, to the salt of prompts of which all log-probabilities are computed: nothing of
-them is found in the cache, and no other request finds anything of theirs.
+"""Added, with the index of the request, to the salt of prompts with computed log-probabilities: they never match
+cached pages, and no other request matches theirs.
 """
 
 
 class LLMEngine:
-    """A core engine of requests with sampling parameters and text. `eos_ids`: tokens with which the model ends.
+    """A core engine for requests with sampling parameters and text. `eos_ids`: the model's end tokens.
 
-    `switch_length`: a model computes other KV for sequences of more tokens than that, None for a model that does not.
+    `switch_length`: longer sequences get other KV, as the model's rotation changes; None for a model without that.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class LLMEngine:
         return self._core.has_work
 
     def submit(self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
-        """Queue a prompt, and return its index. Raise ConfigError for one that can never run."""
+        """Queue a prompt, and return its index. Raise ConfigError if it can never run."""
 
         def make(index: int, now_ns: int) -> Request:
             return Request(
@@ -136,9 +138,9 @@ class LLMEngine:
     ) -> int:
         """Queue the request that `make` returns, given its index and the time, and return the index.
 
-        `stop_ids`: tokens that end it, beside those of `params` and the model's own. Without a `tokenizer`, no text is
-        made. Raise ConfigError for a request that can never run, RequestFailedError if something goes wrong before it
-        is queued. A request of no tokens samples one all the same, which is dropped at its end.
+        `stop_ids`: tokens that end it, in addition to those of `params` and the model's own. Without a `tokenizer`, no
+        text is produced. Raise ConfigError for a request that can never run, RequestFailedError for any other error
+        before it is queued. A request with `max_tokens` of 0 still samples one token, which is dropped at its end.
         """
         # An index is used up even if the prompt is rejected: events name requests by it.
         index = self._num_submitted
@@ -150,7 +152,7 @@ class LLMEngine:
                 if request.content.owner != index:
                     raise ConfigError("is not kept of a session", field="sampling.prompt_logprobs")
                 request.content.salt = f"{request.content.salt or ''}{SCORED}{index}"
-            # Only what is changed by tokens before it needs them, and a long history is many.
+            # Only sampling that depends on earlier tokens needs them, and a long history is expensive to copy.
             needs_prompt = not params.is_argmax or params.prompt_logprobs is not None
             prompt = request.content.tokens(0, request.num_prompt_tokens) if needs_prompt else ()
             own_ids = frozenset() if params.ignore_eos else self._eos_ids
@@ -159,7 +161,7 @@ class LLMEngine:
         except KvartsError:
             self._forget(index)
             raise
-        except Exception as error:  # it is this request's, whatever it is: no other knows of it yet
+        except Exception as error:  # concerns this request only, which is not queued yet
             _log.error("request %d: cannot be begun", index, exc_info=error)
             self._forget(index)
             raise RequestFailedError(f"the request cannot be begun: {type(error).__name__}: {error}") from error
@@ -174,13 +176,13 @@ class LLMEngine:
         self._sampling.drop(index)
 
     def _set_apart(self, request: Request) -> None:
-        """Keep the KV of a long sequence apart from that of short ones.
+        """Salt a long sequence, so that its KV is never shared with short ones.
 
-        Raise ConfigError for a sequence that would become a long one while it is generated: all of its KV would have to
-        be computed anew.
+        Raise ConfigError for a sequence that would become long during generation: all of its KV would have to be
+        recomputed.
         """
         limit, content = self._switch_length, request.content
-        # The last token is sampled, and not computed.
+        # The last token is sampled but not computed.
         if limit is None or max(request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens - 1) <= limit:
             return
         if request.num_prompt_tokens <= limit:
@@ -197,9 +199,9 @@ class LLMEngine:
         content.salt = (content.salt or "") + LONG
 
     def cancel(self, index: int, error: Exception | None = None) -> Completion | None:
-        """End a request between steps, and return what it has; None if it has ended. Its pages are free at once.
+        """End a request between steps, and return its completion; None if it has ended. Its pages are free at once.
 
-        `error`: what went wrong with it, if that is why.
+        `error`: the cause, if an error ended it.
         """
         generation = self._generations.get(index)
         if generation is None:
@@ -210,19 +212,19 @@ class LLMEngine:
         return self._end(index, "cancelled")
 
     def step(self) -> list[Completion]:
-        """Do one step. Return the requests that ended with it."""
+        """Run one step. Return the requests that ended with it."""
         return [self._end(request.index, "length") for request in self._core.step(self._clock.now_ns())]
 
     def logprobs(self, index: int) -> Logprobs:
-        """Return the log-probabilities of a request under way that asked for them, token by token."""
+        """Return the log-probabilities, token by token, of an active request that asked for them."""
         return self._sampling.logprobs(index)
 
     def prompt_logprobs(self, index: int) -> Logprobs | None:
-        """Return those of its prompt, as far as they are computed; None if it did not ask for them."""
+        """Return the log-probabilities of its prompt computed so far; None if it did not ask for them."""
         return self._sampling.prompt_logprobs(index)
 
     def generation(self, index: int) -> Generation | None:
-        """Return a request under way; None if there is none of that index."""
+        """Return an active request; None if the index is not active."""
         return self._generations.get(index)
 
     def _end(self, index: int, reason: str) -> Completion:
@@ -231,7 +233,7 @@ class LLMEngine:
         sampling, params = self._sampling, generation.params
         error = sampling.error(index)
         if error is not None and len(generation.tokens) > len(sampling.logprobs(index).values):
-            del generation.tokens[-1:]  # it was not chosen: the request had to end with some token
+            del generation.tokens[-1:]  # a placeholder: the request had to end with some token
             generation.fail(error)
         elif not params.max_tokens:
             generation.clear()
@@ -239,7 +241,7 @@ class LLMEngine:
         generation.finish(reason)
         try:
             return self._completion(index, generation)
-        except Exception as failure:  # it is this request's, whatever it is: its pages are free already
+        except Exception as failure:  # concerns this request only, and its pages are free already
             _log.error("request %d: it has no completion", index, exc_info=failure)
             count, what = generation.request.num_prompt_tokens, f"{type(failure).__name__}: {failure}"
             return Completion(index, generation.text, tuple(generation.tokens), count, "error", error=what)
@@ -249,6 +251,6 @@ class LLMEngine:
     def _completion(self, index: int, generation: Generation) -> Completion:
         logprobs = None
         if generation.params.logprobs:
-            # Drafted tokens may have been chosen after the one that brought a stop text.
+            # Drafted tokens may have been sampled after the one that completed a stop text.
             logprobs = self._sampling.logprobs(index).until(len(generation.tokens))
         return generation.completion(logprobs, self._sampling.prompt_logprobs(index))

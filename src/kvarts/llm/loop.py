@@ -1,9 +1,9 @@
-"""The one loop that owns an LLMEngine and serves every thread and every stream.
+"""The loop that owns an LLMEngine and serves every thread and every stream.
 
-The engine is used by one thread at a time. Whatever others want of it is a task in a queue, which the thread that has
-the engine carries out between steps. A request has either a listener, which is told of its text and its end, or none:
-then its completion is kept for the next `step` that is called by hand. While there are listeners, a thread of the loop
-does the steps; it ends soon after the last of them, so an idle loop has no thread and needs no closing.
+The engine is used by one thread at a time. Requests of other threads are tasks in a queue, which the thread that has
+the engine runs between steps. A request either has a listener, which receives its text and its end, or its completion
+is stored for the next manual call of `step`. While there are listeners, a thread of the loop runs the steps; it exits
+soon after the last of them ends, so an idle loop holds no thread and needs no closing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 LINGER_S = 0.005
-"""For how long the thread of an idle loop waits for a next task: starting a thread takes longer than most tasks."""
+"""How long an idle loop's thread waits for another task, since starting a thread takes longer than most tasks."""
 Prompt = tuple[Sequence[int], SamplingParams]
 
 
 class EngineLoop:
     """Owner of an LLMEngine. Every method may be called from any thread.
 
-    An error in a step goes to every waiting caller, and closes the loop: from then on every call raises
-    EngineDeadError. An error of a user, such as a prompt that is too long, goes to its caller only; and so does
-    whatever goes wrong in the text, the sampling or the listener of one request.
+    An error in a step is raised in every waiting caller and closes the loop: from then on every call raises
+    EngineDeadError. A user's error, such as a prompt that is too long, is raised in its caller only, like any error in
+    the text, the sampling or the listener of one request.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._lock = Lock()
         self._has_task = Condition(self._lock)
-        """Guards `_tasks` and `_is_taken`; held for moments only, never during a step."""
+        """Guards `_tasks` and `_is_taken`; held only briefly, never during a step."""
         self._tasks: deque[_Task] = deque()
         self._is_taken = False
         """Whether a thread has the engine. The fields below belong to that thread."""
@@ -54,18 +54,18 @@ class EngineLoop:
         self._unclaimed: list[Completion] = []
         self._error: BaseException | None = None
         self.held: list[Holds] = []
-        """What is kept while listeners are told of a step: then the thread that reads it does not run beside this."""
+        """Buffers held while listeners receive a step, so that the reading thread does not compete with this one."""
 
-    # By hand ----------------------------------------------------------------------------------------------
+    # Manual -----------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything, or return anything."""
+        """Whether `step` would compute or return anything."""
         return bool(self._unclaimed) or (self._error is None and self._engine.has_work)
 
     @property
     def is_alive(self) -> bool:
-        """Whether no step has ended with an error so far."""
+        """Whether no step has failed so far."""
         return self._error is None
 
     def submit(self, tokens: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
@@ -73,7 +73,7 @@ class EngineLoop:
         return self.call(lambda engine: engine.submit(tokens, params, priority=priority))
 
     def step(self) -> list[Completion]:
-        """Do one step. Return the requests of `submit` that have ended since the last call."""
+        """Run one step. Return the requests of `submit` that have ended since the last call."""
 
         def step(engine: LLMEngine) -> list[Completion]:
             if engine.has_work:
@@ -84,15 +84,15 @@ class EngineLoop:
         return self.call(step)
 
     def generation(self, index: int) -> Generation | None:
-        """Return a request under way; None if there is none of that index."""
+        """Return an active request; None if the index is not active."""
         return self._engine.generation(index)
 
     def cancel(self, index: int) -> Completion | None:
-        """End a request between steps, and return what it has; None if it has ended."""
+        """End a request between steps, and return its completion; None if it has ended."""
         return self.call(lambda _: self._cancel(index))
 
     def call(self, task: Callable[[LLMEngine], T]) -> T:
-        """Run `task` between steps, and return what it returns. In this thread, unless another has the engine."""
+        """Run `task` between steps, and return its result. Runs it in this thread unless another has the engine."""
         future: Future[T] = Future()
         self._post(_Task(task, future), in_thread=False)
         return future.result()
@@ -100,10 +100,10 @@ class EngineLoop:
     # Requests with a listener ------------------------------------------------------------------------------
 
     def start(self, begin: Callable[[LLMEngine], int | None], listener: Listener) -> None:
-        """Have `begin` start a request between steps; `listener` is told what becomes of it.
+        """Have `begin` start a request between steps; `listener` receives its progress.
 
-        `begin` returns the index of the request, or None if there is none after all. What it raises is told as well,
-        but for Gone.
+        `begin` returns the index of the request, or None if it started none. The listener also receives exceptions from
+        `begin`, except Gone.
         """
 
         def start(engine: LLMEngine) -> None:
@@ -115,17 +115,17 @@ class EngineLoop:
         self._post(_Task(start, _Failures(listener)), in_thread=True)
 
     def end(self, index: int) -> None:
-        """End a request now, and tell its listener. For tasks, which have the engine."""
+        """End a request now, and notify its listener. For tasks, which have the engine."""
         self._cancel(index)
 
     def post(self, task: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have `task` run between steps, and return at once what will have its result."""
+        """Have `task` run between steps, and return at once a future for its result."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # the caller may go, and the task is done all the same
+        future.set_running_or_notify_cancel()  # the task runs even if the caller stops waiting
         self._post(_Task(task, future), in_thread=True)
         return future
 
-    # Requests that are waited for -------------------------------------------------------------------------
+    # Requests of waiting callers --------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Run prompts until all have ended, and return their completions in the order of the prompts.
@@ -138,7 +138,7 @@ class EngineLoop:
         def submit(engine: LLMEngine) -> None:
             try:
                 for tokens, params in prompts:
-                    indices.append(engine.submit(tokens, params))  # those before an error count
+                    indices.append(engine.submit(tokens, params))  # recorded one by one, to cancel them on an error
             except KvartsError:
                 for index in indices:
                     engine.cancel(index)
@@ -150,7 +150,7 @@ class EngineLoop:
             self.call(submit)
             return [listener.future.result() for listener in listeners]
         except BaseException:
-            # An interrupt leaves no request behind. This task comes after the submission, which may still be to come.
+            # An interrupt must leave no request behind. The submission may still be queued, and precedes this task.
             with suppress(EngineDeadError):
                 self.call(lambda _: [self._cancel(index) for index in indices])
             raise
@@ -166,7 +166,7 @@ class EngineLoop:
             self._listeners[listener.index] = listener
 
         def cancel(_: LLMEngine) -> None:
-            # The submission came before, through the same queue.
+            # The submission precedes this task in the same queue.
             if listener.index is not None:
                 self._cancel(listener.index)
 
@@ -178,14 +178,14 @@ class EngineLoop:
         finally:
             if not listener.is_done:
                 self._post(_Task(cancel, listener), in_thread=True)
-                with suppress(Exception):  # of a request that is not wanted any more
+                with suppress(Exception):  # the request is cancelled, so its errors do not matter
                     while not listener.is_done:
                         await listener.next_text()
 
     # The thread that has the engine -----------------------------------------------------------------------
 
     def _post(self, task: _Task, *, in_thread: bool) -> None:
-        """Have a task carried out: by the thread that has the engine, or else by this or by a new one."""
+        """Have a task run by the thread that has the engine, or else by this or a new thread."""
         with self._lock:
             self._tasks.append(task)
             if self._is_taken:
@@ -200,17 +200,17 @@ class EngineLoop:
             raise
 
     def _serve(self) -> None:
-        """Carry out tasks and steps for as long as there are any."""
+        """Run tasks and steps as long as there are any."""
         try:
             while self._run_tasks(wait_s=LINGER_S):
                 self._step()
-        except BaseException as error:  # every waiting caller gets it
+        except BaseException as error:  # raised in every waiting caller
             self._abandon(error)
 
     def _run_tasks(self, wait_s: float = 0.0) -> bool:
-        """Carry out the tasks that are there. Return whether there are listeners; if not, give the engine back.
+        """Run the queued tasks. Return whether there are listeners; if not, release the engine.
 
-        `wait_s`: for how long to wait for more tasks before that.
+        `wait_s`: how long to wait for more tasks before that.
         """
         while True:
             with self._lock:
@@ -219,7 +219,7 @@ class EngineLoop:
                 if not self._tasks and not self._listeners:
                     self._is_taken = False
                     return False
-                # Not more than these: tasks that come meanwhile must not keep a step waiting.
+                # Only these: tasks queued meanwhile must not delay the step.
                 num_tasks = len(self._tasks)
             for _ in range(num_tasks):
                 self._run(self._tasks.popleft())
@@ -238,7 +238,7 @@ class EngineLoop:
             self._close(error)
             task.fail(error)
             if not isinstance(error, Exception):
-                raise  # an interrupt is for this thread, whatever the task
+                raise  # an interrupt belongs to this thread, not to the task
         else:
             task.succeed(result)
 
@@ -251,7 +251,7 @@ class EngineLoop:
         return completion
 
     def _tell_end(self, listener: Listener, completion: Completion) -> None:
-        """Tell a listener of its end; of what it raises then, too."""
+        """Pass the completion to a listener; if it raises, pass it the failure."""
         del self._listeners[completion.index]
         try:
             listener.end(completion)
@@ -261,7 +261,7 @@ class EngineLoop:
             _tell_failure(listener, completion.index, error)
 
     def _step(self) -> None:
-        """Do one step, and tell listeners."""
+        """Run one step, and notify listeners."""
         try:
             completions = self._engine.step()
         except BaseException as error:
@@ -300,7 +300,7 @@ class EngineLoop:
             _tell_failure(self._listeners.pop(index), index, failure)
 
     def _abandon(self, error: BaseException) -> None:
-        """Close the loop, and give the engine back without doing what was asked of it."""
+        """Close the loop, fail the queued tasks and release the engine."""
         self._close(error)
         with self._lock:
             tasks, self._tasks = self._tasks, deque()
@@ -314,7 +314,7 @@ class EngineLoop:
         return dead
 
     def _close(self, error: BaseException) -> None:
-        """Tell every listener of an error after which the state of the engine is not known."""
+        """Pass every listener an error that leaves the state of the engine unknown."""
         if self._error is None:
             self._error = error
         listeners = list(self._listeners.values())
@@ -325,7 +325,7 @@ class EngineLoop:
 
 
 def _tell_failure(listener: Listener, index: int, error: Exception) -> None:
-    """Tell a listener of an error that is its own, or its request's."""
+    """Pass a listener an error that concerns only it or its request."""
     _log.error("request %d: what came of it cannot be handed on", index, exc_info=error)
     failed = RequestFailedError(f"the answer cannot be handed on: {type(error).__name__}: {error}")
     failed.__cause__ = error
@@ -340,33 +340,33 @@ class _Outcome(Protocol):
 
 
 class _Failures:
-    """The outcome of a task that starts a request: its failure is the listener's."""
+    """The outcome of a task that starts a request: passes its failure to the listener."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
 
     def set_result(self, result: None) -> None:
-        """Do nothing: the listener is told when the request ends."""
+        """Do nothing: the listener is notified when the request ends."""
 
     def set_exception(self, error: BaseException) -> None:
-        """Tell the listener."""
+        """Pass the error to the listener."""
         with suppress(Gone):
             self._listener.fail(error)
 
 
 class _Task:
-    """Something to do with the engine between steps, and where its result goes."""
+    """A function to run between steps, and the receiver of its result."""
 
     def __init__(self, function: Callable[[LLMEngine], Any], outcome: _Outcome) -> None:
         self.function = function
         self._outcome = outcome
 
     def succeed(self, result: Any) -> None:
-        """Hand over the result."""
+        """Deliver the result."""
         self._outcome.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """Hand over the error."""
+        """Deliver the error."""
         self._outcome.set_exception(error)
 
 
@@ -377,7 +377,7 @@ class _Waiter:
         self.future: Future[Completion] = Future()
 
     def update(self, generation: Generation) -> None:
-        """Do nothing: only the end is waited for."""
+        """Do nothing: only the end matters."""
 
     def end(self, completion: Completion) -> None:
         """Wake the thread."""
@@ -389,7 +389,7 @@ class _Waiter:
 
 
 class _StreamListener:
-    """The listener of a stream: hands text to a coroutine in the event loop that it runs in."""
+    """The listener of a stream: passes text to a coroutine in its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.index: int | None = None
@@ -399,7 +399,7 @@ class _StreamListener:
         self._num_sent = 0
 
     async def next_text(self) -> str:
-        """Return text that is new, or nothing at the end. Raise what ended the request, where that is an error."""
+        """Return new text, or "" at the end. Raise the error that ended the request, if any."""
         item = await self._queue.get()
         if item is None:
             self.is_done = True
@@ -410,7 +410,7 @@ class _StreamListener:
         return item
 
     def update(self, generation: Generation) -> None:
-        """Send text that is final."""
+        """Send the text that is final."""
         self._send_text(generation.final_text)
 
     def end(self, completion: Completion) -> None:
@@ -423,7 +423,7 @@ class _StreamListener:
         self._send(error)
 
     def set_result(self, result: None) -> None:
-        """Do nothing: a task of a stream has no result."""
+        """Do nothing: the text arrives through `update`."""
 
     def set_exception(self, error: BaseException) -> None:
         """Send the error of a task."""

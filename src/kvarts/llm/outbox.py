@@ -1,4 +1,4 @@
-"""Wakes coroutines of one event loop from the thread of an engine, once for all that came meanwhile."""
+"""Wakes coroutines of one event loop from an engine's thread, with one call per batch of updates."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvarts.llm.listener import Gone
 __all__ = ["Outbox", "Woken"]
 
 TIMER_S = 0.001
-"""The shortest time of a timer: uvloop rounds to whole milliseconds, and its timers may come early."""
+"""The shortest timer: uvloop rounds to whole milliseconds, and its timers may fire early."""
 
 
 class Woken(Protocol):
-    """Something that a coroutine waits for. `is_marked`: owned by the outbox, False at first."""
+    """An object that a coroutine waits for. `is_marked`: owned by the outbox, False at first."""
 
     is_marked: bool
 
     def wake(self) -> None:
-        """Wake the coroutine, if it waits. In the event loop."""
+        """Wake the coroutine if it waits. Called in the event loop."""
 
 
 class Outbox:
-    """Wakes what was marked, in the event loop, in order."""
+    """Wakes marked objects in the event loop, in order."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -36,25 +36,25 @@ class Outbox:
         self._is_holding = False
         self._not_before_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        """Wakes what was put off, unless a later step does."""
+        """Wakes the postponed objects, unless a later step does so first."""
         self._due_s: float | None = None
         self.due_s: Callable[[], float] | None = None
-        """Returns when the last step should have ended, on the monotonic clock, where that is known."""
+        """Returns when the last step should have ended, on the monotonic clock; None if that is not known."""
         self.on_late: Callable[[float], None] | None = None
-        """Receives how many seconds after that each was woken."""
+        """Receives each wake-up's delay after that time, in seconds."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wake coroutines of `loop` from now on."""
         self._loop = loop
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Have `call` called in the event loop, from any thread, if there still is one."""
+        """Schedule `call` in the event loop, from any thread, if the loop is still open."""
         with suppress(RuntimeError):
             assert self._loop is not None
             self._loop.call_soon_threadsafe(call)
 
     def mark(self, woken: Woken) -> None:
-        """Have `woken` woken, from any thread. Raise Gone if there is no event loop any more."""
+        """Schedule a wake-up of `woken`, from any thread. Raise Gone if the event loop is closed."""
         with self._lock:
             if woken.is_marked:
                 return
@@ -68,11 +68,11 @@ class Outbox:
         """Wake nothing until `release`: a step has ended."""
         with self._lock:
             self._is_holding = True
-            if self.due_s is not None and not self._marked:  # else what waits is later still
+            if self.due_s is not None and not self._marked:  # else keep the earlier time
                 self._due_s = self.due_s()
 
     def release(self) -> None:
-        """Have everything woken that was marked meanwhile."""
+        """Schedule the wake-ups of everything marked meanwhile."""
         with self._lock:
             self._is_holding = False
             if not self._marked:
@@ -85,7 +85,7 @@ class Outbox:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._wake)
         except RuntimeError as error:
-            self._take_marked()  # so that the next to be marked learns of it as well
+            self._take_marked()  # so that the next `mark` raises as well
             raise Gone from error
 
     def _take_marked(self) -> list[Woken]:
@@ -96,7 +96,9 @@ class Outbox:
         return marked
 
     def _wake(self) -> None:
-        """Wake all that were marked, for half of the time at most: with more to do, more is done at once."""
+        """Wake all marked objects, but spend at most half of the time on it: under load, each call wakes more of
+        them.
+        """
         early_s = self._not_before_s - monotonic()
         if early_s > 0.0:
             if self._timer is None:

@@ -1,4 +1,4 @@
-"""A run of prompts on a real model, with a report as that of a replay."""
+"""A run of prompts on a real model, with the same report as a replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Profile"]
 
 
 class NoSlo(msgspec.Struct, frozen=True):
-    """Bounds that a request must keep: none, since a profile measures."""
+    """Bounds that a request must keep: none, since a profile only measures."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -32,7 +32,7 @@ class NoSlo(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a profile, by the names that reports of replays have."""
+    """The configuration of a profile, with the field names of replay reports."""
 
     num_pages: int = msgspec.field(name="pages")
     page_size: int
@@ -57,7 +57,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile:
-    """An EventReader of an LLM that runs prompts on it, and reports on them.
+    """An EventReader of an LLM that runs prompts on it and reports on them.
 
     `live`: another reader of the same events.
     """
@@ -71,13 +71,13 @@ class Profile:
         self._ran: list[tuple[Request, tuple[int, ...]]] = []
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Keep what `events` say of steps, and pass them on to the timeline that is written meanwhile."""
+        """Record the steps in `events`, and pass the events on to the timeline that is being written."""
         self._log.observe(events)
         if self.live is not None:
             self.live.observe(events)
 
     def run(self, llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> None:
-        """Run all of `prompts` on an LLM that has this among its readers; then there is a report."""
+        """Run all of `prompts` on an LLM that has this among its readers, then build the report."""
         config = llm.config
         self._log = StepLog(llm.num_pages, llm.tiers, llm.kv_blocks)
         requests = {index: llm.request(index) for index in (llm.submit(prompt, params) for prompt in prompts)}
@@ -86,7 +86,7 @@ class Profile:
         while llm.has_work:
             for completion in llm.step():
                 request = requests[completion.index]
-                # It may have ended before it generated as many tokens as it was allowed; a replay is to end there too.
+                # It may have ended before its max_tokens; a replay should end at the same token.
                 request.max_tokens = len(completion.tokens)
                 content = request.content
                 row = TraceRequest(
@@ -121,19 +121,19 @@ class Profile:
 
     @property
     def trace(self) -> bytes:
-        """What was run, in the order of requests, as `kvarts replay FILE --trace-block-size 1` reads it."""
+        """The requests that were run, in order, in the format of `kvarts replay FILE --trace-block-size 1`."""
         ran = sorted(self._ran, key=lambda one: one[0].index)
         return b"".join(msgspec.json.encode(_trace_row(*one)) + b"\n" for one in ran)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The same as `Report.summary`; `cost` says that steps were measured."""
+        """`Report.summary` with `cost` set to "measured"."""
         assert self._report is not None
         return self._report.summary
 
 
 def _trace_row(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
-    """Return a row of a Mooncake trace with blocks of one token: a hash id is a token. All came at the start."""
+    """Return a row of a Mooncake trace with blocks of one token, so hash ids are tokens. All arrive at time 0."""
     prompt = request.content.tokens(0, request.num_prompt_tokens)
     return {
         "request_id": str(request.index),

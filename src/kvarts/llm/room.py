@@ -1,4 +1,4 @@
-"""The room of a model's KV on its device: how many pages there are, and where layers keep less, how many blocks."""
+"""The size of a model's KV memory on its device: the number of pages, or of blocks for a model with KV groups."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KV_GROUPS = ("off", "all", "tails")
 
 
 def token_bytes(model: Any) -> int:
-    """Return the bytes of KV of a token."""
+    """Return the bytes of KV per token."""
     return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype)
 
 
 def latent_token_bytes(model: Any) -> int | None:
-    """Return the bytes of a token if its latent were kept, and not what that is expanded to; None without a latent.
+    """Return the bytes per token if latents were stored instead of their expansion; None without a latent.
 
-    Attention of transformers is handed expanded keys and values only.
+    transformers passes only expanded keys and values to attention, so the expansion is stored.
     """
     text = model.config.get_text_config(decoder=True)
     rank = getattr(text, "kv_lora_rank", None)
@@ -41,12 +41,12 @@ def latent_token_bytes(model: Any) -> int | None:
 
 
 class KVRoom:
-    """How the memory of a model's KV is cut: into pages of all layers, or into blocks of a page in some layers.
+    """The division of a model's KV memory: into pages of all layers, or into blocks of a page in some layers.
 
-    `kv_groups`: `off`, every layer keeps every token. `all` or `tails`: layers with a window keep what later tokens
-    see; of what requests leave behind, `all` keeps everything until memory is short, as vLLM does, and `tails` what a
-    hit at the end of a prompt or an answer needs. Raises ConfigError for another word, and for layers that cannot be
-    cut into blocks of one size.
+    `kv_groups`: with `off`, every layer keeps every token. With `all` or `tails`, layers with a window keep only tokens
+    that later ones attend to. Among released pages, `all` keeps all until memory is short, as vLLM does, and `tails`
+    only those needed for a hit at the end of a prompt or an answer. Raises ConfigError for any other value, and for
+    layers that cannot be divided into blocks of one size.
     """
 
     def __init__(self, model: Any, page_size: int, kv_groups: str = "off") -> None:
@@ -57,7 +57,7 @@ class KVRoom:
         self._model = model
         self._page_bytes = token_bytes(model) * page_size
         self.cut: BlockCut | None = None
-        """The groups, and where each layer has its blocks; None where every layer keeps every token."""
+        """The groups, and the blocks of each layer; None if every layer keeps every token."""
         states = examine(model).states
         if states and kv_groups == "off":
             raise ConfigError(
@@ -73,11 +73,11 @@ class KVRoom:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep a state."""
+        """Whether the model has layers with a state."""
         return self.cut is not None and self.cut.memory.has_states
 
     def num_pages(self, kv_memory: str | int) -> int:
-        """Return the pages of all layers that `kv_memory` holds. Raise ConfigError for bytes that hold none."""
+        """Return how many pages of all layers fit in `kv_memory`. Raise ConfigError if none does."""
         if kv_memory == "auto":
             num_bytes = min(_free_bytes(self._model.device) // 4, MOST_AUTO_BYTES)
         else:
@@ -91,11 +91,11 @@ class KVRoom:
         return num_bytes // self._page_bytes
 
     def num_blocks(self, num_pages: int) -> int:
-        """Return the blocks in the memory of as many pages; 0 where it is not cut into blocks."""
+        """Return the number of blocks in the memory of `num_pages` pages; 0 if it is not divided into blocks."""
         return 0 if self.cut is None else self.cut.memory.num_blocks(num_pages)
 
     def check(self, num_pages: int) -> None:
-        """Raise ConfigError for pages that the memory of the device cannot hold."""
+        """Raise ConfigError if the pages exceed the device's memory."""
         num_bytes, most = num_pages * self._page_bytes, _most_bytes(self._model.device)
         if num_bytes > most:
             raise ConfigError(
@@ -107,7 +107,7 @@ class KVRoom:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that nothing has taken."""
+    """Return the free bytes of a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -115,7 +115,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _most_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that can be had at most; of host memory also those that only keep files."""
+    """Return the bytes available on a device, including host memory that only caches files."""
     if device.type != "cpu":
         return _free_bytes(device) if device.type == "cuda" else 1 << 60
     with suppress(OSError, ValueError):

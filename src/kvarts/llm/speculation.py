@@ -1,8 +1,8 @@
-"""Speculation by n-grams: what followed the last tokens where they occurred before may follow them again.
+"""Speculation by n-grams: the tokens after an earlier occurrence of the last tokens are likely to follow again.
 
-Text that is quoted, edited, listed or looped repeats itself; its continuation is in the sequence already. Whether a
-guess is worth a place in the step depends on how often guesses were right, and on how much longer the step takes: that
-is what the second half of this module decides.
+Text that is quoted, edited, listed or looped repeats itself, so its continuation is in the sequence already. Whether a
+guess is worth a place in the step depends on how often guesses were right and on how much longer the step takes; the
+second half of this module decides that.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ Tokens = npt.NDArray[np.uint64]
 NOTHING: Tokens = np.zeros(0, np.uint64)
 MOST_TOKENS = 1024
 FIRST_RATE = 0.8
-"""How often a guess is taken to be right before any was judged."""
+"""Assumed acceptance rate before any guess was judged."""
 GAIN, SHARED_GAIN = 1 / 4, 1 / 16
-"""How much of what is known of guesses the last one is: of a request, and of all."""
+"""Weight of the last guess in the moving average of rates, per request and over all requests."""
 MOST_BALANCE = 8.0
-"""Steps that guesses may cost, at first and at most."""
+"""Initial and largest budget of wasted guesses, in steps."""
 INCOME = 0.01
-"""The share of steps that is spent on guesses where they bring nothing."""
+"""Budget added per step, which bounds the time spent on useless guesses to this share."""
 TRY_MARGIN = 1.05
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are guessed. The names are those of vLLM.
+    """Configuration of speculative decoding, with vLLM's names.
 
-    `method`: `ngram` looks for the last tokens of a sequence in the sequence itself. `num_speculative_tokens`: guessed
-    in a step, of each sequence, at most. `prompt_lookup_max` and `prompt_lookup_min`: how many of the last tokens have
-    to occur before; the longest such n-gram counts, where it occurred last. Raises ConfigError for a value out of
-    range.
+    `method`: `ngram` looks for the last tokens of a sequence earlier in the sequence. `num_speculative_tokens`: most
+    tokens guessed per sequence and step. `prompt_lookup_max` and `prompt_lookup_min`: how many of the last tokens must
+    occur before; the longest such n-gram is used, at its last occurrence. Raises ConfigError for a value out of range.
     """
 
     method: Literal["ngram"] = "ngram"
@@ -71,7 +70,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def of(cls, given: Any) -> SpeculativeConfig | None:
-        """Return what a setting says: None, the name of a method, a mapping or the text of one, or a config.
+        """Return the config for a setting: None, the name of a method, a mapping or its JSON text, or a config.
 
         Raise ConfigError for anything else.
         """
@@ -101,10 +100,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def find_ngram(tokens: Tokens, least: int, most: int) -> tuple[int, int] | None:
-    """Return where the last tokens occurred before, and how many of them; None if fewer than `least` did.
+    """Return (place, count) of an earlier occurrence of the last tokens; None if fewer than `least` match.
 
-    Of `least` to `most` last tokens, the longest n-gram that occurred; where it did last. The place is that of the
-    token after it.
+    `count`, from `least` to `most`, is the length of the longest n-gram of last tokens that occurred before, and
+    `place` the index of the token after its last occurrence.
     """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])
@@ -121,21 +120,23 @@ def find_ngram(tokens: Tokens, least: int, most: int) -> tuple[int, int] | None:
 
 
 class StepTimes:
-    """How long a step of so many tokens takes, from some that were measured: (tokens, seconds), in rising order.
+    """Duration of a step by number of tokens, interpolated between measurements (tokens, seconds) in rising order.
 
-    Without any, weights are taken to cost as much as 16 tokens.
+    Without measurements, reading the weights is assumed to cost as much as 16 tokens.
     """
 
     def __init__(self, measured: Sequence[tuple[int, float]] = ()) -> None:
         if len(measured) < 2 or min(seconds for _, seconds in measured) <= 0.0:
             measured = ((0, 16.0), (1, 17.0))
-        # More tokens never take less time; beyond the last, each takes as long as the last ones did.
+        # More tokens never take less time; beyond the last measurement, the last slope continues.
         self._counts = np.array([count for count, _ in measured], np.float64)
         self._seconds = np.maximum.accumulate([seconds for _, seconds in measured])
         self._slope = (self._seconds[-1] - self._seconds[-2]) / (self._counts[-1] - self._counts[-2])
 
     def beyond(self, num_tokens: int, num_more: int) -> npt.NDArray[np.float64]:
-        """Return how much longer a step of `num_tokens` takes with 1, 2, ... `num_more` tokens more, in such steps."""
+        """Return how much longer a step of `num_tokens` takes with 1, 2, ... `num_more` extra tokens, relative
+        to it.
+        """
         counts = np.arange(num_tokens, num_tokens + num_more + 1, dtype=np.float64)
         seconds = np.interp(counts, self._counts, self._seconds)
         seconds += np.maximum(counts - self._counts[-1], 0.0) * self._slope
@@ -144,10 +145,10 @@ class StepTimes:
 
 
 class _Known(msgspec.Struct):
-    """What is known of the guesses for a request. `rates`: how often they are right, by the length of the n-gram.
+    """Statistics of the guesses for a request. `rates`: acceptance rate by length of the n-gram.
 
-    Of the guess under way: `count`, the length that was found; `cost`, how much longer the step takes, in steps;
-    `gain`, what each right token is worth, in steps.
+    For the current guess: `count`, the length of the n-gram; `cost`, the extra time of the step; `gain`, the value of
+    each right token. Both are in steps.
     """
 
     index: int
@@ -158,12 +159,12 @@ class _Known(msgspec.Struct):
 
 
 class NgramDrafter:
-    """A Drafter that guesses what followed the last tokens before. Owner of how often that is right.
+    """A Drafter that guesses the tokens after an earlier occurrence of the last ones. Owner of the acceptance rates.
 
     It guesses as many tokens as are worth the time that they add to a step: the n-th is right with the n-th power of
-    the rate at which guesses are right, and is then worth the share of a step that the token would have taken. Guesses
-    that seem not to be worth it are tried now and then. What guesses cost and did not bring is paid from a balance,
-    which is small, and rises by a hundredth of each step: so they never make the whole much slower.
+    the acceptance rate, and is then worth the share of a step that the token would have taken. Guesses that seem not
+    worth it are tried from time to time. The net cost of guesses is paid from a balance, which is small and rises by a
+    hundredth of each step, so guesses never slow the engine down much.
     """
 
     def __init__(self, config: SpeculativeConfig, max_num_seqs: int, times: StepTimes | None = None) -> None:
@@ -171,12 +172,12 @@ class NgramDrafter:
         self._times = StepTimes() if times is None else times
         least, most = config.prompt_lookup_min, config.prompt_lookup_max
         self._rates = [0.0] * least + [FIRST_RATE] * (most + 1 - least)
-        """Of all requests, by the length of the n-gram."""
+        """Acceptance rate over all requests, by length of the n-gram."""
         self._of_rows: list[_Known | None] = [None] * max_num_seqs
         self._balance = MOST_BALANCE
 
     def draft(self, request: Request, num_most: int, batch: Batch) -> Tokens:
-        """Return tokens that may follow the known ones of `request`, at most `num_most`, perhaps none."""
+        """Return tokens that may follow the known ones of `request`, at most `num_most`, possibly none."""
         config = self._config
         known = self._of_rows[request.row]
         if known is None or known.index != request.index:
@@ -193,11 +194,11 @@ class NgramDrafter:
         if not count or costs[count - 1] > self._balance:
             return NOTHING
         known.cost = float(costs[count - 1])
-        # What follows may be cut short by the end of the sequence: then it is a loop, and goes on as it began.
+        # The continuation may reach the end of the sequence: then it is a loop, and is repeated from its start.
         return np.resize(tokens[start : start + count], count)
 
     def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Take note of how many of the tokens that were drafted for `request` were right."""
+        """Update the rates with how many of the tokens drafted for `request` were right."""
         known = self._of_rows[request.row]
         assert known is not None and known.index == request.index
         self._balance = min(MOST_BALANCE, self._balance + num_accepted * known.gain - known.cost)
@@ -207,13 +208,13 @@ class NgramDrafter:
 
 
 class CarefulDrafter:
-    """A Drafter around another: an error in one guess is logged, and there is no guess. It would change no token."""
+    """A Drafter around another that logs its errors and then drafts nothing, which changes no token."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
     def draft(self, request: Request, num_most: int, batch: Batch) -> Tokens:
-        """Return what the other guesses, or nothing."""
+        """Return the other drafter's tokens, or none after an error."""
         try:
             return self._drafter.draft(request, num_most, batch)
         except Exception:
@@ -221,7 +222,7 @@ class CarefulDrafter:
             return NOTHING
 
     def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Tell the other how many were right."""
+        """Forward the counts to the other drafter."""
         try:
             self._drafter.judge(request, num_drafted, num_accepted)
         except Exception:
@@ -229,9 +230,10 @@ class CarefulDrafter:
 
 
 def num_worthwhile(rate: float, gain: float, costs: npt.NDArray[np.float64]) -> int:
-    """Return how many tokens to guess, of which each is right at `rate` if those before it are; 0 if none is worth it.
+    """Return the best number of tokens to guess; 0 if none is worth it.
 
-    `gain`: what a right one is worth; `costs`: what 1, 2, ... cost.
+    Each is right with probability `rate` if those before it are. `gain`: the value of a right one; `costs`: the cost of
+    1, 2, ... tokens.
     """
     worth = gain * np.cumsum(rate ** np.arange(1, len(costs) + 1)) - costs
     best = int(worth.argmax())
@@ -239,6 +241,6 @@ def num_worthwhile(rate: float, gain: float, costs: npt.NDArray[np.float64]) -> 
 
 
 def num_to_try(gain: float, costs: npt.NDArray[np.float64]) -> int:
-    """Return the fewest tokens that are worth it if all are right; 0 if there is no such number."""
+    """Return the smallest number of tokens that pays if all are right; 0 if no number does."""
     is_worth = gain * np.arange(1, len(costs) + 1) > costs * TRY_MARGIN
     return int(is_worth.argmax()) + 1 if is_worth.any() else 0

@@ -1,4 +1,4 @@
-"""One request as its user sees it: tokens become text, and text may end it."""
+"""A request as its user sees it: tokens become text, and text may end it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Completion", "Generation"]
 _log = logging.getLogger(__name__)
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer makes of the first bytes of a character."""
+"""A tokenizer's text for an incomplete character."""
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The outcome of a prompt. `tokens`: generated, the one that ended it included. `finish_reason`: `stop`, `length`,
-    `cancelled` or `error`; `error` then names what went wrong. `stop_reason`: the text or the token, of those that were
-    asked for, that ended it; None for the model's own end. `cached_tokens`: prompt tokens found in the cache.
+    """The outcome of a prompt. `tokens`: the generated ones, including the one that ended it. `finish_reason`: `stop`,
+    `length`, `cancelled` or `error`; `error` then describes the error. `stop_reason`: the requested stop text or token
+    that ended it; None for the model's own end. `cached_tokens`: prompt tokens found in the cache.
 
-    Log-probabilities are there where they were asked for: `logprobs` of each token, `top_logprobs` of the likeliest
-    tokens in its place, and `prompt_logprobs` of the prompt.
+    Log-probabilities are present if requested: `logprobs` of each token, `top_logprobs` of the likeliest tokens in its
+    place, and `prompt_logprobs` of the prompt.
     """
 
     index: int
@@ -43,7 +43,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """A request under way: its tokens and its text so far. `own_ends`: tokens that are the model's own end."""
+    """An active request: its tokens and text so far. `own_ends`: the model's own end tokens."""
 
     def __init__(
         self, request: Request, params: SamplingParams, tokenizer: Any, *, own_ends: Collection[int] = ()
@@ -53,23 +53,23 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
-        """What went wrong in making text, which ended the request."""
+        """The error in producing text that ended the request."""
         self.tokens: list[int] = []
         self.text = ""
         self._own_ends = own_ends
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._piece = getattr(tokenizer, "piece", None)
-        """Returns the text of a token, of a tokenizer in which that depends on nothing else."""
+        """Returns the text of a token, for a tokenizer in which it does not depend on other tokens."""
         if self._backend is not None:
             self._stream = self._new_stream()
             self._num_read = 0
-            """Tokens of which the text is in `text`."""
+            """Number of tokens that `text` covers."""
 
     def take(self, token: int, *, is_end: bool = False) -> bool:
-        """Add the next token, which is an end by its id or not. Return whether the request ends with it.
+        """Add the next token; `is_end`: whether it ends the request by its id. Return whether the request ends.
 
-        The text of a token that is an end is no part of the answer, unless that is asked for.
+        The text of an end token is not part of the answer, unless that is requested.
         """
         self.tokens.append(token)
         if is_end:
@@ -79,7 +79,7 @@ class Generation:
         if self._tokenizer is not None and (not is_end or self.params.include_stop_str_in_output):
             try:
                 self._extend_text(token)
-            except Exception as error:  # it is this request's, whatever it is
+            except Exception as error:  # concerns this request only
                 _log.error("request %d: its tokens have no text", self.request.index, exc_info=error)
                 self.fail(error)
         return self.finish_reason is not None
@@ -90,12 +90,12 @@ class Generation:
         self.finish_reason = "error"
 
     def clear(self) -> None:
-        """Forget what was generated: nothing was asked for."""
+        """Discard the generated tokens and text of a request for zero tokens."""
         self.tokens.clear()
         self.text, self.finish_reason, self.stop_reason = "", None, None
 
     def finish(self, reason: str) -> None:
-        """End the request, if it has not ended already."""
+        """Set the finish reason, unless the request has one."""
         if self.finish_reason is None:
             self.finish_reason = reason
 
@@ -109,7 +109,7 @@ class Generation:
             tuple(self.tokens),
             self.request.num_prompt_tokens,
             self.finish_reason,
-            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None is of prompts
+            None if told is None else tuple(told.values),  # type: ignore[arg-type]  # None occurs only in prompts
             self.request.cached_tokens,
             () if told is None else tuple(told.top),
             prompt_logprobs,
@@ -119,7 +119,7 @@ class Generation:
 
     @property
     def final_text(self) -> str:
-        """The part of `text` that no stop text can take back any more."""
+        """The part of `text` that no stop text can still remove."""
         if self.finish_reason is not None or self.params.include_stop_str_in_output:
             return self.text
         held = 0
@@ -138,13 +138,13 @@ class Generation:
     def _next_text(self, token: int) -> str | None:
         """Return the text that `token` completes, None for a part of a character.
 
-        A byte that never becomes a character takes back the bytes before it: of `<0x0D>`, `<0xEA>`, `a`, a decoder
-        makes a line end at first, and three other characters in the end. A stream refuses that. What was read stays as
-        it is, and a new stream goes on after it.
+        A byte that never becomes a character changes the text of the bytes before it: for `<0x0D>`, `<0xEA>`, `a`, a
+        decoder first produces a line end, and finally three other characters. DecodeStream then raises an error. The
+        text so far is kept, and a new stream continues after it.
         """
         try:
             text: str | None = self._stream.step(self._backend, token)
-        except Exception:  # tokenizers raises no narrower one
+        except Exception:  # tokenizers has no narrower type
             self._stream = self._new_stream()
             text = self._stream.step(self._backend, self.tokens[self._num_read :])
         if text is not None:
@@ -152,7 +152,7 @@ class Generation:
         return text
 
     def _extend_text(self, token: int) -> None:
-        """Bring `text` up to date; a character of which bytes are missing waits for them."""
+        """Update `text`; an incomplete character waits for its missing bytes."""
         if self._piece is not None:
             text = self.text + self._piece(token)
         elif self._backend is not None:
@@ -164,14 +164,14 @@ class Generation:
         if not self.params.stop or len(self.tokens) <= self.params.min_tokens:
             self.text = text
             return
-        # The text before has been searched already, or is too early to be.
+        # Earlier text has been searched already, or precedes min_tokens.
         ends: list[tuple[int, str]] = []
         for stop in self.params.stop:
             place = text.find(stop, max(0, len(self.text) - len(stop) + 1))
             if place >= 0:
                 ends.append((place + len(stop), stop))
         if ends:
-            end, stop = min(ends, key=itemgetter(0))  # the first to be whole, as if the text came by characters
+            end, stop = min(ends, key=itemgetter(0))  # the first to be complete, as if text arrived by characters
             text = text[: end if self.params.include_stop_str_in_output else end - len(stop)]
             self.finish_reason, self.stop_reason = "stop", stop
         self.text = text

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which a decoder shows only once they are whole characters."""
+"""The bytes of single tokens, which a decoder shows only once they form whole characters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["TextOffsets", "TokenBytes"]
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 
 class TokenBytes:
-    """The bytes of each token of a tokenizer of transformers; a function of the token.
+    """The bytes of each token of a transformers tokenizer, independent of context.
 
-    Vocabularies are of two kinds: byte-level ones spell each byte as a printable character (GPT-2), others are text
-    with `<0xE2>` for a byte alone (SentencePiece). A token of any other vocabulary has the bytes of its own text.
+    There are two kinds of vocabularies: byte-level ones spell each byte as a printable character (GPT-2), others are
+    text with `<0xE2>` for a single byte (SentencePiece). A token of any other vocabulary has the bytes of its text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -35,7 +35,7 @@ class TokenBytes:
         self._first_space: bool | None = None
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of `token`; none for one that is not in the vocabulary."""
+        """Return the bytes of `token`; empty if it is not in the vocabulary."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._read(token)
@@ -69,10 +69,10 @@ class TokenBytes:
 
 
 class TextOffsets:
-    """Where in a text the character of the first byte of each token stands. For tokens in their order.
+    """The offset in a text of the character that contains each token's first byte. Tokens are added in order.
 
-    `bytes_of`: of each token. `start`: where their text begins. `skipped`: tokens without text. `drops_first_space`:
-    the text begins without the space of its first token.
+    `bytes_of`: returns the bytes of a token. `start`: the offset of the first token. `skipped`: tokens without text.
+    `drops_first_space`: the text begins without the space of its first token.
     """
 
     def __init__(
@@ -88,10 +88,12 @@ class TextOffsets:
         self._drops_space = drops_first_space
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self.end = start
-        """Where the text of whole characters ends."""
+        """Offset of the end of the complete characters."""
 
     def add(self, tokens: Iterable[int]) -> list[int]:
-        """Return the place of each of the next tokens. One that begins within a character has the place of that."""
+        """Return the offset of each of the next tokens. A token that begins within a character has that character's
+        offset.
+        """
         offsets = []
         for token in tokens:
             offsets.append(self.end)
@@ -104,7 +106,7 @@ class TextOffsets:
 
 
 def _decoders(decoder: Any) -> Sequence[str]:
-    """Return the kinds of a decoder and of those that it is a sequence of."""
+    """Return the types of a decoder and of the decoders in it."""
     if not isinstance(decoder, dict):
         return []
     parts = [kind for part in decoder.get("decoders", ()) for kind in _decoders(part)]

@@ -101,8 +101,8 @@ class PartTier(RunAccount):
         """
         self.take(index, end - start)
         ids = self.take_ids(index, end - start)
-        run = PartRun(index, span, start, end, [pin], is_kept=True, ids=ids, place=self._coming + index)
-        span.parts[run.place].append(run)
+        run = PartRun(index, span, start, end, [pin], is_kept=True, ids=ids, list_index=self._coming + index)
+        span.parts[run.list_index].append(run)
         pin.held[index].append(run)
         return run
 
@@ -114,13 +114,13 @@ class PartTier(RunAccount):
                 span = run.span
                 if span is None:
                     continue  # the tier was reset meanwhile
-                span.parts[run.place].remove(run)
+                span.parts[run.list_index].remove(run)
                 if is_stored:
                     if self.events is not None:
                         self.events.came(span.content, index, span, run.start, run.end)
                         self.events.told()
-                    run.place = self._here + index
-                    span.parts[run.place].append(run)
+                    run.list_index = self._here + index
+                    span.parts[run.list_index].append(run)
                     if index in self._whole:
                         ends.append(run)
                 else:
@@ -143,12 +143,12 @@ class PartTier(RunAccount):
                     if run.start < ends[index]:
                         run.split(ends[index])
                     self._tell_gone(run)
-                    span.parts[run.place].remove(run)
+                    span.parts[run.list_index].remove(run)
                     self._doom(run, span)
 
     def _tell_gone(self, run: PartRun) -> None:
         """Emit that a run is found no more, though nothing was short."""
-        if self.events is not None and run.place < self._coming:
+        if self.events is not None and run.list_index < self._coming:
             self.events.goes(run, run.start, run.end, is_dropped=True)
             self.events.told()
 
@@ -194,7 +194,7 @@ class PartTier(RunAccount):
         pin = holding_of_transfer(len(self.groups))
         for index, of_group in enumerate(pieces):
             for run, start, end in of_group:
-                if run.place != index:
+                if run.list_index != index:
                     self.hold(run.cut(start, end), pin)
         return pin
 
@@ -248,7 +248,9 @@ class PartTier(RunAccount):
                         ids += run.ids
         for run in self.listed():
             assert not run.holders, "L2: a cached part below is pinned"
-            assert run.span is not None and run in run.span.parts[run.place], "L1: a cached part below is not found"
+            assert run.span is not None and run in run.span.parts[run.list_index], (
+                "L1: a cached part below is not found"
+            )
             cached[run.group] += run.end - run.start
             ids += run.ids
         for span in self._spans():

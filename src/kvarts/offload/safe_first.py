@@ -247,7 +247,8 @@ class SafeFirst:
 
     def next_run(self) -> Node:
         """Return the first safe run that can go, or else the first of the rest."""
-        return self._safe.next_run() if self.num_safe else self._rest.next_run()
+        node: Node = self._safe.next_run() if self.num_safe else self._rest.next_run()
+        return node
 
     # What the tree tells and asks of all runs -------------------------------------------------------------
 

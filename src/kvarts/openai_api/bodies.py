@@ -69,9 +69,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common. `caps_tokens`: `max_tokens` is no length of a mock."""
-
-    caps_tokens: ClassVar[bool] = False
+    """What completions and chat completions have in common."""
 
     model: str | None = None
     stream: bool | None = None

@@ -147,11 +147,10 @@ def asks_of(
             most, own_end = max_tokens, None
             if most is None:
                 most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
-            may_end = served.limits.caps_tokens or body.caps_tokens or (has_end and max_tokens is None)
             natural = None
             if written:
                 natural = len(written[copy])
-            elif may_end and served.limits.default_tokens is not None and not body.ignore_eos:
+            elif served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
                 most, own_end = natural, (told[copy].finish_reason if told else "") or "stop"

@@ -48,8 +48,6 @@ def error_body(error: ApiError) -> bytes:
 class _CappedBody(ChatBody, kw_only=True):
     """A chat with a number of tokens that every client has to give, and that none waits for."""
 
-    caps_tokens: ClassVar[bool] = True
-
 
 class MessagesBody(msgspec.Struct, kw_only=True):
     """POST /v1/messages."""

@@ -119,7 +119,6 @@ def mock_limits(door: Door, config: ReplayConfig) -> Limits:
         door.limits,
         max_model_len=most,
         default_tokens=DEFAULT_TOKENS if door.limits.default_tokens is None else door.limits.default_tokens,
-        caps_tokens=door.limits.default_tokens is not None,
     )
 
 

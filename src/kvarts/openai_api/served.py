@@ -107,10 +107,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_queued`: requests beyond those that may run at once; more are refused with 429. `retry_after_s`: what these are
     told. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: of one HTTP request, which has to come
-    within `body_timeout_s`. `default_tokens`: about as many tokens has an answer for which no number is asked, of a
-    mock; None: up to the end of the model. `caps_tokens`: the number that is asked for is the most, and an answer ends
-    where it would without. `trust_request_chat_template`: render templates that requests bring, which
-    are programs of clients that may compute for ever.
+    within `body_timeout_s`. `default_tokens`: tokens after which a mock's answers end, about; None: a model ends them.
+    `trust_request_chat_template`: render templates that requests bring, which are programs of clients that may compute
+    for ever.
 
     Raises ConfigError for a value out of range.
     """
@@ -121,7 +120,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 60.0
     default_tokens: int | None = None
-    caps_tokens: bool = False
     trust_request_chat_template: bool = False
 
     def __post_init__(self) -> None:

@@ -201,7 +201,7 @@ class RequiredCalls:
 
     def reader(self, number: int) -> Reader:
         """Return the reader of a choice."""
-        return _JsonCalls(_LIST_OPENING, _LIST_CLOSING, _listed, None)
+        return _JsonCalls(_LIST_OPENING, _LIST_CLOSING, _listed, None, is_enforced=True)
 
 
 class NamedCall(msgspec.Struct, frozen=True):
@@ -276,7 +276,8 @@ class _JsonCalls:
     """Reads calls of which each is a JSON object, its arguments as they come.
 
     `opening` matches what stands before a call, `closing` what may stand after the last one. `read` returns the calls
-    of the part of a text in which they are written otherwise, and raises ValueError for others.
+    of the part of a text in which they are written otherwise, and raises ValueError for others. `is_enforced`: the text
+    is nothing but calls, so that what follows the last whole call is a call that was cut off.
     """
 
     def __init__(
@@ -285,11 +286,14 @@ class _JsonCalls:
         closing: re.Pattern[str],
         read: Callable[[str], list[Call]],
         names: frozenset[str] | None,
+        *,
+        is_enforced: bool = False,
     ) -> None:
         self._opening = opening
         self._closing = closing
         self._read = read
         self._names = names
+        self._is_enforced = is_enforced
         self._texts: list[str] = []
         """What was not understood yet."""
         self._num_held = 0
@@ -348,7 +352,8 @@ class _JsonCalls:
         if not self._num_calls:
             return Part(held), None
         closing = self._closing.match(held)
-        return Part("" if closing is None else held[closing.end() :]), "tool_calls"
+        rest = "" if closing is None else held[closing.end() :]
+        return (Part(), None) if rest and self._is_enforced else (Part(rest), "tool_calls")
 
 
 def _string(written: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Owners of requests and sessions: their keys, and what each may hold of what all of them share."""
+"""Owners of requests and sessions: their keys, and their shares of common resources."""

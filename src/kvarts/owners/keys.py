@@ -1,4 +1,4 @@
-"""Keys, and the owners that they stand for."""
+"""Keys, and the owners that they identify."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ LINE = "A line is KEY, and after it, parted by spaces, any of owner=NAME, share=
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """An owner of requests and sessions.
 
-    `share`: its part of what owners share, relative to those of others. `may_prioritize`: its requests may have a
-    priority other than 0. `is_admin`: it may also change the server; it has no share.
+    `share`: its part of shared resources, relative to those of others. `may_prioritize`: its requests may have a
+    priority other than 0. `is_admin`: it may also change the server; shares do not apply to it.
+
     Raises ConfigError for a share out of range.
     """
 
@@ -36,14 +37,15 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANYONE = Owner(may_prioritize=True)
-"""The owner of everything where no key is asked for."""
+"""The owner of everything if keys are not required."""
 
 ADMIN = Owner(name="admin", may_prioritize=True, is_admin=True)
 
 
 class Keys:
-    """Owners by their keys, of which only digests are kept. Raises ConfigError for a key that is empty or unprintable,
-    and for no key at all.
+    """Owners by key. Only digests of the keys are kept.
+
+    Raises ConfigError for a key that is empty or unprintable, and without any key.
     """
 
     def __init__(self, owners_by_key: Mapping[str, Owner]) -> None:
@@ -60,7 +62,7 @@ class Keys:
     def find(self, key: str) -> Owner | None:
         """Return the owner of a key; None if the key is unknown.
 
-        The time that it takes reveals nothing about the keys: all digests are compared, each to its end.
+        The running time reveals nothing about the keys: all digests are compared, each to its end.
         """
         digest = sha256(key.encode()).digest()
         found = None
@@ -73,10 +75,10 @@ class Keys:
     def of(
         cls, keys: Iterable[str], named: Mapping[str, Owner] | None = None, *, admin_keys: Iterable[str] = ()
     ) -> Keys:
-        """Return `keys`, and those in `named` with their owners. An owner without a name is named by its place.
+        """Return `keys`, and those in `named` with their owners. An unnamed owner is named by its position.
 
-        One key alone is of the owner ``, which may give its requests a priority. `admin_keys`: of an administrator.
-        Raise ConfigError for a key of an administrator that is an owner's as well.
+        A single key belongs to the owner ``, which may give its requests a priority. `admin_keys`: keys of the
+        administrator. Raise ConfigError if one of them is also an owner's key.
         """
         replace = msgspec.structs.replace
         owners = {**dict.fromkeys(keys, Owner()), **(named or {})}
@@ -100,7 +102,7 @@ class Keys:
 
     @property
     def has_several_owners(self) -> bool:
-        """Whether the keys are of more than one owner, administrators apart."""
+        """Whether the keys belong to more than one owner, not counting administrators."""
         return len(self.shares) > 1
 
 
@@ -113,9 +115,9 @@ def check_key(key: str, field: str = "api_key") -> None:
 
 
 def read_keys(path: Path) -> dict[str, Owner]:
-    """Return the owners of a file of keys, one a line; an owner without a name has an empty one.
+    """Return the owners in a key file, which has one key per line; an unnamed owner has an empty name.
 
-    Lines that are empty or begin with `#` are skipped. Raise MissingFileError, or InputError with file and line.
+    Empty lines and lines that begin with `#` are skipped. Raise MissingFileError, or InputError with file and line.
     """
     owners: dict[str, Owner] = {}
     for number, line in enumerate(read_text(path, hint="Check the path of the keys.").splitlines(), 1):

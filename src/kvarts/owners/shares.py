@@ -1,4 +1,4 @@
-"""One thing that several owners hold parts of: places, tokens, sessions, bytes."""
+"""Shares of one resource among several owners: places, tokens, sessions, bytes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from kvarts.errors import ConfigError
 __all__ = ["PARTED", "Shares", "owner_of"]
 
 KEPT = 0.5
-"""Of what is guaranteed to an owner, the part that no other may borrow while the owner does not use it."""
+"""Part of an owner's guarantee that others may not borrow while the owner does not use it."""
 
 PARTED = "\x1f"
-"""Stands between an owner and a tenant of that owner. An owner's tenants hold what they hold in its name."""
+"""Separator between an owner and its tenant in a name. Units held by a tenant count for its owner."""
 
 
 def owner_of(name: str) -> str:
-    """Return the owner that `name`, an owner or a tenant of one, belongs to."""
+    """Return the owner of `name`, which is an owner or a tenant of one."""
     return name.partition(PARTED)[0]
 
 
 class Shares:
-    """Owner of the account of one thing, of which there are `total` units.
+    """Owner of the account of one resource of `total` units.
 
-    An owner is guaranteed its share of the total, rounded down, and half of that is kept free for it at any time. What
-    is not kept is lent to the first owner that asks. So an owner always finds half of its guarantee at once, and the
-    rest as soon as others give back what they borrowed. With a single owner, or none, everything is free to all.
+    An owner is guaranteed its share of the total, rounded down, and half of that is kept free for it at all times.
+    Units that are not kept are lent to the first owner that asks. So an owner always finds half of its guarantee at
+    once, and the rest when others return borrowed units. With a single owner, or none, all units are free to everyone.
 
-    `shares`: relative to each other, by owner. An owner that is not among them can only borrow. Amounts are whole and
-    at least 0. Raises ConfigError for a negative total.
+    `shares`: relative to each other, by owner. An owner without an entry can only borrow. Amounts are whole and at
+    least 0. Raises ConfigError for a negative total.
     """
 
     def __init__(self, total: int, shares: Mapping[str, float] | None = None, *, kept: float = KEPT) -> None:
@@ -39,14 +39,14 @@ class Shares:
         self._kept: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self.num_used = 0
-        """Units that all owners hold together."""
+        """Units held by all owners together."""
         self._num_kept_free = 0
-        """Units that are kept for owners that do not use them."""
-        self.total = total - 1  # any other: there is none yet
+        """Unused units kept for their owners."""
+        self.total = total - 1  # any other value, so that `resize` runs
         self.resize(total)
 
     def resize(self, total: int) -> None:
-        """Let there be `total` units from now on, whatever is held. Raise ConfigError for less than 0."""
+        """Set the number of units to `total`, regardless of those held. Raise ConfigError if it is negative."""
         if total == self.total:
             return
         if total < 0:
@@ -58,42 +58,42 @@ class Shares:
         self._num_kept_free = sum(map(self._kept_free, self._kept))
 
     def used(self, name: str) -> int:
-        """Return how many units an owner holds."""
+        """Return the number of units an owner holds."""
         return self._used.get(owner_of(name), 0)
 
     def guaranteed(self, name: str) -> int:
-        """Return how many units an owner can have once others have given back what they borrowed."""
+        """Return the number of units that an owner can have once others have returned borrowed units."""
         return self._guaranteed.get(owner_of(name), 0) if self._guaranteed else self.total
 
     def over(self, name: str) -> int:
-        """Return how many units an owner holds beyond its guarantee; below 0 where it holds less."""
+        """Return the number of units an owner holds beyond its guarantee; negative if it holds fewer."""
         return self.used(name) - self.guaranteed(name)
 
     def room(self, name: str) -> int:
-        """Return how many units an owner can take now. Below 0 where more was taken than there is."""
+        """Return the number of units that an owner can take now; negative if more are held than exist."""
         return self.total - self.num_used - (self._num_kept_free - self._kept_free(owner_of(name)))
 
     def take(self, name: str, amount: int = 1) -> bool:
-        """Take `amount` units if there is room for them. Return whether they were taken."""
+        """Take `amount` units if there is room. Return whether they were taken."""
         if amount > self.room(name):
             return False
         self.force(name, amount)
         return True
 
     def force(self, name: str, amount: int = 1) -> None:
-        """Take `amount` units whether there is room or not."""
+        """Take `amount` units regardless of room."""
         assert amount >= 0
         self._change(owner_of(name), amount)
 
     def give(self, name: str, amount: int = 1) -> None:
-        """Give back `amount` units, which the owner holds."""
+        """Return `amount` units held by the owner."""
         assert 0 <= amount <= self.used(name), (name, amount, self.used(name))
         self._change(owner_of(name), -amount)
 
     def most_over(self, names: Iterable[str]) -> str | None:
-        """Return the owner of `names` that is furthest beyond its guarantee, from which something is taken back first.
+        """Return the owner in `names` that is furthest beyond its guarantee: the first to lose units.
 
-        Among equals the first by name. None if `names` is empty.
+        Ties are broken by name. None if `names` is empty.
         """
         return min(names, key=lambda name: (-self.over(name), name), default=None)
 

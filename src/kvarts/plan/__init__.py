@@ -1,6 +1,6 @@
-"""How much memory, which policy, how many replicas: cache curves of all sizes, and replays at chosen points.
+"""Capacity planning: how much memory, which policy, how many replicas, from cache curves and replays.
 
-The room is also its main function: `kvarts.plan(traffic, config)` returns a Plan.
+The package is callable: `kvarts.plan(traffic, config)` returns a Plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAIN = "kvarts.plan.planning:make_plan"
 
 
 def __getattr__(name: str) -> Any:
-    """Load what plans when it is asked for. `plan` is the room itself."""
+    """Import the planner on first use. `plan` is the package itself."""
     if name == "plan":
         return sys.modules[__name__]
     if name == "Plan":

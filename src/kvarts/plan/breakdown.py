@@ -1,4 +1,4 @@
-"""What requests find in a pool of one size, and what they lost: by tenant, turn, origin and age."""
+"""Hits and losses of requests in a pool of one size, by tenant, turn, origin and age."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ NS_PER_S = 1_000_000_000
 
 
 class Breakdown:
-    """Counts of tokens for one trace; `tokens` and `reuse` are its spans of tokens and of pages.
+    """Token counts of one trace. `tokens` and `reuse` are its spans in tokens and in pages.
 
-    Every prompt token is counted once, whatever the size: found, or computed.
+    Every prompt token is counted once at each size, as found or as computed.
 
-    A token is computed because it was never seen before at its place, after the same tokens; because it was, but in no
-    full page that both prompts have, or as the last token of a prompt (unaligned); or because its page was evicted.
+    A token is computed for one of three reasons. It was never seen before at its place, after the same tokens (never
+    seen). It was seen, but in no full page that both prompts share, or it is the last token of a prompt (unaligned).
+    Or its page was evicted.
     """
 
     def __init__(self, trace: Trace, tokens: Reuse, reuse: Reuse, distances: Column) -> None:
@@ -52,7 +53,7 @@ class Breakdown:
         self._age = np.searchsorted(np.array(AGES_S) * NS_PER_S, ages_ns, side="right")
 
     def at(self, num_pages: int) -> dict[str, Any]:
-        """Return what becomes of the prompt tokens in a pool of `num_pages`, JSON-able."""
+        """Return the prompt tokens found and computed in a pool of `num_pages`, JSON-able."""
         reuse, page_size = self._reuse, self._reuse.page_size
         found = np.clip(num_pages - self._distances, 0, self._hittable)
         lost = self._hittable - found

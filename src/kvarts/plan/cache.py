@@ -1,4 +1,4 @@
-"""The cache curves of a trace, in one value: what `kvarts plan` says of every trace, with or without a model."""
+"""The cache curves of a trace in one value: the part of `kvarts plan` that needs no model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["CachePlan"]
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 MOST_POINTS = 2000
-"""Bends of a curve that are handed out; between bends it is linear."""
+"""Most points of a curve in the output; the curve is linear between them."""
 
 
 class CachePlan:
-    """Curve, optimum and breakdown of `trace`, which must be known as a whole, for pages of `page_size`."""
+    """Curve, optimum and breakdown of `trace` for pages of `page_size`. The trace must be a list, not a stream."""
 
     def __init__(self, trace: Trace, page_size: int, *, count_outputs: bool = False) -> None:
         self.trace = trace
@@ -36,19 +36,19 @@ class CachePlan:
         self.least_pages = max(
             -(-(request.num_prompt_tokens + request.num_output_tokens - 1) // page_size) for request in trace
         )
-        """The smallest pool that every request fits into."""
+        """The smallest pool that can hold each request alone."""
         self.knees = find_knees(self.curve, self.least_pages)
         self.count_outputs = count_outputs
         self._optima: dict[int, float] = {}
 
     @property
     def main_knee(self) -> int:
-        """The knee in the middle; without any, the smallest pool that loses nothing."""
+        """The middle knee; the smallest pool that loses nothing if the curve has none."""
         return self.knees[len(self.knees) // 2] if self.knees else max(self.least_pages, self.curve.most_pages)
 
     @property
     def sizes_under_pressure(self) -> list[int]:
-        """The main knee, and half of it where every request still fits: there, policies differ."""
+        """The main knee, and half of it where every request still fits: sizes at which policies differ."""
         return sorted({max(self.least_pages, self.main_knee // 2), self.main_knee})
 
     @property
@@ -57,11 +57,11 @@ class CachePlan:
         return self._reuse.num_prompt_tokens
 
     def default_sizes(self) -> list[int]:
-        """Return the knees, and the sizes for round shares of all hits that there can be, if every request fits."""
+        """Return the knees, and the sizes that reach round shares of all possible hits; none is below `least_pages`."""
         return sorted({*self.knees, *(max(self.least_pages, self.curve.size_for(share)) for share in SHARES)})
 
     def point(self, num_pages: int) -> dict[str, Any]:
-        """Return both ratios at one size."""
+        """Return the hit ratio of LRU and of the optimum at one size."""
         check_whole(num_pages, "at", most=MOST_PAGES)
         if num_pages not in self._optima:
             self._optima[num_pages] = self.optimum.hit_ratio(num_pages)
@@ -73,7 +73,7 @@ class CachePlan:
         }
 
     def to_builtins(self, sizes: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return everything, JSON-able. `sizes`: points of interest, `default_sizes` unless given."""
+        """Return all curves and points, JSON-able. `sizes`: points of interest; None: `default_sizes`."""
         chosen = self.default_sizes() if sizes is None else list(sizes)
         breakdown = Breakdown(self.trace, self._tokens, self._reuse, self._distances)
         curve = self.curve

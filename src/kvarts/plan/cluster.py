@@ -1,6 +1,6 @@
-"""Points of a sweep on a Ray cluster, which has its own scheduler. Ray is imported only when it is asked for.
+"""Runs the points of a sweep on a Ray cluster, which schedules them. Ray is imported only on use.
 
-Workers import kvarts and read the trace by its path, so both must be there on every node.
+Workers import kvarts and read the trace by its path, so both must exist on every node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REACHED_WITHIN_S = 5.0
 def results_on_ray(
     missing: Mapping[str, Values], run: Callable[[Values], Values], address: str
 ) -> Iterator[tuple[str, Values]]:
-    """Return the keys of points with their rows, as they are done. Raise ConfigError where there is no such cluster."""
+    """Yield the key and row of each point as it is done. Raise ConfigError if the cluster is not reachable."""
     try:
         import ray
     except ImportError:
@@ -42,7 +42,7 @@ def results_on_ray(
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError where nothing answers at host:port: Ray itself would try for minutes."""
+    """Raise ConfigError if nothing answers at host:port. Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
         return

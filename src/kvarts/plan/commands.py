@@ -21,9 +21,9 @@ def command_line(
     config_file: Path | None,
     changes: Mapping[str, Any],
 ) -> str:
-    """Return `kvarts replay` with what was given on the command line, `changes` by their keys in its place.
+    """Return a `kvarts replay` command with the options given on the command line, overridden by `changes`.
 
-    A change to None leaves the option out.
+    `changes` maps setting keys to values; None omits the option.
     """
     words = ["kvarts", "replay"]
     if trace is not None:
@@ -53,7 +53,7 @@ def command_line(
 
 
 def _is_from_command_line(given: Given, key: str) -> bool:
-    """Return whether the value was given on the command line; what a file gave comes with the file."""
+    """Return whether the value was given on the command line. Values from a file need no option: --config names it."""
     return given.source_of(key).path is None
 
 

@@ -1,17 +1,17 @@
-"""Hits of prefix LRU for every pool size at once: stack distances, in pages, of spans.
+"""Hits of prefix LRU for every pool size at once, from the stack distances of spans.
 
-What is computed is exactly this simulation, run for every number of pages C (`docs/guide-plan.md` has it in words):
+The result equals this simulation, run for every number of pages C (`docs/guide-plan.md` explains it in words):
 
     cached = []                                   # the page used longest ago first
     for each request, in the order of the trace:
-        hits = number of its pages, from the first on and before its last token, that are all in cached
-        cached = [pages that it does not have] + [its pages, the deepest first]
+        hits = length of the longest prefix of its pages, ending before its last token, that is in cached
+        cached = [cached pages that the request does not use] + [its pages, the deepest first]
         cached = the last C of these
 
-With outputs counted, a request also has pages that no other one has, deeper than those known.
+If outputs are counted, a request also has private pages, which no other request shares, after the known ones.
 
-A page is found by all C above its stack distance: the pages used after it, and those before it in its own sequence.
-Distances grow by one from page to page of a span, so a span is one line that rises by a page a page.
+A page is a hit for every C above its stack distance: the number of pages used after it, plus the pages before it in
+its own sequence. The distance grows by one from each page of a span to the next, so a span is stored as one number.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["HitCurve", "lru_curve", "stack_distances"]
 
 
 class HitCurve:
-    """How many tokens are hits, by the number of pages. Linear between `sizes`, exact at every whole number."""
+    """Hit pages by number of cache pages. Linear between `sizes`, exact at every whole number."""
 
     def __init__(self, distances: Column, num_pages: Column, *, page_size: int, num_prompt_tokens: int) -> None:
-        """Add up spans: `num_pages` of each can be found, the first by caches larger than its distance."""
+        """Sum the spans: `num_pages` of each can be hits, the first of them in pools larger than its distance."""
         counted = num_pages > 0
         first, last = distances[counted], distances[counted] + num_pages[counted]
         self.page_size = page_size
@@ -43,12 +43,12 @@ class HitCurve:
         bends[1:] = np.diff(slopes) != 0
         hits = np.concatenate([[0], np.cumsum(steps)]) if len(changes) else np.zeros(0, np.int64)
         self.sizes: Column = np.concatenate([[0], changes[bends]]).astype(np.int64)
-        """Pages at which the curve bends; the last one is where it ends to rise."""
+        """Pool sizes at which the slope changes; beyond the last, the curve is flat."""
         self.hits: Column = np.concatenate([[0], hits[bends]]).astype(np.int64)
-        """Pages found, at `sizes`, by all requests together."""
+        """Pages found by all requests together, at each of `sizes`."""
 
     def hit_pages(self, num_pages: int) -> int:
-        """Return how many pages all requests find together in a pool of `num_pages`."""
+        """Return the number of pages that all requests together find in a pool of `num_pages`."""
         place = int(np.searchsorted(self.sizes, num_pages, side="right")) - 1
         low, hits = int(self.sizes[place]), int(self.hits[place])
         if place + 1 == len(self.sizes):
@@ -67,11 +67,11 @@ class HitCurve:
 
     @property
     def most_hit_ratio(self) -> float:
-        """The share of prompt tokens that are hits where nothing is evicted."""
+        """The share of prompt tokens that are hits if nothing is evicted."""
         return self._ratio(int(self.hits[-1]))
 
     def size_for(self, share: float) -> int:
-        """Return the fewest pages with at least `share` of the hits that there can be."""
+        """Return the fewest pages that give at least `share` of all possible hits."""
         least = int(np.ceil(share * int(self.hits[-1])))
         place = int(np.searchsorted(self.hits, least))
         if place == 0 or not least:
@@ -85,16 +85,16 @@ class HitCurve:
 
 
 def lru_curve(reuse: Reuse, distances: Column | None = None) -> HitCurve:
-    """Return the curve of prefix LRU. `distances`: those of `stack_distances`, where they are known already."""
+    """Return the curve of prefix LRU. `distances`: the result of `stack_distances`, if the caller has it."""
     if distances is None:
         distances = stack_distances(reuse)
     return HitCurve(distances, reuse.hittable, page_size=reuse.page_size, num_prompt_tokens=reuse.num_prompt_tokens)
 
 
 def stack_distances(reuse: Reuse) -> Column:
-    """Return for each span the pages used since, and those before it in its sequence; -1 where it was never seen.
+    """Return for each span the pages used since its last use plus those before it in its sequence; -1 if never seen.
 
-    A Fenwick tree by request has the pages that were last in it.
+    A Fenwick tree counts, for each request, the pages whose latest use is in that request.
     """
     num_requests = len(reuse.num_pages)
     tree = [0] * (num_requests + 1)
@@ -105,7 +105,7 @@ def stack_distances(reuse: Reuse) -> Column:
     spans = zip(reuse.request.tolist(), reuse.start.tolist(), reuse.end.tolist(), reuse.previous.tolist(), strict=True)
     for place, (request, start, end, previous) in enumerate(spans):
         while now < request:
-            # All pages of the request before are last in it.
+            # The latest use of every page of the previous request is that request.
             size = num_pages[now]
             total += size
             now += 1

@@ -1,7 +1,7 @@
-"""Hits of a model with KV groups in a memory of one size, where requests come one after the other.
+"""Hits of a model with KV groups, in a memory of one size, with requests served one after the other.
 
-Parts of all groups are one LRU list, and a running request holds in each group what its next token needs. A request
-that does not fit is refused, and finds nothing.
+The parts of all groups share one LRU list. A running request holds, in each group, the parts that its next token
+needs. A request that does not fit is refused and finds nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["GroupHits"]
 
 
 class GroupHits:
-    """Answers for `trace` on an engine of `config`, which counts KV groups. Each size is looked at once."""
+    """Hits of `trace` on an engine of `config`, which counts KV groups. Each size is simulated once and cached."""
 
     def __init__(self, trace: Trace, config: ReplayConfig) -> None:
         self._trace = trace
@@ -28,11 +28,11 @@ class GroupHits:
         self._found: dict[int, int] = {}
 
     def hit_ratio(self, num_pages: int) -> float:
-        """Return the share of prompt tokens that are hits in as much memory as `num_pages` whole pages take."""
+        """Return the share of prompt tokens that are hits in as much memory as `num_pages` whole pages occupy."""
         return self.hit_pages(num_pages) * self._page_size / self._num_prompt_tokens
 
     def hit_pages(self, num_pages: int) -> int:
-        """Return how many pages all requests find together."""
+        """Return the number of pages that all requests find together."""
         found = self._found.get(num_pages)
         if found is None:
             found = self._found[num_pages] = self._look(num_pages)
@@ -51,13 +51,13 @@ class GroupHits:
         return num_found
 
     def _serve(self, cache: RunCache, content: Content, num_prompt: int, num_tokens: int) -> int:
-        """Compute the tokens of one request; return the pages that it found."""
+        """Compute the tokens of one request; return the number of pages that it found."""
         page_size, most_new = self._page_size, self._most_new
         match = cache.match(content, (num_prompt - 1) // page_size)
         holding = cache.begin(content, match)
         at = match.num_pages * page_size
         while at < num_tokens:
-            # A chunk of the prompt, or what is generated up to the end of a page.
+            # A chunk of the prompt, or generated tokens up to the end of a page.
             is_prompt = at < num_prompt
             end = min(num_prompt, at + most_new) if is_prompt else min(num_tokens, at + page_size - at % page_size)
             if end - at > most_new:

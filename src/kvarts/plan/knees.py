@@ -1,4 +1,4 @@
-"""Where a curve of hits bends: sizes up to which memory buys much, and beyond which it buys little."""
+"""Knees of a hit curve: sizes below which memory buys many hits, and above which it buys few."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ __all__ = ["concave_hull", "find_knees"]
 
 MOST_KNEES = 5
 WORTHWHILE = 0.02
-"""A knee stands out from the line around it by at least this share of all hits."""
+"""A knee must rise above the chord of its section by at least this share of all hits."""
 
 
 def concave_hull(curve: HitCurve, least_pages: int) -> tuple[Column, Column]:
-    """Return sizes and hits of the points of `curve` that lie above all lines between others: gains only fall there.
-
-    The first is that of `least_pages`.
-    """
+    """Return sizes and hits of the upper concave hull of `curve`, from `least_pages` on; gains only fall along it."""
     sizes: list[int] = [least_pages]
     hits: list[int] = [curve.hit_pages(least_pages)]
     above = curve.sizes > least_pages
@@ -36,8 +33,8 @@ def concave_hull(curve: HitCurve, least_pages: int) -> tuple[Column, Column]:
 def find_knees(curve: HitCurve, least_pages: int = 0) -> list[int]:
     """Return the knees above `least_pages`, smallest first.
 
-    The main one is where the hull is farthest above the line between its ends. On either side of a knee there is
-    another, if it stands out from the line of that side.
+    The main knee is where the hull is farthest above the chord between its ends. Each side of a knee is searched in
+    the same way, and has another knee if that stands out from the chord of the side.
     """
     sizes, hits = concave_hull(curve, least_pages)
     if len(sizes) < 3:

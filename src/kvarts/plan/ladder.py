@@ -1,7 +1,7 @@
-"""The steps that a plan chooses from, each with more memory than the one before, and searches along them.
+"""The ladder of options that a plan chooses from, each with more memory than the one before, and searches along it.
 
-Searches take it that more memory, more replicas and a lower rate never hurt. Where that fails they still answer with
-something that keeps what is asked for, next to something that does not: both have been tried.
+The searches assume that more memory, more replicas or a lower rate never hurt. Where that does not hold, they still
+return two neighbours, one that meets the requirement and one that does not; both have been replayed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MOST_REPLICAS = 64
 
 
 def ladder_of(least_pages: int, num_pages: int, sizes: Iterable[int] = ()) -> list[Step]:
-    """Return eighths of the memory of one replica, from what every request fits into, then more replicas.
+    """Return eighths of one replica's memory, none too small for the largest request, then whole replicas.
 
-    `sizes`: of one replica, which are steps as well.
+    `sizes`: further sizes of a single replica to include.
     """
     least = min(least_pages, num_pages)
     eighths = {max(least, num_pages * eighth // EIGHTHS) for eighth in range(1, EIGHTHS + 1)}
@@ -31,12 +31,12 @@ def ladder_of(least_pages: int, num_pages: int, sizes: Iterable[int] = ()) -> li
 
 
 def first_that(keeps: Callable[[int], bool], start: int, end: int) -> int | None:
-    """Return the lowest place below `end` that keeps it; None where none found does. `start` is tried first."""
+    """Return the lowest place below `end` where `keeps` holds, or None if none is found. `start` is tried first."""
     return between(keeps, -1, start) if keeps(start) else first_from(keeps, start, end)
 
 
 def first_from(keeps: Callable[[int], bool], fails: int, end: int) -> int | None:
-    """Return the lowest place after `fails`, which does not keep it, and below `end`; None where none found does."""
+    """Return the lowest place in (`fails`, `end`) where `keeps` holds, or None. It does not hold at `fails`."""
     reach = 1
     while fails < end - 1:
         place = min(end - 1, fails + reach)
@@ -49,9 +49,9 @@ def first_from(keeps: Callable[[int], bool], fails: int, end: int) -> int | None
 def lowest_known(
     keeps: Callable[[int], bool], found: int | None, is_known: Callable[[int], bool], places: range
 ) -> int | None:
-    """Return the lowest of `places` that is known to keep it, the one before which does not; `found` for none lower.
+    """Return the lowest of the `places` already replayed where `keeps` holds and the place before fails; else `found`.
 
-    A search finds one place of several where more may be worse.
+    `keeps` need not be monotone, so a search may have found one of several such places.
     """
     lower = (place for place in places if (found is None or place < found) and is_known(place) and keeps(place))
     lowest = next(lower, None)
@@ -63,7 +63,7 @@ def lowest_known(
 
 
 def between(keeps: Callable[[int], bool], fails: int, kept: int) -> int:
-    """Return the lowest place that keeps it, where `fails` does not and `kept` does."""
+    """Return the lowest place where `keeps` holds, by bisection. It fails at `fails` and holds at `kept`."""
     while kept - fails > 1:
         middle = (fails + kept) // 2
         if keeps(middle):

@@ -1,8 +1,8 @@
-"""Latencies at chosen points, by replays: which memory and how many replicas keep an SLO, and up to which rate.
+"""Latencies at chosen points, by replay: the memory and replicas that keep an SLO, and the highest such rate.
 
-Options are *steps* of a ladder, each with more memory than the one before: eighths of the KV memory of one replica,
-then all the memory of 2, 3 and more replicas. An SLO is kept where `slo_share` of the requests keep its bounds.
-What keeps it is looked for by bisection, so both the step that is recommended and the one below it have been replayed.
+Options form a ladder of *steps*, each with more memory than the one before: eighths of the KV memory of one replica,
+then all the memory of 2, 3 and more replicas. An SLO is kept if `slo_share` of the requests keep its bounds. The
+search is a bisection, so both the recommended step and the one below it have been replayed.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ RATE_TOLERANCE = 0.05
 NUM_POINTS = 5
 NEARLY_ALL = 0.99
 COST_ERROR = 0.15
-"""How far costs are taken to be off where nothing says it."""
+"""Relative error of costs that is assumed if the cost model gives none."""
 NINE_IN_TEN = 1.28
-"""Standard deviations within which steps are no slower in 9 of 10 worlds."""
+"""One-sided normal quantile of 0.9, in standard deviations."""
 
 
 def cost_error_of(cost: object) -> float:
-    """Return by which share steps may take longer in 9 of 10 worlds: by the held-out errors of the constants that ship.
+    """Return the relative slowdown of steps that is not exceeded in 9 of 10 cases.
 
-    Of a cost model that has other constants, or none, it is COST_ERROR.
+    It is computed from the held-out errors of the built-in constants. For a cost model without these, it is COST_ERROR.
     """
     error = getattr(cost, "held_out", {}).get("tpot")
     return COST_ERROR if error is None else round(min(0.9, NINE_IN_TEN * error.one_sigma), 2)
 
 
 class LatencyPlan:
-    """Replays of one trace under `config`, of which the pages are all the KV memory that a replica can have.
+    """Replays of one trace under `config`. The pages of `config` are all the KV memory that a replica can have.
 
-    `command`: answers the command line that replays a step at a rate. `slo_share`: which share of the requests must
-    keep the SLO. `router`: for more than one replica. `cost_error`: how far costs may be off, as a share of them;
-    left out, what cost_error_of says.
+    `command` returns the command line that replays a step at a rate. `slo_share`: the share of requests that must keep
+    the SLO. `router`: used with more than one replica. `cost_error`: relative error of costs; None: `cost_error_of`.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class LatencyPlan:
         self.ladder = ladder_of(self._replays.least_pages, config.num_pages, sizes)
 
     def to_builtins(self) -> dict[str, Any]:
-        """Replay what is needed, and return what was found, JSON-able."""
+        """Run the replays that are needed and return the results, JSON-able."""
         config = self._config
         for step in self._steps_to_look_at():
             self._replays.at(step)
@@ -114,7 +113,7 @@ class LatencyPlan:
         }
 
     def _best_that_keeps(self, cheapest: Step, best: dict[str, Any]) -> dict[str, Any]:
-        """Return the option with most hits: one that keeps the SLO, where `best` has less memory than that takes."""
+        """Return the option with most hits. It is enlarged to the memory of `cheapest` if `best` has less."""
         num_pages, what = self._others["best"]
         total = cheapest.replicas * cheapest.pages
         if total <= num_pages:
@@ -126,7 +125,7 @@ class LatencyPlan:
     # Searches ---------------------------------------------------------------------------------------------
 
     def _steps_to_look_at(self) -> list[Step]:
-        """Return the steps at the knees and around them, as far as one replica has the memory; the largest always."""
+        """Return the steps at the knees that fit one replica, its whole memory, and halves of that to fill up."""
         most = self._config.num_pages
         sizes = sorted({*(size for size in self._plan.knees if size < most), most})
         halved = most
@@ -135,10 +134,7 @@ class LatencyPlan:
         return [Step(1, size) for size in sizes[-NUM_POINTS:]]
 
     def _cheapest(self) -> int | None:
-        """Return the place of a step that keeps the SLO; the one below, if there is one, does not.
-
-        Of all steps that have been replayed it is the lowest that does.
-        """
+        """Return the index of the lowest replayed step that keeps the SLO; the step below it, if any, does not."""
 
         def keeps(place: int) -> bool:
             return self._keeps(self.ladder[place])
@@ -148,7 +144,7 @@ class LatencyPlan:
         return lowest_known(keeps, found, lambda place: self._replays.has(self.ladder[place]), range(len(self.ladder)))
 
     def _replicas(self) -> dict[str, Any]:
-        """Return for each router the fewest replicas, with all the memory of each, that keep the SLO."""
+        """Return, per router, the fewest replicas with all their memory that keep the SLO."""
         num_pages = self._config.num_pages
         routers = []
         start = 1
@@ -180,9 +176,9 @@ class LatencyPlan:
         return {"pages": num_pages, "by_router": routers}
 
     def _largest_rate(self, replicas: int) -> dict[str, Any]:
-        """Return the largest rate, relative to the trace, at which replicas with all their memory keep the SLO.
+        """Return the highest rate, relative to the trace, at which replicas with all their memory keep the SLO.
 
-        They are as many as were given, or as the cheapest option has where that has more.
+        The number of replicas is the configured one, or that of the cheapest option if higher.
         """
         step = Step(max(replicas, self._config.replicas), self._config.num_pages)
         rate = self._config.speedup
@@ -193,7 +189,7 @@ class LatencyPlan:
                 rate *= 2
             elif high is not None and self._share(step, rate=rate) <= self._share(step, rate=high):
                 high = rate
-                break  # it is not the rate that the SLO is missed for
+                break  # halving the rate did not help, so the rate is not the cause
             else:
                 high = rate
                 rate /= 2
@@ -217,7 +213,7 @@ class LatencyPlan:
         return result
 
     def _sensitivity(self, place: int) -> dict[str, Any]:
-        """Return the cheapest step if steps take longer, or less long, than the cost model says."""
+        """Return the cheapest step if steps take `cost_error` less or more time than the cost model predicts."""
         answers = []
         for factor in (1 - self._cost_error, 1 + self._cost_error):
 

@@ -1,4 +1,4 @@
-"""The sentence that a plan begins with: the answer, before the tables that it is from."""
+"""The opening sentence of a plan: the answer, printed before the tables it comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["lead"]
 
 
 def lead(plan: Mapping[str, Any]) -> str:
-    """Return what a plan comes to, in a sentence or two; its sizes have been replayed where anything was."""
+    """Return the result of a plan in one or two sentences. Its sizes were replayed if the plan replayed anything."""
     latency = plan.get("latency")
     if latency is None:
         return _of_curve(plan)

@@ -1,6 +1,6 @@
-"""Eviction orders side by side on one trace: hits one request at a time, and latencies under load.
+"""Comparison of eviction policies on one trace: hits one request at a time, and latencies under load.
 
-Both are the engine's own tree and pool. With LRU, hits one request at a time are the curve.
+Both use the engine's own tree and pool. With LRU, the hits one request at a time equal the curve.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ POLICIES: dict[str, MakeOrder] = {
     "tail-optimised": TailOptimisedOrder,
     "workload-aware": WorkloadAwareOrder,
 }
-"""Orders that need nothing but what an order is told, by the names that the command line knows."""
+"""Policies that need no information beyond the calls of `EvictionOrder`, by their command-line names."""
 
 SESSION_AWARE = "session-aware"
 ALL_POLICIES = (*POLICIES, SESSION_AWARE)
 
 
 class League:
-    """Policies side by side on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
+    """Comparison of policies on the trace of `plan`: at sizes one request at a time, and in replays under `config`.
 
-    `command`: answers the command line that shows the hit ratio of a policy at a size; `replay_command` that which
-    replays it.
+    `command` returns the command line that shows the hit ratio of a policy at a size; `replay_command` returns the one
+    that replays it.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class League:
         self._on_replay = on_replay
 
     def to_builtins(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """Return a row for each size and policy, and with a `config` one with latencies as well, JSON-able.
+        """Return a row for each size and policy, and with a `config` also rows of replays with latencies, JSON-able.
 
-        Replays have the pages of the sizes, and no more than the `config` has.
+        Replays use the same sizes, capped at the pages of `config`.
         """
         rows = [self._row(name, size) for size in sizes for name in self._makers]
         if self._config is None:
@@ -117,9 +117,9 @@ class League:
 
 
 def find_policy(name: str, trace: Trace) -> MakeOrder:
-    """Return what makes an order: a name of POLICIES, or `module:Class`. Raise ConfigError for anything else.
+    """Return the factory of an order: a name of POLICIES, or `module:Class`. Raise ConfigError for anything else.
 
-    An order that is told when sessions end learns it from `trace`, at the end of each.
+    The session-aware order takes the ends of sessions from `trace`.
     """
     if name == SESSION_AWARE:
         return finishing(trace)
@@ -141,7 +141,7 @@ def find_policy(name: str, trace: Trace) -> MakeOrder:
 
 
 def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOrder) -> int:
-    """Return how many pages all requests find together; with LruOrder, that is the curve at `num_pages`."""
+    """Return the number of pages that all requests find together; with LruOrder this is the curve at `num_pages`."""
     cache = PageCache(CountPool(num_pages), PrefixTree(make_order()))
     hits = 0
     for owner, request in enumerate(trace):

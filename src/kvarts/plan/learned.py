@@ -1,10 +1,10 @@
-"""An eviction order that learns how soon runs of a kind come back, and one that falls back to LRU where that is worse.
+"""An eviction order that learns how soon runs of a kind return, and one that falls back to LRU where that is worse.
 
-A page that is kept takes room until it is hit or given up. What that is worth is hits per page and time: of all times
-to keep a run for, the best one counts, which is the Gittins index of the run (as in hit density of Beckmann et al.,
-"LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, with the best time in place of the time that the
-cache happens to keep it). How likely a run comes back at an age is learned from runs of its kind, those included that
-were evicted and came back. Time is counted in releases. Nothing is known of requests to come.
+A kept page takes room until it is hit or given up. The value of keeping it is hits per page and unit of time,
+maximised over all times to keep it: the Gittins index of the run. (Hit density in Beckmann et al., "LHD: Improving
+Cache Hit Rate by Maximizing Hit Density", NSDI 2018, uses the time that the cache happens to keep it instead.) The
+probability that a run returns at a given age is learned from runs of its kind, including those that were evicted and
+then requested again. Time is counted in releases. The order knows nothing about future requests.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvarts.content import Content
-from kvarts.kv.eviction import BaseOrder
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import BaseOrder, Run
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
-from kvarts.plan.orders import RankedRuns, RunKey
+from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["AutoOrder", "LearnedOrder"]
 
 Kind = tuple[int, int, int]
-"""How often a run came back, what it follows, and how long it stayed away the last time."""
+"""Number of returns, class of the run before it, and length of the last absence."""
 
 ALL: Kind = (-1, -1, -1)
-"""Of runs that stand in one queue, whatever their kind."""
+"""The kind of every run when runs are ranked by weights in one queue."""
 
 
 class Weights(NamedTuple):
-    """LRU, but what has come back counts as released later, and what is used to stay away as released earlier.
+    """LRU with corrections: returns count as a later release, habitual absence as an earlier one.
 
-    In releases: `bonus` for each return, up to `most_returns`; `malus` for each release away, up to `most_away`.
+    In releases: `bonus` per return, up to `most_returns`; `malus` per release of absence, up to `most_away`.
     """
 
     bonus: int = 0
@@ -46,7 +45,7 @@ LRU = Weights()
 
 NUM_AGES = 30
 STEPS = 2
-"""Ages are told apart by factors of 2 ** (1 / STEPS)."""
+"""Age classes grow by factors of 2 ** (1 / STEPS)."""
 BEGINS = [0.0, *(2.0 ** (step / STEPS) for step in range(1, NUM_AGES + 1))]
 WIDTHS = [BEGINS[age + 1] - BEGINS[age] for age in range(NUM_AGES)]
 
@@ -64,7 +63,7 @@ AGES = _age_table()
 
 
 def age_of(releases: int) -> int:
-    """Return the number of the age of a run that was released so many releases ago."""
+    """Return the age class of a run that was released `releases` releases ago."""
     shift = 0
     while releases >= len(AGES):
         releases >>= 1
@@ -73,7 +72,7 @@ def age_of(releases: int) -> int:
 
 
 class Place:
-    """What the order keeps about a run: its kind, when it was released last, how far it went then, and its returns."""
+    """State of a run: its kind, time of last release, end page at that time, returns, and mean absence."""
 
     __slots__ = ("away", "end", "kind", "last", "returns")
 
@@ -86,24 +85,24 @@ class Place:
 
 
 class Reuse:
-    """How soon runs come back, by kind and age, in pages. Owner of the counts, which forget slowly."""
+    """Counts of pages by kind and age of return. Sole owner of the counts, which decay exponentially."""
 
     HALF_LIFE = 20_000
     PRIOR_PAGES = 400.0
-    """A kind counts as if so many pages had come back as those of all kinds do."""
+    """Weight of the prior, in pages: each kind starts as if this many pages had behaved like the average kind."""
 
     def __init__(self) -> None:
         self._came: dict[Kind, list[float]] = {}
-        """Pages that came back at each age."""
+        """Pages that returned, by age."""
         self._left: dict[Kind, list[float]] = {}
-        """Pages that were given up for good at each age."""
+        """Pages that were given up for good, by age."""
 
     def came_back(self, kind: Kind, age: int, num_pages: int) -> None:
-        """Count a run that came back at `age`."""
+        """Count a run that returned at `age`."""
         self._of(self._came, kind)[age] += num_pages
 
     def gave_up(self, kind: Kind, age: int, num_pages: int) -> None:
-        """Count a run that has not come back until `age`, and is forgotten."""
+        """Count a run that had not returned by `age` and is no longer remembered."""
         self._of(self._left, kind)[age] += num_pages
 
     def _of(self, counts: dict[Kind, list[float]], kind: Kind) -> list[float]:
@@ -113,15 +112,15 @@ class Reuse:
         return row
 
     def forget(self, factor: float) -> None:
-        """Let all counts be worth `factor` of what they were."""
+        """Multiply all counts by `factor`."""
         for counts in (self._came, self._left):
             for row in counts.values():
                 row[:] = [value * factor for value in row]
 
     def worths(self, waiting: dict[Kind, list[float]]) -> tuple[dict[Kind, list[float]], list[float]]:
-        """Return hits per page and release of a run to keep, by kind and age, and those of a kind not seen yet.
+        """Return the value of keeping a run, in hits per page and release, by kind and age; and that of unseen kinds.
 
-        `waiting`: pages of each kind that have not come back so far, by age.
+        `waiting`: pages of each kind that have not returned yet, by age.
         """
         kinds = {*self._came, *self._left, *waiting}
         nothing = [0.0] * NUM_AGES
@@ -131,7 +130,7 @@ class Reuse:
             seen, total = [0.0] * NUM_AGES, 0.0
             came, left, wait = came_of[kind], self._left.get(kind, nothing), waiting.get(kind, nothing)
             for age in range(NUM_AGES - 1, -1, -1):
-                half = (left[age] + wait[age]) / 2  # they have been through half of this age
+                half = (left[age] + wait[age]) / 2  # on average these stayed for half of this age class
                 seen[age] = total + came[age] + half
                 total += came[age] + 2 * half
             seen_of[kind] = seen
@@ -150,9 +149,9 @@ class Reuse:
 
 
 def _gittins(hazards: list[float]) -> list[float]:
-    """Return for each age the most hits per release that keeping a run of that age can bring.
+    """Return, per age, the most hits per release that keeping a run of that age can bring.
 
-    `hazards`: the probability to come back within an age, of what has not come back before.
+    `hazards`: the probability of a return within each age class, given no earlier return.
     """
     worths = []
     for begin in range(NUM_AGES):
@@ -167,10 +166,10 @@ def _gittins(hazards: list[float]) -> list[float]:
 
 
 class LearnedOrder(BaseOrder):
-    """Evicts the run that brings the fewest hits for the room and the time that keeping it takes.
+    """Evicts the run with the lowest value: expected hits per page and time of keeping it.
 
-    Runs of a kind stand in a queue, the one released longest ago first; the first of all queues are compared. With
-    `weights`, all runs stand in one queue by these, and nothing is learned.
+    Each kind has a queue, ordered by time of release; eviction compares the heads of all queues. With `weights`, all
+    runs are in one queue ranked by these weights, and nothing is learned.
     """
 
     MOST_REMEMBERED = 20_000
@@ -179,19 +178,20 @@ class LearnedOrder(BaseOrder):
     def __init__(self, weights: Weights | None = None) -> None:
         self.now = 0
         self.num_pages = 0
+        """Number of listed pages; with several KV groups, those of the first."""
         self.weights = weights
         self._queues: dict[Kind, RankedRuns] = {}
         self._gone: dict[RunKey, tuple[Place, int]] = {}
-        """Runs that were evicted, or eaten from here on, and how many pages they had, the one that went first first."""
+        """Evicted runs, and tails cut off runs, with their numbers of pages; the oldest eviction first."""
         self._reuse = Reuse()
         self._worths: dict[Kind, list[float]] = {}
         self._usual = [1.0 / (1 + age) for age in range(NUM_AGES)]
-        self._listed: dict[Node, int] = {}
+        self._listed: dict[Run, int] = {}
 
-    # What the tree tells -------------------------------------------------------------------------------------
+    # Calls of the tree ---------------------------------------------------------------------------------------
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`; learn from what is new and was here before."""
+    def released(self, nodes: Sequence[Run]) -> None:
+        """List `nodes`; count a return for new runs that were evicted earlier."""
         self.now += 1
         if self.now % self.LEARN_EVERY == 0:
             self.learn()
@@ -210,9 +210,9 @@ class LearnedOrder(BaseOrder):
         for node in nodes:
             self._list(node)
 
-    def _returned(self, node: Node) -> Place | None:
-        """Return the place of a new run that was here before, with one return more; None if it was not."""
-        gone = self._gone.pop((node.content.salt, node.start, node.key), None)
+    def _returned(self, node: Run) -> Place | None:
+        """Return the place of a new run that was evicted earlier, with one more return; None if it was not."""
+        gone = self._gone.pop(run_key(node), None)
         if gone is None:
             return None
         place, num_pages = gone
@@ -220,8 +220,8 @@ class LearnedOrder(BaseOrder):
         self.came_back(place, away, min(num_pages, node.end - node.start))
         return Place(place.kind, self.now, node.end, place.returns + 1, _mean(place.away, away))
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
-        """Unlist `nodes`, which have come back."""
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
+        """Unlist `nodes` and count their return."""
         for node in nodes:
             place: Place = node.place
             self._unlist(node)
@@ -231,34 +231,34 @@ class LearnedOrder(BaseOrder):
             self.came_back(place, away, node.end - node.start)
             node.place = Place(place.kind, place.last, node.end, place.returns + 1, _mean(place.away, away))
 
-    def removed(self, node: Node) -> None:
-        """Unlist `node`, and remember it."""
+    def removed(self, node: Run) -> None:
+        """Unlist `node` and remember it as evicted."""
         self._unlist(node)
         place: Place = node.place
-        self._remember((node.content.salt, node.start, node.key), place, max(1, place.end - node.start))
+        self._remember(run_key(node), place, max(1, place.end - node.start))
 
-    def split(self, head: Node, tail: Node) -> None:
-        """List `head`, which goes after `tail`."""
+    def split(self, head: Run, tail: Run) -> None:
+        """List `head`, which is evicted after `tail`."""
         place: Place = tail.place
         head.place = Place(place.kind, place.last, head.end, place.returns, place.away)
         self._queues[self._queue_of(place)].split(head, tail)
         self._listed[head] = head.end - head.start
         self._listed[tail] = tail.end - tail.start
 
-    def put_back(self, nodes: Sequence[Node]) -> None:
-        """List `nodes` as they were listed before."""
+    def put_back(self, nodes: Sequence[Run]) -> None:
+        """List `nodes` where they were listed before."""
         for node in nodes:
             if node.place is None:
                 self.released((node,))
             else:
                 self._list(node)
 
-    # What the tree asks --------------------------------------------------------------------------------------
+    # Queries of the tree -------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Node]:
-        """Return all listed runs: again and again the first of a queue that is worth least."""
+    def __iter__(self) -> Iterator[Run]:
+        """Return all listed runs by merging the queues: the head with the lowest value is always next."""
         queues = {kind: iter(queue) for kind, queue in self._queues.items()}
-        heads: list[tuple[float, int, Kind, Node]] = []
+        heads: list[tuple[float, int, Kind, Run]] = []
         for kind, queue in queues.items():
             if (node := next(queue, None)) is not None:
                 heads.append((*self._worth(node), kind, node))
@@ -269,10 +269,10 @@ class LearnedOrder(BaseOrder):
             if (following := next(queues[kind], None)) is not None:
                 heappush(heads, (*self._worth(following), kind, following))
 
-    def next_run(self) -> Node:
-        """Return the first run that no transfer holds."""
+    def next_run(self) -> Run:
+        """Return the run with the lowest value that no transfer holds."""
         best: tuple[float, int, Kind] | None = None
-        found: Node | None = None
+        found: Run | None = None
         for kind, queue in self._queues.items():
             node = queue.first()
             if node is None:
@@ -283,20 +283,20 @@ class LearnedOrder(BaseOrder):
         assert found is not None, "nothing to evict is listed"
         return super().next_run() if found.holds else found
 
-    # What is learned, and of what -----------------------------------------------------------------------------
+    # Learning -------------------------------------------------------------------------------------------------
 
     def came_back(self, place: Place, away: int, num_pages: int) -> None:
-        """Count `num_pages` that came back after `away` releases."""
+        """Count `num_pages` that returned after `away` releases."""
         if self.weights is None:
             self._reuse.came_back(place.kind, age_of(away), num_pages)
 
     def worth(self, place: Place) -> float:
-        """Return what keeping a run is worth now."""
+        """Return the current value of keeping a run."""
         worths = self._worths.get(place.kind, self._usual)
         return worths[age_of(self.now - place.last)]
 
-    def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
-        """Return the kind of a run that is released now. `before`: of the run that it follows."""
+    def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
+        """Return the kind of a run that is released now. `before`: the place of the run that precedes it."""
         parent = node.parent
         follows = 0
         if before is not None:
@@ -305,8 +305,8 @@ class LearnedOrder(BaseOrder):
 
     # Inside ---------------------------------------------------------------------------------------------------
 
-    def _worth(self, node: Node) -> tuple[float, int]:
-        """Return what keeping a run is worth, and when it was released."""
+    def _worth(self, node: Run) -> tuple[float, int]:
+        """Return the value of keeping a run, and the time of its release to break ties."""
         place: Place = node.place
         weights = self.weights
         if weights is not None:
@@ -315,14 +315,14 @@ class LearnedOrder(BaseOrder):
 
     @staticmethod
     def _rank(place: Place, weights: Weights) -> float:
-        """Return when a run counts as released."""
+        """Return the corrected time of release."""
         bonus, most_returns, malus, most_away = weights
         return place.last + bonus * min(place.returns, most_returns) - malus * min(place.away, most_away)
 
     def _queue_of(self, place: Place) -> Kind:
         return place.kind if self.weights is None else ALL
 
-    def _list(self, node: Node) -> None:
+    def _list(self, node: Run) -> None:
         place: Place = node.place
         kind, weights = self._queue_of(place), self.weights
         queue = self._queues.get(kind)
@@ -330,15 +330,18 @@ class LearnedOrder(BaseOrder):
             queue = self._queues[kind] = RankedRuns()
         queue.add(node, (place.last if weights is None else self._rank(place, weights),), place.last)
         self._listed[node] = node.end - node.start
-        self.num_pages += node.end - node.start
+        if not node.group:
+            self.num_pages += node.end - node.start
 
-    def _unlist(self, node: Node) -> None:
+    def _unlist(self, node: Run) -> None:
         place: Place = node.place
         self._queues[self._queue_of(place)].remove(node)
-        self.num_pages -= self._listed.pop(node)
+        num_pages = self._listed.pop(node)
+        if not node.group:
+            self.num_pages -= num_pages
 
     def relist(self, weights: Weights | None) -> None:
-        """List all runs by `weights`, or by their kinds."""
+        """List all runs again, ranked by `weights`, or by kind if None."""
         nodes = list(self._listed)
         self.weights = weights
         self._queues.clear()
@@ -347,11 +350,11 @@ class LearnedOrder(BaseOrder):
         for node in nodes:
             self._list(node)
 
-    def _forget_rest(self, node: Node, place: Place) -> None:
-        """Remember what of a run was eaten from its tail."""
+    def _forget_rest(self, node: Run, place: Place) -> None:
+        """Remember the tail that was evicted from a run."""
         content = node.content
         if node.end < content.num_known_pages:
-            self._remember((content.salt, node.end, content.key(node.end)), place, place.end - node.end)
+            self._remember((content.salt, node.group, node.end, content.key(node.end)), place, place.end - node.end)
 
     def _remember(self, key: RunKey, place: Place, num_pages: int) -> None:
         gone = self._gone
@@ -364,7 +367,7 @@ class LearnedOrder(BaseOrder):
                 self._reuse.gave_up(place.kind, age_of(self.now - place.last), num_pages)
 
     def learn(self) -> None:
-        """Work out what runs of each kind are worth."""
+        """Recompute the value of each kind and age."""
         if self.weights is not None:
             return
         waiting: dict[Kind, list[float]] = {}
@@ -385,12 +388,12 @@ class LearnedOrder(BaseOrder):
 
 
 def _mean(before: int, away: int) -> int:
-    """Return a mean of how long a run stayed away, in which the last time counts half."""
+    """Return the running mean of absences; the latest counts half."""
     return (before + away) // 2 if before else away
 
 
 class _Shadow:
-    """A cache of `num_pages` pages that counts what requests would have found in it; `score` forgets slowly."""
+    """A simulated cache of `num_pages` pages under one order. `score` counts its hits and decays exponentially."""
 
     def __init__(self, num_pages: int, weights: Weights | None) -> None:
         self.order = LearnedOrder(weights)
@@ -399,7 +402,7 @@ class _Shadow:
         self._cache = PageCache(CountPool(num_pages), PrefixTree(self.order))
 
     def use(self, content: Content, num_pages: int, decay: float) -> None:
-        """Let a request of `num_pages` pages find what it would have found."""
+        """Serve a request of `num_pages` pages and add its hits to the score."""
         cache = self._cache
         size = min(num_pages, self._num_pages)
         match = cache.match(content, size)
@@ -410,10 +413,10 @@ class _Shadow:
 
 
 class AutoOrder(LearnedOrder):
-    """The order of its best shadow: LRU, LRU with weights, or the learned one. It begins as LRU.
+    """Follows the best of several orders: LRU, LRU with weights, or the learned one. Starts as LRU.
 
-    Shadows are small caches that count what they would have found, not long ago. The order changes if another has found
-    more by `BETTER_BY` of what was looked for.
+    Shadow caches, one per order, count the hits that each would have had recently. The order changes when another has
+    more hits, by at least `BETTER_BY` of the pages requested.
     """
 
     CHOICES: tuple[Weights | None, ...] = (
@@ -434,36 +437,41 @@ class AutoOrder(LearnedOrder):
         self._most_pages = self._shadow_pages = 0
         self._is_full = False
         self._asked = 0.0
+        self._turn = 0
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`, and let the shadows find what they would have found."""
+    def released(self, nodes: Sequence[Run]) -> None:
+        """List `nodes` and replay the request on the shadows."""
         super().released(nodes)
+        deepest = nodes[0]
+        if deepest.group:
+            return  # shadows model the layers that keep every token, which are the first KV group
         self._most_pages = max(self._most_pages, self.num_pages)
+        turn = self.now // self.CHOOSE_EVERY
+        is_due, self._turn = turn > self._turn, turn
         if not self._is_full:
-            return  # nothing has been evicted: all are alike
+            return  # nothing has been evicted yet, so all orders are equal
         if self._most_pages > self._shadow_pages * self.GROWS_BY:
             self._open_shadows()
-        deepest = nodes[0]
         self._asked = self._asked * self._decay + deepest.end
         for shadow in self._shadows:
             shadow.use(deepest.content, deepest.end, self._decay)
-        if self.now % self.CHOOSE_EVERY == 0:
+        if is_due:
             self._choose()
 
-    def removed(self, node: Node) -> None:
-        """Unlist `node`. The first that goes says how large the pool is."""
+    def removed(self, node: Run) -> None:
+        """Unlist `node`. The first removal shows that the pool is full, and so how large it is."""
         self._is_full = True
         super().removed(node)
 
     def learn(self) -> None:
-        """Take what the shadow that learns has learned."""
+        """Copy the values learned by the shadow with the learned order."""
         for shadow in self._shadows:
             if shadow.order.weights is None:
                 self._worths, self._usual = shadow.order._worths, shadow.order._usual
 
     def _open_shadows(self) -> None:
-        """Begin anew with shadows as large as the pool, which no order is told of; their scores stay."""
+        """Replace the shadows by empty ones, as large as the most pages ever listed; keep their scores."""
         scores = [shadow.score for shadow in self._shadows] or [0.0] * len(self.CHOICES)
         self._shadow_pages = self._most_pages
         self._shadows = [_Shadow(self._shadow_pages, weights) for weights in self.CHOICES]

@@ -1,11 +1,11 @@
-"""The most hits that any policy could get, knowing the future: the bound for pools of equal pages.
+"""Upper bound on hits for pools of equal pages: the most that any policy with knowledge of the future could get.
 
-A page that a request had may be kept until its next use, and is a hit then. Such a stay takes one page of the pool from
-one request to another, beside all the pages of every request between the two, which a request needs while it runs. So
-the most hits are the most stays that never overlap more than what requests leave free. Whenever there are too many,
-dropping the one that ends last gives these. A page is used no later than those that follow
-it, so with the deepest dropped first among equals, a page never outlives the one before it: a prefix cache can reach
-the bound. A request that is larger than the pool keeps as much of itself as is worth it.
+A page may be kept from one request that uses it to the next, where it is then a hit. Such a stay occupies one page of
+the pool between the two requests, in addition to the pages that every request in between needs while it runs. The most
+hits are therefore the largest set of stays that never exceeds the room left by running requests. Whenever there are
+too many stays, dropping the one that ends last is optimal. A page is used no later than the pages after it in its
+sequence, so with ties broken by dropping the deepest first, no page outlives the one before it: a prefix cache can
+reach the bound. A request larger than the pool keeps as much of itself as pays off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ START_BITS = 31
 class Optimum:
     """The stays of a trace, in the order in which they begin.
 
-    A stay is one number, so that the one that ends last, and of these the deepest, is the smallest.
+    Each stay has an integer key: the smallest key belongs to the stay that ends last, and among these to the deepest.
     """
 
     def __init__(self, reuse: Reuse) -> None:
@@ -45,10 +45,10 @@ class Optimum:
         np.subtract.at(overlaps, self._ends, self._sizes)
         beside = np.cumsum(overlaps[:-1]) + reuse.num_pages + reuse.num_private
         self.most_pages = int(beside.max(initial=0))
-        """The smallest pool in which nothing needs to be dropped."""
+        """The smallest pool in which no stay needs to be dropped."""
 
     def hit_pages(self, num_pages: int) -> int:
-        """Return how many pages all requests find together, at most, in a pool of `num_pages`."""
+        """Return the most pages that all requests together can find in a pool of `num_pages`."""
         hits = int(self._sizes.sum())
         if num_pages >= self.most_pages:
             return hits
@@ -57,7 +57,7 @@ class Optimum:
         ending = [0] * (self._num_requests + 1)
 
         def drop(count: int) -> None:
-            # Of the heap, only what ends last is ever looked at: what has ended lies below all that has not.
+            # Only the stay that ends last is ever read from the heap: stays that have ended sort below all others.
             while count:
                 last = heappop(kept)
                 dropped = min(size_of[last], count)
@@ -82,13 +82,13 @@ class Optimum:
                 size_of[key] = size
                 ending[end] += size
                 held += size
-            if held > num_pages:  # the request alone is larger
+            if held > num_pages:  # the request alone exceeds the pool
                 hits -= held - num_pages
                 drop(held - num_pages)
                 held = num_pages
         return hits
 
     def hit_ratio(self, num_pages: int) -> float:
-        """Return the share of prompt tokens that are hits, at most, in a pool of `num_pages`."""
+        """Return the upper bound on the share of prompt tokens that are hits in a pool of `num_pages`."""
         tokens = self._num_prompt_tokens
         return self.hit_pages(num_pages) * self._page_size / tokens if tokens else 0.0

@@ -1,4 +1,4 @@
-"""What a plan recommends: an option has a command that replays it, what limits it, and what would change the answer."""
+"""Recommendations of a plan. Each has a command that replays it, its bottleneck, and what would change it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Option = dict[str, Any]
 def cheapest_option(
     replays: Replays, step: Step, below: Step | None, slo_share: float, found: Mapping[str, Any]
 ) -> Option:
-    """Return the least that keeps the SLO; `below`, the step before it, does not. `found`: what else was looked for."""
+    """Return the smallest step that keeps the SLO. `below`: the next smaller. `found`: results of other searches."""
     option = _option(
         replays, "cheapest", step, f"the least that keeps the SLO for {as_percent(slo_share)} of requests", slo_share
     )
@@ -47,7 +47,7 @@ def cheapest_option(
 def other_option(
     replays: Replays, plan: CachePlan, name: str, num_pages: int, what: str, most: int, slo_share: float | None
 ) -> Option:
-    """Return the option with `num_pages` in all, over replicas with at most `most`, or as near as replicas come."""
+    """Return the option with `num_pages` over replicas of at most `most` each, or the closest that replicas allow."""
     needed = max(1, -(-num_pages // most))
     replicas = min(needed, MOST_REPLICAS)
     pages = most if replicas > 1 else max(num_pages, min(replays.least_pages, most))
@@ -106,7 +106,7 @@ def _option(replays: Replays, name: str, step: Step, what: str, slo_share: float
 
 
 def _by_rate(step: Step, largest: Mapping[str, Any] | None) -> list[str]:
-    """Return up to which rate a step holds, where that is the step that the largest rate was looked for with."""
+    """Return the highest rate that `step` sustains, if the largest rate was searched for with this step."""
     if (
         largest is None
         or largest["rate"] is None

@@ -1,8 +1,8 @@
-"""Eviction orders that a league compares with LRU. Each is an `EvictionOrder` as the engine asks for one.
+"""Base classes of the eviction orders that a league compares with LRU. Each implements the engine's `EvictionOrder`.
 
-They see what an order sees: runs, which of them are hit, released and evicted. Time is counted in releases. Caches of
-single objects know what was evicted by its key; a run is known by its tenant, its place in the prompt and its first
-page.
+An order observes which runs are hit, released and evicted. Time is counted in releases. Caches of single objects
+identify an evicted object by its key; here a run is identified by its tenant, its KV group, its place in the prompt
+and its first page.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from kvarts.content import PageKey
-from kvarts.kv.eviction import BaseOrder
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import BaseOrder, Run
 
 __all__ = ["RankedOrder", "RankedRuns", "RunKey", "run_key"]
 
 Rank = tuple[float, ...]
-Entry = tuple[Rank, int, int, int, Node]
-RunKey = tuple[str | None, int, PageKey]
+Entry = tuple[Rank, int, int, int, Run]
+RunKey = tuple[str | None, int, int, PageKey]
 
 LEAST_TO_CLEAN = 64
 
 
-def run_key(node: Node) -> RunKey:
-    """Return what a run is remembered by when it is gone."""
-    return node.content.salt, node.start, node.key
+def run_key(node: Run) -> RunKey:
+    """Return the key by which an evicted run is remembered."""
+    return node.content.salt, node.group, node.start, node.key
 
 
 class RankedRuns:
-    """Runs by rank, the lowest first; of equal ranks what was listed first, and of one path the deepest first."""
+    """Runs by rank, lowest first. Ties: first listed first; within one path, deepest first."""
 
     def __init__(self) -> None:
         self.num_pages = 0
-        """Pages of all runs, as many as they had when they were listed."""
-        self._entries: dict[Node, Entry] = {}
-        self._sizes: dict[Node, int] = {}
+        """Pages of all runs, counted when the runs were listed."""
+        self._entries: dict[Run, Entry] = {}
+        self._sizes: dict[Run, int] = {}
         self._heap: list[Entry] = []
         self._num_pushed = 0
 
-    def __contains__(self, node: Node) -> bool:
+    def __contains__(self, node: Run) -> bool:
         return node in self._entries
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         return (entry[-1] for entry in sorted(self._entries.values(), key=lambda entry: entry[:-1]))
 
-    def add(self, node: Node, rank: Rank, now: int) -> None:
-        """List `node`, or list it anew."""
+    def add(self, node: Run, rank: Rank, now: int) -> None:
+        """List `node`, or move it if it is listed already."""
         size = node.end - node.start
         self.num_pages += size - self._sizes.get(node, 0)
         self._sizes[node] = size
@@ -56,19 +55,19 @@ class RankedRuns:
         if len(self._heap) > LEAST_TO_CLEAN + 4 * len(self._entries):
             self._rebuild()
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: Run) -> None:
         """Unlist `node`."""
         del self._entries[node]
         self.num_pages -= self._sizes.pop(node)
 
-    def split(self, head: Node, tail: Node) -> None:
-        """List `head` next to `tail`, which goes before it."""
+    def split(self, head: Run, tail: Run) -> None:
+        """List `head` directly after `tail`, with the same rank."""
         rank, now, _, _, _ = self._entries[tail]
         self.add(head, rank, now)
         self.add(tail, rank, now)
 
-    def first(self) -> Node | None:
-        """Return the run of the lowest rank; None if there is none."""
+    def first(self) -> Run | None:
+        """Return the run with the lowest rank; None if the list is empty."""
         if not self._entries:
             return None
         heap = self._heap
@@ -76,19 +75,19 @@ class RankedRuns:
             heappop(heap)
         return heap[0][-1]
 
-    def first_free(self) -> Node | None:
-        """Return the run of the lowest rank that no transfer holds; None if there is none."""
+    def first_free(self) -> Run | None:
+        """Return the run with the lowest rank that no transfer holds; None if all are held."""
         node = self.first()
         if node is None or not node.holds:
             return node
         return next((node for node in self if not node.holds), None)
 
-    def rank_of(self, node: Node) -> Rank:
+    def rank_of(self, node: Run) -> Rank:
         """Return the rank of a listed run."""
         return self._entries[node][0]
 
-    def listed_at(self, node: Node) -> int:
-        """Return when a listed run was listed."""
+    def listed_at(self, node: Run) -> int:
+        """Return the time at which a run was listed."""
         return self._entries[node][1]
 
     def _rebuild(self) -> None:
@@ -97,24 +96,24 @@ class RankedRuns:
 
 
 class RankedOrder(BaseOrder):
-    """Evicts the run of the lowest rank. A subclass says what the rank is.
+    """Evicts the run with the lowest rank, which subclasses define.
 
-    `place` of a run is how often it was hit, and the time of its first release.
+    The `place` of a run is its number of hits and the time of its first release.
     """
 
     def __init__(self) -> None:
         self.runs = RankedRuns()
         self.now = 0
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
+    def rank(self, node: Run, hits: int, born: int) -> Rank:
         """Return the rank of a run that is released now."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[Run]:
         """Return all listed runs, the lowest rank first."""
         return iter(self.runs)
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes` by their ranks."""
         self.now += 1
         for node in nodes:
@@ -122,7 +121,7 @@ class RankedOrder(BaseOrder):
             node.place = (hits, born)
             self.runs.add(node, self.rank(node, hits, born), self.now)
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
         """Unlist `nodes`, and count a hit of every run of `path`."""
         for node in nodes:
             self.runs.remove(node)
@@ -130,15 +129,15 @@ class RankedOrder(BaseOrder):
             hits, born = node.place or (0, self.now)
             node.place = (hits + 1, born)
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`."""
         self.runs.remove(node)
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         """List `head` with the rank of `tail`."""
         self.runs.split(head, tail)
 
-    def next_run(self) -> Node:
+    def next_run(self) -> Run:
         """Return the run of the lowest rank that no transfer holds."""
         node = self.runs.first_free()
         assert node is not None, "nothing to evict is listed"

@@ -1,4 +1,4 @@
-"""A self-contained page of HTML with the charts of a plan; each point has the command that gives it."""
+"""A self-contained HTML page with the charts of a plan; each point shows the command that reproduces it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OPTION_HEADS = (
     ">keep the SLO",
     "limited by",
 )
-"""Of the table of options; a head that begins with > stands over numbers."""
+"""Heads of the table of options. A head that begins with > is of a column of numbers."""
 
 
 def render_page(values: dict[str, Any]) -> bytes:
-    """Return the page of a plan, of how many users fit, or of a sweep."""
+    """Return the page of a plan, of a search for users, or of a sweep."""
     assets = files("kvarts.plan") / "assets"
     template = (assets / "plan.html").read_text(encoding="utf-8")
     script = (assets / "plan.js").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def render_page(values: dict[str, Any]) -> bytes:
 
 
 def summary_html(values: dict[str, Any]) -> str:
-    """Return the sentence of a plan and its table of options, or of sizes, as a part of a page: for notebooks."""
+    """Return a notebook view: the plan's sentence and its table of options, or of sizes if nothing was replayed."""
     data = _data(values)
     if data["options"]:
         heads, rows = data["option_heads"], [option["cells"] for option in data["options"]]
@@ -81,7 +81,7 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verdict_on_users(users: dict[str, Any]) -> str:
-    """Return how many users fit in a sentence; nothing without an SLO."""
+    """Return the number of users that fit, in a sentence; empty without an SLO."""
     fits, fails = users["fits"], users["fails_at"]
     if users["slo_share"] is None:
         return ""
@@ -97,7 +97,7 @@ def _sentence(text: str | None) -> str:
 
 
 def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | None) -> list[str]:
-    """Return a row under OPTION_HEADS. `page_bytes`: None where no model gives the size of a page."""
+    """Return a row under OPTION_HEADS. `page_bytes`: None if no model gives the size of a page."""
     kept = option["keeps_slo"]
     unsure = option.get("uncertainty", {})
     return [

@@ -1,4 +1,4 @@
-"""The charts of a plan as a picture. Needs matplotlib, which is imported only here."""
+"""The charts of a plan as a picture. Requires matplotlib, which is imported only here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INCHES = (7.0, 4.2)
 
 
 def draw(values: dict[str, Any], form: str) -> bytes:
-    """Return the charts as a `png` or `svg`; the same values give the same bytes. Raise ConfigError for no chart."""
+    """Return the charts as `png` or `svg`, byte-identical for equal values."""
     import matplotlib
 
     figure = figure_of(values)

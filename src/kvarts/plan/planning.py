@@ -1,4 +1,4 @@
-"""`kvarts.plan`: how much memory a trace needs, in one value that prints, plots and serialises."""
+"""`kvarts.plan`: the memory that a trace needs, in one value that prints, plots and serialises."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ __all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_p
 
 SLO_SHARE = 0.99
 RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
-"""The channel from each tier, and its bandwidth where no tier is configured."""
+"""The channel from each tier, and the bandwidth assumed if no tier is configured."""
 TOKEN_BYTES = 131_072
-"""Of Llama 3.1 8B in 16 bits, where no model says it."""
+"""KV bytes per token of Llama 3.1 8B in 16 bits, assumed if there is no model."""
 
 
 class Commands(Protocol):
-    """Answers the command lines that a plan names: each point of it can be replayed, or planned again."""
+    """Builds the command lines that a plan lists, so that each of its points can be replayed or planned again."""
 
     def plan(self, *more: str) -> str:
         """Return the command line of the plan, with `more` options."""
 
     def replay(self, changes: Mapping[str, Any]) -> str:
-        """Return the command line of a replay with `changes` by the keys of a file; False drops a setting."""
+        """Return the command line of a replay with `changes` by setting key; False drops a setting."""
 
 
 class NoCommands:
-    """Of a plan that no command line made."""
+    """Commands of a plan that was not made on the command line: always empty."""
 
     def plan(self, *more: str) -> str:
         """Return no text."""
@@ -57,10 +57,10 @@ class NoCommands:
 
 
 class Plan:
-    """What each size of KV memory buys on a trace, as tables, as a page, as a figure, and as `values`, JSON-able.
+    """Hits and latencies for each size of KV memory on a trace, as tables, a page, a figure, and JSON-able `values`.
 
-    `values` has the curve of hits of all sizes, its knees, the sizes looked at with the optimum of each (`at`), and
-    where a configuration was given, memory below the device (`tiers`), and replays with what they recommend
+    `values` contains the curve of hits over all sizes, its knees, and the sizes examined (`at`) with their optimum.
+    With a configuration it also contains memory below the device (`tiers`), and replays with recommendations
     (`latency`). The reference lists all fields.
     """
 
@@ -69,16 +69,16 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        """What the plan comes to, in a sentence or two."""
+        """The result of the plan in one or two sentences."""
         return str(self.values["advice"])
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The recommendations, the cheapest that keeps the SLO first; none without a configuration."""
+        """The recommendations, the cheapest that keeps the SLO first; empty without a configuration."""
         return list((self.values.get("latency") or {}).get("options", []))
 
     def hit_ratio(self, num_pages: int) -> float:
-        """Return the share of prompt tokens that `num_pages` find, one request at a time, with LRU eviction."""
+        """Return the share of prompt tokens that are hits in `num_pages`, one request at a time, with LRU eviction."""
         import numpy as np
 
         curve = self.values["curve"]
@@ -91,7 +91,7 @@ class Plan:
         return render(self.values)
 
     def to_html(self) -> bytes:
-        """Return a page that needs nothing else; it is what `kvarts plan --html` writes."""
+        """Return the self-contained page that `kvarts plan --html` writes."""
         from kvarts.plan.page import render_page
 
         return render_page(self.values)
@@ -101,7 +101,7 @@ class Plan:
         return msgspec.json.format(msgspec.json.encode(self.values), indent=2) + b"\n"
 
     def to_pandas(self) -> Any:
-        """Return the sizes that were looked at as a pandas.DataFrame, a row a size: hits, optimum, evicted tokens."""
+        """Return the sizes examined as a pandas.DataFrame, one row per size: hits, optimum, evicted tokens."""
         from kvarts.columns import to_frame
 
         names = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
@@ -112,7 +112,7 @@ class Plan:
         return to_frame(columns)
 
     def plot(self) -> Any:
-        """Return the charts of the page as a matplotlib Figure. Raise ConfigError where matplotlib is not installed."""
+        """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
         from kvarts.plan.pictures import figure_of
         from kvarts.report.pictures import check_installed
 
@@ -144,17 +144,17 @@ def make_plan(
     commands: Commands | None = None,
     on_replay: Callable[[], object] | None = None,
 ) -> Plan:
-    """Return what each size of KV memory buys on `traffic`; with `config`, replayed at some sizes as well.
+    """Plan KV memory for `traffic`; with `config`, also replay some of the sizes.
 
-    `at`: sizes in pages to look at; the knees and sizes for round shares of the hits unless given. `page_size`: that of
-    `config`, or 16. `count_outputs`: generated tokens that the trace does not know take pages too. `policies`: eviction
-    policies to compare with LRU: names, or module:Class. With an SLO in `config`, the least memory that keeps it for
-    `slo_share` of the requests is looked for, also if steps take `cost_error` less or more time. `router`: that of
-    several replicas, a name, module:Class or a class; where None, the class in `config`, or else prefix. `prices`: of a
-    GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: what the model of `config` says, unless given. `commands`:
-    of the points. `on_replay` is called before each replay.
+    `at`: sizes to examine, in pages; default: the knees and the sizes for round shares of the hits. `page_size`: that
+    of `config` by default, or 16. `count_outputs`: generated tokens that the trace does not contain occupy pages too.
+    `policies`: eviction policies to compare with LRU, as names or module:Class. If `config` has an SLO, the plan finds
+    the least memory that keeps it for `slo_share` of the requests, also with steps that take `cost_error` less or more
+    time. `router`: that of several replicas, as a name, module:Class or a class; default: the class in `config`, else
+    prefix. `prices`: price per GiB of `device`, `host` and `disk`. `kv_bytes_per_token`: that of the model of `config`
+    by default. `commands`: builds the command lines of points. `on_replay` is called before each replay.
 
-    Raise ConfigError for what does not go together, InputError for a trace that cannot be read.
+    Raise ConfigError for incompatible arguments, InputError for a trace that cannot be read.
     """
     trace = trace_of(traffic)
     answers = commands or NoCommands()
@@ -182,7 +182,7 @@ def make_plan(
     if policies:
         values["league"] = _league(curves, policies, config, at, answers, on_replay)
     if config is not None:
-        if config.kv_groups == "off":  # tiers keep whole pages
+        if config.kv_groups == "off":  # tiers store whole pages only
             values["tiers"] = _tiers(curves, config, prices or {}, kv_bytes_per_token, answers, on_replay)
         values["latency"] = LatencyPlan(
             curves,
@@ -198,7 +198,7 @@ def make_plan(
 
 
 def _check_groups(policies: Sequence[str], prices: Mapping[str, float] | None) -> None:
-    """Raise ConfigError for what is planned in whole pages only."""
+    """Raise ConfigError for options that require planning in whole pages."""
     for field, value in {"policy": policies, "price": prices}.items():
         if value:
             check_combination({"prices": field, "kv_groups": "kv_groups", "plan": field})
@@ -212,7 +212,7 @@ def _league(
     commands: Commands,
     on_replay: Callable[[], object] | None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each policy: at the sizes given, or else the knee and half of it; replayed too."""
+    """Return a row per policy and size, and rows of replays. `sizes`: None: the main knee and half of it."""
     from kvarts.plan.league import League
 
     try:
@@ -237,7 +237,7 @@ def _tiers(
     commands: Commands,
     on_replay: Callable[[], object] | None,
 ) -> dict[str, Any]:
-    """Return the curve over host memory, and what the next GiB of each tier saves."""
+    """Return the curve over host memory, and the savings of the next GiB of each tier."""
     if token_bytes is None:
         placement = config.placement
         token_bytes = TOKEN_BYTES if placement is None else placement.kv_bytes_per_token
@@ -269,7 +269,7 @@ def _tiers(
 
 
 def _in_vllm(host_bytes: int) -> dict[str, Any]:
-    """Return the value of vLLM's `--kv-transfer-config` for as much host memory, kept by kvarts."""
+    """Return the value of vLLM's `--kv-transfer-config` for `host_bytes` of host memory, managed by kvarts."""
     spec = {
         "spec_name": "KvartsOffloadingSpec",
         "spec_module_path": "kvarts.connect.vllm",
@@ -283,7 +283,7 @@ def _in_vllm(host_bytes: int) -> dict[str, Any]:
 
 
 def _tiers_command(pages: Mapping[str, int], replicas: int, commands: Commands) -> str:
-    """Return what replays with so many pages of all replicas in each tier; the plan where no replay can."""
+    """Return the command that replays with `pages` per tier, over all replicas; the plan's if no replay can."""
     below = {name: pages[name] // replicas for name in RATES if pages[name]}
     if "disk" in below and "host" not in below:
         return commands.plan()
@@ -292,9 +292,9 @@ def _tiers_command(pages: Mapping[str, int], replicas: int, commands: Commands) 
 
 
 def _replayed(trials: ReplayTrials, tiers: Sequence[Tier], page_bytes: int, replicas: int) -> dict[str, Any] | None:
-    """Return what a replay with `tiers` finds; None for files without host memory above them, which cannot be.
+    """Return the results of a replay with `tiers`, given for all replicas together; None if it is not possible.
 
-    `tiers` are those of all replicas together.
+    Files need host memory above them.
     """
     host, disk = (
         sum(tier.pages for tier in tiers if tier.name == name) // replicas * page_bytes for name in ("host", "disk")

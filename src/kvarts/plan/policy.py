@@ -1,4 +1,4 @@
-"""The eviction policy that options, files and grids name."""
+"""The eviction policy as a setting: on the command line, in files and in grids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "eviction"
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which cached pages go next, by name."""
+    """The eviction policy, by name."""
 
     eviction: Annotated[
         str | None,
@@ -36,7 +36,7 @@ SECTION = Section(struct=PolicySettings, title="Engine and load")
 
 
 def check_policy(given: Given) -> None:
-    """Raise ConfigError for an `eviction` that is no policy."""
+    """Raise ConfigError if `eviction` is given and is not a policy."""
     from kvarts.traffic.trace import Trace
 
     if KEY in given:
@@ -44,7 +44,7 @@ def check_policy(given: Given) -> None:
 
 
 def with_policy(config: ReplayConfig, given: Given, trace: Trace) -> ReplayConfig:
-    """Return `config` with the policy that was given, if one was. Raise ConfigError for what is none."""
+    """Return `config` with the policy that was given, if any. Raise ConfigError if it is not a policy."""
     return msgspec.structs.replace(config, eviction=_find(given, trace)) if KEY in given else config
 
 
@@ -52,7 +52,7 @@ def _find(given: Given, trace: Trace) -> Any:
     from kvarts.plan.league import find_policy
 
     if ":" in given[KEY] and given.source_of(KEY).path is not None:
-        # Files are passed around; opening one must not run what lies beside it.
+        # Configuration files are shared; opening one must not run code from its directory.
         raise given.error(
             KEY, "names code, which no file may", hint=f"Give it on the command line: --eviction {given[KEY]}."
         )

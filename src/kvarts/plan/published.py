@@ -1,4 +1,4 @@
-"""Eviction orders of 2025, as far as an order is told what they need: no text of prompts, no tools, no clock.
+"""Eviction orders published in 2025, limited to the input of an order: no prompt text, tool calls or wall clock.
 
 - Tail-optimised LRU: Zhang et al., "Tail-Optimized Caching for LLM Inference", NeurIPS 2025.
 - Workload-aware: Wang et al., "KVCache Cache in the Wild: Characterizing and Optimizing KVCache Cache at a Large Cloud
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import Run
 from kvarts.plan.learned import Kind, LearnedOrder, Place
 from kvarts.plan.orders import Rank, RankedOrder
 
@@ -18,10 +18,10 @@ __all__ = ["TailOptimisedOrder", "WorkloadAwareOrder"]
 
 
 class TailOptimisedOrder(RankedOrder):
-    """LRU, but first goes what a conversation can do without: then its next turn still computes few enough tokens.
+    """LRU, but pages that a conversation can spare are evicted first.
 
-    These are the last pages of a prompt and its answer: `MOST_TOKENS`, less what a turn adds, which is a mean of what
-    turns have added so far.
+    They are the last pages of a prompt and its answer. Without them, the next turn still computes at most
+    `MOST_TOKENS`. Their number is `MOST_TOKENS` minus the tokens that a turn adds, the mean of turns so far.
     """
 
     MOST_TOKENS = 4096
@@ -30,60 +30,61 @@ class TailOptimisedOrder(RankedOrder):
         super().__init__()
         self._num_turns = 0
         self._num_new = 0.0
-        """Pages that a turn adds, a mean."""
+        """Mean number of pages that a turn adds."""
         self._first_free = 0
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`; the deepest may be free to go."""
+    def released(self, nodes: Sequence[Run]) -> None:
+        """List `nodes`; mark the deepest pages as expendable if the next turn can spare them."""
         deepest = nodes[0]
         new = next((node.start for node in reversed(nodes) if node.place is None), deepest.end)
-        if nodes[-1].place is not None:  # it goes on from what was there
+        # The request continues an earlier one. With KV groups, only the first counts: it keeps every token.
+        if nodes[-1].place is not None and not deepest.group:
             self._num_turns += 1
             self._num_new += (deepest.end - new - self._num_new) / min(self._num_turns, 100)
         num_spare = self.MOST_TOKENS // deepest.content.page_size - self._num_new
         self._first_free = round(deepest.end - max(0.0, num_spare))
         super().released(nodes)
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return 0 for what is free to go, 1 for all else."""
+    def rank(self, node: Run, hits: int, born: int) -> Rank:
+        """Return 0 for expendable pages, 1 for all others."""
         return (0 if node.start >= self._first_free else 1, self.now)
 
 
 class WorkloadAwareOrder(LearnedOrder):
-    """What is least likely to come back while the cache would keep it goes first; of that, what is deepest.
+    """Evicts the run least likely to return during the time the cache would keep it; ties: the deepest first.
 
-    Each turn of conversations is a category of its own. A category has a share of runs that come back, and times until
-    then that are exponential; both are learned. How long the cache keeps a run is a mean of ages at eviction.
+    Each turn number of conversations is a category. A category has a probability of return and exponentially
+    distributed times until then; both are learned. The time that the cache keeps a run is the mean age at eviction.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[Kind, float] = {}
         self._came: dict[Kind, tuple[float, float]] = {}
-        """Runs of each category that came back, and the sum of the times until then."""
+        """Number of runs of each category that returned, and the sum of their times until then."""
         self._life = 1.0
 
     def learn(self) -> None:
-        """Do nothing: what is counted is learned."""
+        """Do nothing: the counts are used directly."""
 
-    def removed(self, node: Node) -> None:
-        """Unlist `node`, and count how long it was kept."""
+    def removed(self, node: Run) -> None:
+        """Unlist `node`, and update the mean time for which runs are kept."""
         self._life += (self.now - node.place.last - self._life) / 100
         super().removed(node)
 
     def came_back(self, place: Place, away: int, num_pages: int) -> None:
-        """Count a run of a category that came back."""
+        """Count the return of a run of a category."""
         count, total = self._came.get(place.kind, (0.0, 0.0))
         self._came[place.kind] = count + 1.0, total + away
 
-    def kind_of(self, returns: int, before: Place | None, node: Node, away: int) -> Kind:
-        """Return the category: how often what is before the run has come back, and the run itself."""
+    def kind_of(self, returns: int, before: Place | None, node: Run, away: int) -> Kind:
+        """Return the category: the number of returns of the run itself and of the run before it."""
         kind = min(returns, 7), 0 if before is None else 1 + min(before.returns, 7), 0
         self._seen[kind] = self._seen.get(kind, 0.0) + 1.0
         return kind
 
     def worth(self, place: Place) -> float:
-        """Return the probability that a run comes back within the time that the cache keeps one."""
+        """Return the probability that a run returns within the time for which the cache keeps one."""
         count, total = self._came.get(place.kind, (0.0, 0.0))
         share = (count + 1.0) / (self._seen[place.kind] + 2.0)
         mean = (total + 1.0) / (count + 1.0)

@@ -1,8 +1,8 @@
-"""Eviction orders of several queues: S3-FIFO, ARC and W-TinyLFU, for runs of pages as they are for objects.
+"""Eviction orders with several queues, S3-FIFO, ARC and W-TinyLFU, adapted from objects to runs of pages.
 
-The papers have them for objects of one size that are admitted or not. Here sizes are pages, and what was computed is
-always cached: what would not be admitted is what goes next. How large the pool is no order is told; the most pages
-that were ever listed stand for it.
+The papers assume objects of one size, and may refuse to admit one. Here sizes are in pages, and computed pages are
+always cached: a run that would not be admitted is evicted next. An order is not given the size of the pool; the most
+pages that were ever listed stand for it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvarts.kv.eviction import BaseOrder
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import BaseOrder, Run
 from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
 __all__ = ["ArcOrder", "S3FifoOrder", "TinyLfuOrder"]
 
 
 class _Ghosts:
-    """Runs that were evicted, the last `most_pages` of them."""
+    """Recently evicted runs, at most `most_pages` pages of them."""
 
     def __init__(self) -> None:
         self.num_pages = 0
         self._sizes: OrderedDict[RunKey, int] = OrderedDict()
 
-    def add(self, node: Node, most_pages: int) -> None:
+    def add(self, node: Run, most_pages: int) -> None:
         self.take(run_key(node))
         size = node.end - node.start
         self._sizes[run_key(node)] = size
@@ -33,7 +32,7 @@ class _Ghosts:
             self.num_pages -= self._sizes.popitem(last=False)[1]
 
     def take(self, key: RunKey) -> bool:
-        """Forget a run; return whether it was here."""
+        """Forget a run; return whether it was remembered."""
         size = self._sizes.pop(key, None)
         if size is None:
             return False
@@ -42,7 +41,7 @@ class _Ghosts:
 
 
 class QueuesOrder(BaseOrder):
-    """Runs in queues. `place` of a run is its queue, how often it was hit since it came there, and a number for it."""
+    """Runs in queues. The `place` of a run is its queue, its hits since it entered that queue, and its rank in it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.queues = {name: RankedRuns() for name in names}
@@ -50,32 +49,32 @@ class QueuesOrder(BaseOrder):
         self.most_pages = 0
 
     def next_queue(self) -> str:
-        """Return the queue that the next run is taken from; one that is not empty, if there is one."""
+        """Return the queue from which to evict next; not an empty one, unless all are."""
         raise NotImplementedError
 
-    def arrived(self, node: Node) -> tuple[str, int]:
+    def arrived(self, node: Run) -> tuple[str, int]:
         """Return queue and rank of a run that is released for the first time."""
         raise NotImplementedError
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return queue and rank of a run that is released again, after `hits`."""
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return queue and rank of a run that is released again, with the number of its `hits`."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Move what should not be first in its queue."""
+        """Move runs that should not be at the head of their queue."""
 
-    def evicted(self, node: Node, queue: str) -> None:
-        """Note that a run has left the pool."""
+    def evicted(self, node: Run, queue: str) -> None:
+        """Record that a run was evicted."""
 
-    def __iter__(self) -> Iterator[Node]:
-        """Return all listed runs: those of the next queue, then all others."""
+    def __iter__(self) -> Iterator[Run]:
+        """Return all listed runs: those of the next queue, then those of the others."""
         first = self.next_queue()
         yield from self.queues[first]
         for name, queue in self.queues.items():
             if name != first:
                 yield from queue
 
-    def released(self, nodes: Sequence[Node]) -> None:
+    def released(self, nodes: Sequence[Run]) -> None:
         """List `nodes`."""
         self.now += 1
         for node in nodes:
@@ -90,8 +89,8 @@ class QueuesOrder(BaseOrder):
         self.most_pages = max(self.most_pages, sum(queue.num_pages for queue in self.queues.values()))
         self.settle()
 
-    def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
-        """Unlist `nodes`, and count a hit of every run of `path` that was listed before."""
+    def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
+        """Unlist `nodes`, and count a hit for every run of `path` that was listed before."""
         for node in nodes:
             self.queues[node.place[0]].remove(node)
         for node in path:
@@ -100,19 +99,19 @@ class QueuesOrder(BaseOrder):
                 node.place = (queue, hits + 1, rank)
         self.settle()
 
-    def removed(self, node: Node) -> None:
+    def removed(self, node: Run) -> None:
         """Unlist `node`."""
         queue = node.place[0]
         self.queues[queue].remove(node)
         self.evicted(node, queue)
         self.settle()
 
-    def split(self, head: Node, tail: Node) -> None:
+    def split(self, head: Run, tail: Run) -> None:
         """List `head` after `tail`."""
         self.queues[tail.place[0]].split(head, tail)
 
-    def next_run(self) -> Node:
-        """Return the first run of the next queue that no transfer holds, or of another where all are held."""
+    def next_run(self) -> Run:
+        """Return the first run of the next queue that no transfer holds; if all are held, one of another queue."""
         first = self.next_queue()
         for name in (first, *(name for name in self.queues if name != first)):
             node = self.queues[name].first_free()
@@ -120,19 +119,19 @@ class QueuesOrder(BaseOrder):
                 return node
         raise AssertionError("nothing to evict is listed")
 
-    def put(self, node: Node, queue: str, hits: int, rank: int) -> None:
+    def put(self, node: Run, queue: str, hits: int, rank: int) -> None:
         """List `node` in a queue."""
         node.place = (queue, hits, rank)
         self.queues[queue].add(node, (rank,), self.now)
 
-    def move(self, node: Node, queue: str, hits: int, rank: int) -> None:
+    def move(self, node: Run, queue: str, hits: int, rank: int) -> None:
         """List `node` in another queue, or elsewhere in its own."""
         self.queues[node.place[0]].remove(node)
         self.put(node, queue, hits, rank)
 
 
 class S3FifoOrder(QueuesOrder):
-    """S3-FIFO: a small queue for what is new, a main one for what was hit there, or comes back soon after it went."""
+    """S3-FIFO: a small queue for new runs, a main one for runs that were hit there or returned soon after eviction."""
 
     SMALL = 0.1
     MOST_HITS = 3
@@ -143,22 +142,22 @@ class S3FifoOrder(QueuesOrder):
         self._num_moved = 0
 
     def next_queue(self) -> str:
-        """Return the small queue, if it has more than its share."""
+        """Return the small queue if it exceeds its share, else the main queue."""
         small, main = self.queues["small"], self.queues["main"]
         is_small = small.num_pages > self.SMALL * self.most_pages or not main.num_pages
         return "small" if is_small and small.num_pages else "main"
 
-    def arrived(self, node: Node) -> tuple[str, int]:
-        """Return the small queue, unless the run went from it not long ago."""
+    def arrived(self, node: Run) -> tuple[str, int]:
+        """Return the main queue if the run was evicted from the small queue recently, else the small queue."""
         self._num_moved += 1
         return "main" if self._ghosts.take(run_key(node)) else "small", self._num_moved
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the place that it had: a hit moves nothing."""
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return the queue and rank that the run had: a hit moves nothing."""
         return queue, rank
 
     def settle(self) -> None:
-        """Move what was hit to the main queue, or to its end."""
+        """Move runs with hits to the end of the main queue."""
         while (node := self.queues[self.next_queue()].first()) is not None:
             queue, hits, _ = node.place
             if not hits:
@@ -166,14 +165,14 @@ class S3FifoOrder(QueuesOrder):
             self._num_moved += 1
             self.move(node, "main", 0 if queue == "small" else min(hits, self.MOST_HITS) - 1, self._num_moved)
 
-    def evicted(self, node: Node, queue: str) -> None:
-        """Remember what went from the small queue."""
+    def evicted(self, node: Run, queue: str) -> None:
+        """Remember runs evicted from the small queue."""
         if queue == "small":
             self._ghosts.add(node, self.most_pages)
 
 
 class ArcOrder(QueuesOrder):
-    """ARC: what was used once and what was used again, each by LRU; what was evicted says which deserves more room."""
+    """ARC: one LRU queue for runs used once and one for runs used again; returns of evicted runs adapt their sizes."""
 
     def __init__(self) -> None:
         super().__init__(("once", "again"))
@@ -181,12 +180,12 @@ class ArcOrder(QueuesOrder):
         self._once_pages = 0.0
 
     def next_queue(self) -> str:
-        """Return the queue that has more than its part."""
+        """Return the queue that exceeds its target size."""
         once, again = self.queues["once"], self.queues["again"]
         return "once" if once.num_pages and (once.num_pages > self._once_pages or not again.num_pages) else "again"
 
-    def arrived(self, node: Node) -> tuple[str, int]:
-        """Return the queue; what was evicted before gives room to the queue that it went from."""
+    def arrived(self, node: Run) -> tuple[str, int]:
+        """Return queue and rank; the return of an evicted run enlarges the target of the queue that it left."""
         once, again = self._ghosts["once"], self._ghosts["again"]
         size, key = node.end - node.start, run_key(node)
         num_once, num_again = max(1, once.num_pages), max(1, again.num_pages)
@@ -198,20 +197,20 @@ class ArcOrder(QueuesOrder):
             return "once", self.now
         return "again", self.now
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the young end of what was used again."""
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return the recent end of the queue of runs used again."""
         return "again", self.now
 
-    def evicted(self, node: Node, queue: str) -> None:
-        """Remember it."""
+    def evicted(self, node: Run, queue: str) -> None:
+        """Remember the run under the queue that it left."""
         self._ghosts[queue].add(node, self.most_pages)
 
 
 class TinyLfuOrder(QueuesOrder):
-    """W-TinyLFU: a small window by LRU, and a main part into which only goes what is used more often than what leaves.
+    """W-TinyLFU: a small LRU window, and a main part that admits only runs used more often than the run they displace.
 
-    The main part is a probation and a protected queue. How often runs were used is counted also for what is gone;
-    counts are halved now and then.
+    The main part is a probation and a protected queue. Use counts include evicted runs, and are halved every
+    `HALVED_AFTER` uses.
     """
 
     WINDOW = 0.01
@@ -224,7 +223,7 @@ class TinyLfuOrder(QueuesOrder):
         self._num_counted = 0
 
     def next_queue(self) -> str:
-        """Return the window while the main part has the room; else of their first runs that which is used less."""
+        """Return the window if it exceeds its share and its head is used no more than the main one; else main."""
         window, probation, protected = self.queues.values()
         main = "probation" if probation.num_pages else "protected"
         if not window.num_pages or not (probation.num_pages or protected.num_pages):
@@ -235,18 +234,18 @@ class TinyLfuOrder(QueuesOrder):
         assert candidate is not None and victim is not None
         return main if self._uses.get(run_key(candidate), 0) > self._uses.get(run_key(victim), 0) else "window"
 
-    def arrived(self, node: Node) -> tuple[str, int]:
+    def arrived(self, node: Run) -> tuple[str, int]:
         """Return the window."""
         self._count(node)
         return "window", self.now
 
-    def came_back(self, node: Node, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the protected queue for what was in the main part, else the window."""
+    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
+        """Return the protected queue for a run of the main part, else the window."""
         self._count(node)
         return "window" if queue == "window" else "protected", self.now
 
     def settle(self) -> None:
-        """Move what is first in the window and used more often than what would go; keep the protected queue in size."""
+        """Move the head of the window to the main part if it is used more than the victim; trim the protected queue."""
         window, probation, protected = self.queues.values()
         while protected.num_pages > self.PROTECTED * self.most_pages:
             node = protected.first()
@@ -259,7 +258,7 @@ class TinyLfuOrder(QueuesOrder):
             assert node is not None
             self.move(node, "probation", 0, self.now)
 
-    def _count(self, node: Node) -> None:
+    def _count(self, node: Run) -> None:
         key = run_key(node)
         self._uses[key] = min(15, self._uses.get(key, 0) + 1)
         self._num_counted += 1

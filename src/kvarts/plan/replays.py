@@ -1,4 +1,4 @@
-"""Replays of one trace under settings that differ in memory, replicas, rate, router and cost: each is made once."""
+"""Replays of one trace with varying memory, replicas, rate, router and cost. Each is run once and cached."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Replays", "Step", "share_kept"]
 
 ROUTERS = ("round-robin", "least-loaded", "prefix")
-"""Routers that are compared where nothing says which."""
+"""Routers that are compared by default."""
 
 
 def share_kept(summary: dict[str, Any]) -> float | None:
-    """Return the share of all requests of a replay that kept its SLO; None without one. A refused request does not.
+    """Return the share of all requests that kept the SLO; None without an SLO. A refused request does not keep it.
 
-    `goodput.ratio` of the report is a share of what was completed.
+    `goodput.ratio` in the report counts completed requests only.
     """
     goodput = summary["goodput"]
     if goodput is None:
@@ -37,7 +37,7 @@ def share_kept(summary: dict[str, Any]) -> float | None:
 
 
 class Step(msgspec.Struct, frozen=True, order=True):
-    """One option: how many replicas, and the pages of each."""
+    """One option: a number of replicas, and the pages of each."""
 
     replicas: int
     pages: int
@@ -53,8 +53,8 @@ class _Case(msgspec.Struct, frozen=True, order=True):
 class Replays:
     """Replays of the trace of `plan` under `config`, with changes.
 
-    `command`: answers the command line that replays with changes, by the keys of settings. `router`: for more than one
-    replica, unless another is asked for.
+    `command` returns the command line of a replay, given its changes by setting key. `router`: the default with more
+    than one replica.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Replays:
         on_replay: Callable[[], object] | None = None,
     ) -> None:
         self.routers: dict[str, str | RouterMaker] = {name: name for name in ROUTERS}
-        """Those that are compared for several replicas, by their names, with the one that was given."""
+        """Routers compared for several replicas, by name, including the given one."""
         self._given_router: str = "round-robin" if callable(config.router) else config.router
         self.counts_groups = config.kv_groups != "off"
-        """Whether replays count the KV groups of a model, and not whole pages as curves do."""
+        """Whether replays count the KV groups of a model; curves count whole pages."""
         self.least_pages = _least_pages(plan, config)
-        """The smallest memory of a replica that every request fits into."""
+        """The smallest memory of a replica that can hold each request alone."""
         self._plan = plan
         self._config = config.certain
         self.router = self._named_router(router)
@@ -83,7 +83,7 @@ class Replays:
         self._summaries: dict[_Case, dict[str, Any]] = {}
 
     def _named_router(self, router: str | RouterMaker) -> str:
-        """Return the name of a router, and take it in if it is one of the user's own."""
+        """Return the name of a router; add it to `routers` if it is the user's own."""
         name = router if isinstance(router, str) else getattr(router, "__name__", type(router).__name__)
         if name not in self.routers:
             self._config.routing_settings.check(router)
@@ -91,13 +91,13 @@ class Replays:
         return name
 
     def points(self) -> list[dict[str, Any]]:
-        """Return all that were made, by memory and then by rate."""
+        """Return all replays run so far, ordered by memory, then by rate."""
         return [self._found[case] for case in sorted(self._found)]
 
     def at(
         self, step: Step, *, rate: float | None = None, router: str | None = None, cost_factor: float | None = None
     ) -> dict[str, Any]:
-        """Return what the replay of a step says. `cost_factor`: times that of the configuration."""
+        """Return the result of replaying a step. `cost_factor`: relative to that of the configuration."""
         case = self._case(step, rate, router, cost_factor)
         if case not in self._found:
             if self._on_replay is not None:
@@ -106,7 +106,7 @@ class Replays:
         return self._found[case]
 
     def advice(self, step: Step) -> str | None:
-        """Return what to try next after the replay of a step; sizes in it are found by replays."""
+        """Return advice on the next thing to try, given the replay of a step. Further replays find the sizes in it."""
         self.at(step)
         case = self._case(step, None, None, None)
         trials = ReplayTrials(self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True)
@@ -124,16 +124,16 @@ class Replays:
 
     @property
     def devices_per_replica(self) -> int:
-        """Devices that a replica is divided over; pages and memory are those of each."""
+        """Number of devices over which one replica is divided. Pages and memory are per device."""
         cost = self._config.cost
         return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
 
     def has(self, step: Step, *, router: str | None = None) -> bool:
-        """Return whether a step was replayed with nothing else changed."""
+        """Return whether the step was replayed with no other change."""
         return self._case(step, None, router, None) in self._found
 
     def spread(self, step: Step) -> dict[str, Any] | None:
-        """Return one standard deviation of each statistic of latency; None where the cost model does not say it."""
+        """Return one standard deviation of each latency statistic; None if the cost model does not give errors."""
         if self._uncertain is self._config:
             errors = getattr(self._config.cost, "held_out", {})
             point = self.at(step)
@@ -186,7 +186,7 @@ class Replays:
         }
 
     def _predicted(self, step: Step) -> float | None:
-        """Return the hit ratio of the curve; None for several replicas, and where a page is held in part."""
+        """Return the hit ratio of the curve; None where it does not apply: several replicas, or KV groups."""
         return self._plan.curve.hit_ratio(step.pages) if step.replicas == 1 and not self.counts_groups else None
 
     def _config_for(self, case: _Case) -> ReplayConfig:
@@ -200,11 +200,11 @@ class Replays:
         )
 
     def _changes(self, case: _Case) -> dict[str, Any]:
-        """Return what the command line says of a case; what is as it was given says itself."""
+        """Return the options that differ from those given, for the command line of a case."""
         config, step = self._config, case.step
         changes: dict[str, Any] = {"pages": step.pages}
         if step.replicas == 1:
-            changes["router"] = None  # which has no effect then
+            changes["router"] = None  # no effect with one replica
         if step.replicas != 1 or config.replicas != 1:
             changes["replicas"] = step.replicas
         if step.replicas != 1:

@@ -1,13 +1,13 @@
-"""Which pages of which request were in which request before: all that a cache curve is computed from.
+"""Which pages of each request were in earlier requests: the input of all cache curves.
 
-A trace is cut into *spans*: pages [start, end) of a request that were last in one earlier request (`previous`), or in
-none (-1). A span is a run of pages however long, so there are as many of them at 16 tokens a page as at 512. The same
-table read backwards says when pages are used next: those of `previous` in `request`.
+A trace is cut into *spans*: pages [start, end) of a request whose latest earlier use was in one request (`previous`),
+or that were never used (-1). The number of spans does not depend on the page size. Read backwards, the same table gives
+the next use of pages: pages of `previous` are used next in `request`.
 
-Requests are taken one at a time, in the order of the trace. The pages of a request are the full pages of its prompt
-and, where its output is known, of that too, but for the last token, which is never computed. Pages that are not
-full are left out, since no other request could find them. So are unknown outputs, unless they are counted: an engine
-keeps their full pages for a while like any other.
+Requests are processed one at a time, in the order of the trace. The pages of a request are the full pages of its prompt
+and, if known, its output, without the last token, which is never computed. Partial pages are omitted, since no other
+request could find them. Pages of unknown outputs are omitted too, unless they are counted: an engine caches their full
+pages for a while like any other.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvarts.traffic.trace import Trace
 __all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "SpanTree", "find_reuse", "find_token_reuse"]
 
 NEVER, OWN, OTHER, SHARED = range(4)
-"""Which requests had the pages of a span before: none; only those of its session; only others; both."""
+"""Earlier requests with the pages of a span: none; only its own session's; only others'; both."""
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """The spans of a trace, by request and then from the first page on, and columns of its requests.
+    """The spans of a trace, ordered by request and position, and columns of its requests.
 
-    `num_pages`: known pages of a request, and `num_private`: those after them that no other request can find. `limit`:
-    pages that it may find, those before its last token. `source`: NEVER, OWN, OTHER or SHARED.
+    `num_pages`: known pages of a request. `num_private`: pages after them that no other request can find. `limit`:
+    pages that the request may find, which end before its last token. `source`: NEVER, OWN, OTHER or SHARED.
     """
 
     page_size: int
@@ -54,14 +54,14 @@ class Reuse(msgspec.Struct, frozen=True):
 
     @property
     def hittable(self) -> Column:
-        """Pages of each span that its request could find."""
+        """Number of pages of each span that its request could find."""
         seen = np.minimum(self.end, self.limit[self.request]) - self.start
         return np.where(self.previous < 0, 0, np.maximum(seen, 0))
 
     def in_pages(self, page_size: int, *, count_outputs: bool = False) -> Reuse:
-        """Return the spans of pages, given those of tokens. Raise ConfigError for a `page_size` below 1.
+        """Convert spans of tokens to spans of pages. Raise ConfigError for a `page_size` below 1.
 
-        A page was last where its last token was. `count_outputs`: outputs that are not known take pages as well.
+        The previous use of a page is that of its last token. `count_outputs`: unknown outputs occupy pages too.
         """
         assert self.page_size == 1
         if page_size < 1:
@@ -86,11 +86,11 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 NO_SESSION = {-1}
-"""The sessions of a run that only requests without a session had; one set for all of them, which nothing adds to."""
+"""Sessions of a run that only requests without a session used. One shared set for all such runs; never modified."""
 
 
 class _Run:
-    """Pages [start, end) of the tree that were last in the same request, and that the same sessions had."""
+    """Pages [start, end) of the tree with the same latest request and the same set of sessions."""
 
     __slots__ = ("children", "content", "end", "last", "sessions", "start")
 
@@ -104,12 +104,12 @@ class _Run:
 
 
 def find_reuse(trace: Trace, page_size: int, *, count_outputs: bool = False) -> Reuse:
-    """Cut `trace` into spans of pages, see `Reuse.in_pages`. Raise ConfigError for a trace that is no list."""
+    """Cut `trace` into spans of pages, see `Reuse.in_pages`. Raise ConfigError if the trace is a stream, not a list."""
     return find_token_reuse(trace).in_pages(page_size, count_outputs=count_outputs)
 
 
 def find_token_reuse(trace: Trace) -> Reuse:
-    """Cut `trace` into spans of tokens. Raise ConfigError for a trace that is read as it is needed."""
+    """Cut `trace` into spans of tokens. Raise ConfigError if the trace is a stream, not a list."""
     requests = trace.requests
     if requests is None:
         raise ConfigError("must be known as a whole", field="trace", hint="Pass its requests as a list.")
@@ -144,7 +144,7 @@ def find_token_reuse(trace: Trace) -> Reuse:
 
 
 class SpanTree:
-    """All pages seen so far. Runs that were last in one request and have one follower are one run again."""
+    """All pages seen so far. Adjacent runs are merged if they have the same latest request and there is no branch."""
 
     def __init__(self) -> None:
         self.rows = Rows(5)
@@ -188,7 +188,7 @@ class SpanTree:
 
 
 def _split(run: _Run, at: int) -> None:
-    """Cut `run` before page `at`; it becomes the head."""
+    """Cut `run` before page `at`; `run` becomes the head."""
     assert run.content is not None
     sessions = run.sessions if run.sessions is NO_SESSION else set(run.sessions)
     tail = _Run(run.content, at, run.end, run.last, sessions)
@@ -198,8 +198,8 @@ def _split(run: _Run, at: int) -> None:
 
 
 def _merge(parent: _Run, run: _Run) -> _Run:
-    """Make `run` a part of `parent`, if nothing tells them apart any more; return the run that has its pages."""
-    # All sessions of a run are sessions of its parent, so their numbers tell.
+    """Merge `run` into `parent` if the two no longer differ; return the run that then contains the pages."""
+    # The sessions of a run are a subset of its parent's, so comparing their numbers is enough.
     if parent.content is None or len(parent.children) > 1 or len(parent.sessions) != len(run.sessions):
         return run
     assert parent.last == run.last, "a request passed through a run and not through the one before it"

@@ -1,4 +1,4 @@
-"""Routers compared on one trace: hits, latencies and balance behind each, with what they see of several ages."""
+"""Comparison of routers on one trace: hits, latencies and balance behind each, for several ages of their view."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MOST_ROWS = 100
 class RoutersPlan:
     """Replays of `trace` under `config` behind each of `routers`.
 
-    `ages`: how old what a router sees gets, such as 50ms: its metrics, and the cache events that reach it. A router
-    that reads neither is replayed once. `command`: answers the command line that replays with changes, by the keys of
-    settings. Raise ConfigError for what is no router, and for more rows than are worth reading.
+    `ages`: ages of a router's view, such as 50ms, applied to its metrics and to the cache events it receives. A router
+    that uses neither is replayed once. `command` returns the command line of a replay, given its changes by setting
+    key. Raise ConfigError for an unknown router, and for more than MOST_ROWS replays.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""The curve of a trace from a share of its pages, chosen by hash, with its error: SHARDS, for traces that do not fit.
+"""Estimates the curve of a trace from a hash-based sample of its pages, with an error: SHARDS, for very large traces.
 
-A page is chosen by the hash of all that leads to it, so every request with the page chooses it, and it stands for as
-many pages as there are to one that is chosen. The first pages of every prompt are all looked at, and stand for
-themselves: a page with which most prompts begin would make an estimate wrong by all its hits if it were left out. The
-trace is read once, one request at a time; what stays is the pages that are looked at.
+The hash of a page covers its whole prefix, so all requests with the page agree on whether it is sampled. A sampled page
+stands for 1 / rate pages. The first pages of every prompt are always examined and stand for themselves: omitting a page
+that begins most prompts would make an estimate wrong by all of its hits. The trace is read once, one request at a time;
+only the examined pages stay in memory.
 
-The error is one standard error: the chosen pages fall into groups by hash, each group gives a curve of its own, and
-that of all is as far off as the mean of these is likely to be.
+The error is one standard error: sampled pages are divided into groups by hash, each group gives its own estimate of the
+curve, and the spread of these gives the error of their mean.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["SampledCurve"]
 
 NUM_GROUPS = 8
 NUM_FIRST = 16
-"""Pages of every prompt that are looked at whatever their hash."""
+"""Number of first pages of every prompt that are examined regardless of their hash."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class SampledCurve:
-    """An estimate for pools of any size. `rate`: the share of pages that are looked at."""
+    """An estimated curve for pools of any size. `rate`: the share of pages to sample."""
 
     def __init__(self, trace: Trace, page_size: int, rate: float) -> None:
         if not 0.0 < rate <= 1.0:
@@ -70,13 +70,13 @@ class SampledCurve:
                 sample.add(first, keys[NUM_FIRST:], hashes == group * weight, limit)
         if not self.num_requests:
             raise InputError("has no requests", path=trace.name)
-        # How many pages there are is known, so the hits of those chosen are taken as a share of these.
+        # The number of pages is known, so hits are estimated as a share of it.
         self._whole = whole.curves(num_rest)
         self._groups = [sample.curves(num_rest) for sample in samples]
         self.num_sampled_pages = self._whole.num_pages
 
     def hit_ratio(self, num_pages: int) -> float:
-        """Return about which share of prompt tokens are hits in a pool of `num_pages`."""
+        """Return the estimated share of prompt tokens that are hits in a pool of `num_pages`."""
         return float(self._whole.hit_pages(num_pages) * self.page_size / self.num_prompt_tokens)
 
     def error(self, num_pages: int) -> float:
@@ -89,7 +89,7 @@ class SampledCurve:
         return {"pages": num_pages, "hit_ratio": self.hit_ratio(num_pages), "error": self.error(num_pages)}
 
     def to_builtins(self, sizes: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return everything, JSON-able. `sizes`: unless given, for round shares of the hits there can be."""
+        """Return all points, JSON-able. `sizes`: default: the sizes that give round shares of all possible hits."""
         if sizes is None:
             rest = self._whole.rest
             sizes = sorted({max(1, rest.size_for(share)) for share in (0.5, 0.8, 0.9, 0.99, 1)})
@@ -104,7 +104,7 @@ class SampledCurve:
 
 
 class _Curves:
-    """Hits of the first pages of all prompts, which are known, and of the rest, which are estimated."""
+    """Hits of the first pages of all prompts, which are exact, and of the remaining pages, which are estimated."""
 
     def __init__(self, first: HitCurve, rest: HitCurve, *, share: float, num_pages: int) -> None:
         self.first = first
@@ -113,12 +113,12 @@ class _Curves:
         self.num_pages = num_pages
 
     def hit_pages(self, num_pages: int) -> float:
-        """Return about how many pages all requests find together."""
+        """Return the estimated number of pages that all requests find together."""
         return float(self.first.hit_pages(num_pages) + self.rest.hit_pages(num_pages) * self._share)
 
 
 class _Sample:
-    """The pages of all requests that are looked at: `weight` is what a chosen page stands for."""
+    """The examined pages of all requests. `weight`: the number of pages that a sampled page stands for."""
 
     def __init__(self, weight: int) -> None:
         self._weight = weight
@@ -127,7 +127,7 @@ class _Sample:
         self._limit: list[int] = []
 
     def add(self, first: Column, rest: Column, is_chosen: Column, limit: int) -> None:
-        """Add a request: its `first` pages and, of the `rest`, those that are chosen."""
+        """Add a request: all its `first` pages and the chosen pages of the `rest`."""
         index = len(self._num_pages)
         keys = np.concatenate([first, rest[is_chosen]])
         content = Content(keys.tobytes(), num_tokens=len(keys), page_size=1, owner=index)
@@ -136,7 +136,7 @@ class _Sample:
         self._limit.append(min(limit, len(first)) + int(is_chosen[: max(0, limit - NUM_FIRST)].sum()))
 
     def curves(self, num_rest: int) -> _Curves:
-        """Return the curves; `num_rest`: how many pages there are that could be chosen and found."""
+        """Return the curves. `num_rest`: number of pages after the first ones that could be hits."""
         columns = self._tree.rows.take_columns()
         num_pages, limit = np.array(self._num_pages, np.int64), np.array(self._limit, np.int64)
         nothing = np.zeros(len(num_pages), np.int64)
@@ -165,12 +165,12 @@ class _Sample:
         )
 
     def _weighed(self, places: Column) -> Column:
-        """Return how many pages those before each place stand for."""
+        """Return the number of pages that the pages before each place stand for."""
         return np.where(places > NUM_FIRST, NUM_FIRST + (places - NUM_FIRST) * self._weight, places)
 
 
 def _page_keys(content: Content, num_pages: int) -> Column:
-    """Return a hash of each page and all that leads to it."""
+    """Return a hash of each page that covers its whole prefix."""
     units = np.frombuffer(bytes(content.units), np.uint64, len(content.units) // UNIT_BYTES)
     places = np.arange(1, len(units) + 1, dtype=np.uint64)
     salt = np.uint64(0 if content.salt is None else 1 + zlib.crc32(content.salt.encode()))
@@ -181,7 +181,7 @@ def _page_keys(content: Content, num_pages: int) -> Column:
 
 
 def _mixed(values: Column) -> Column:
-    """Return `values` of 64 bits with every bit a matter of all of them (the finish of splitmix64)."""
+    """Return 64-bit `values` mixed so that every bit depends on all others (the finaliser of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * MIX[0]
     values = (values ^ (values >> np.uint64(27))) * MIX[1]
     result: Column = values ^ (values >> np.uint64(31))

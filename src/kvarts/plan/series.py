@@ -1,6 +1,6 @@
-"""The charts of a plan as values: what a page draws, and what pictures are drawn from.
+"""The charts of a plan as values, from which the page and the pictures are drawn.
 
-A chart has axes with units, series, and points in series that have a text and a command.
+A chart has axes with units and series of points; each point has a text and a command.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["charts_of", "usual_points"]
 Chart = dict[str, Any]
 
 WIDE = 50.0
-"""Between the largest and the smallest latency of a chart, from which on its y axis is logarithmic."""
+"""Ratio of the largest to the smallest latency above which a chart has a logarithmic y axis."""
 HITS = "hits, of prompt tokens"
 SAVED = "prefill saved per request"
 
 
 def charts_of(values: dict[str, Any]) -> list[Chart]:
-    """Return the charts that there are values for. A chart with nothing to show is a note that says why."""
+    """Return the charts for the values present. A chart without data is replaced by a note with the reason."""
     if "users" in values:
         return _users(values["users"])
     if "sweep" in values:
@@ -47,9 +47,9 @@ def _chart(
     note: str = "",
     marks: list[Chart] | None = None,
 ) -> Chart:
-    """Return a chart of lines. `x`, `y`: a title, and the unit of values: ms, %, GiB or none.
+    """Return a chart of lines. `x`, `y`: title and unit (ms, %, GiB or empty).
 
-    Only latencies have a logarithmic y axis, if they are far apart. `marks`: values of x with a text.
+    The y axis is logarithmic only for latencies that differ by more than WIDE. `marks`: labelled values of x.
     """
     ys = [value for each in series for value in each["y"] if value is not None]
     log_y = y[1] == "ms" and bool(ys) and min(ys) > 0 and max(ys) > WIDE * min(ys)
@@ -71,9 +71,9 @@ def _chart(
 def _series(
     label: str, xs: list[float], ys: list[float | None], points: list[Chart] | None = None, style: str = ""
 ) -> Chart:
-    """Return a line; with `points`, of the same number, each has a text and a command.
+    """Return a line. `points`, if given, has a text and a command for each value.
 
-    `style`: line, points (a line with a circle at each), dots (circles alone), or limit (dashed).
+    `style`: line, points (a line with a circle at each), dots (circles only), or limit (dashed).
     """
     return {
         "label": label,
@@ -85,7 +85,7 @@ def _series(
 
 
 def _limit(label: str, xs: list[float], at: float) -> Chart:
-    """Return a dashed line across all of `xs`, at the value that is not to be passed."""
+    """Return a dashed line across `xs`, at a bound that should not be exceeded."""
     return _series(label, [min(xs), max(xs)], [at, at], style="limit")
 
 
@@ -258,13 +258,13 @@ def _latencies(latency: dict[str, Any], page_size: int) -> list[Chart]:
 
 
 def _ttft(xs: list[float], points: list[dict[str, Any]], texts: list[Chart], slo_ms: float | None) -> list[Chart]:
-    """Return the lines of TTFT, and the SLO where there is one."""
+    """Return the lines of TTFT, and the SLO if there is one."""
     lines = [_series(column, xs, [point["ttft_ms"][column] for point in points], texts) for column in ("p50", "p99")]
     return lines if slo_ms is None else [*lines, _limit("SLO", xs, slo_ms)]
 
 
 def _front(xs: list[float], points: list[dict[str, Any]], texts: list[Chart], is_on: list[bool]) -> Chart:
-    """Return the p99s that no less memory keeps, as dots over their line."""
+    """Return the p99s on the Pareto front of memory and TTFT, as dots."""
     on = [index for index, each in enumerate(is_on) if each]
     return _series(
         "p99 on the Pareto front",
@@ -284,7 +284,7 @@ def _kept(
     *,
     log: bool = False,
 ) -> list[Chart]:
-    """Return the chart of the requests that keep the SLO; none without an SLO."""
+    """Return the chart of requests that keep the SLO; empty without an SLO."""
     share = latency["slo_share"]
     if share is None:
         return []
@@ -295,7 +295,7 @@ def _kept(
 
 
 def usual_points(latency: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the replays with the router and the costs that were given; others were made to see what they change."""
+    """Return the replays with the given router and costs; others only show the effect of changing these."""
     return [
         point
         for point in latency["points"]
@@ -309,7 +309,7 @@ def _step(point: dict[str, Any]) -> tuple[int, int]:
 
 
 def _most_rates(points: list[dict[str, Any]]) -> tuple[int, int]:
-    """Return the step that was replayed at most rates."""
+    """Return the step that was replayed at the most rates."""
     rates: dict[tuple[int, int], set[float]] = {}
     for point in points:
         rates.setdefault(_step(point), set()).add(point["rate"])

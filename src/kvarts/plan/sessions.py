@@ -1,10 +1,10 @@
-"""An eviction order that is told when a session has ended: what only that session had goes first."""
+"""An eviction order that knows when sessions end, and evicts the pages that only an ended session used first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvarts.kv.node import Node
+from kvarts.kv.eviction import Run
 from kvarts.plan.orders import Rank, RankedOrder
 from kvarts.traffic.trace import Trace, spell
 
@@ -12,11 +12,11 @@ __all__ = ["SessionAwareOrder", "finishing"]
 
 
 class SessionAwareOrder(RankedOrder):
-    """LRU, but what a session that has ended leaves behind goes first, up to where others went on from the same.
+    """LRU, but the pages of an ended session are evicted first, back to where other requests branched off.
 
-    `last_turns`: the prompts of last turns. A prompt is looked up when its request is done, as a client would say then
-    that the session has ended; before that the order knows nothing of it. The last turn of a session that goes on is
-    kept as long as LRU keeps it.
+    `last_turns`: the prompts of the last turn of each session. A prompt is looked up only when its request is done,
+    which is when a client would announce the end of the session; the order does not know it earlier. The latest
+    turn of a session that continues is kept as long as LRU keeps it.
     """
 
     def __init__(self, last_turns: frozenset[bytes]) -> None:
@@ -24,20 +24,20 @@ class SessionAwareOrder(RankedOrder):
         self._last_turns = last_turns
         self._is_over = False
 
-    def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`: as over, if they are of a last turn."""
+    def released(self, nodes: Sequence[Run]) -> None:
+        """List `nodes`, as expendable if they belong to a last turn."""
         self._is_over = bytes(nodes[0].content.units) in self._last_turns
         super().released(nodes)
 
-    def rank(self, node: Node, hits: int, born: int) -> Rank:
-        """Return 0 for what is over, 1 for all else."""
-        # The nodes come deepest first: above the first that others follow, all is shared.
+    def rank(self, node: Run, hits: int, born: int) -> Rank:
+        """Return 0 for pages of ended sessions, 1 for all others."""
+        # Nodes are listed deepest first: from the first one with several children upwards, all are shared.
         self._is_over = self._is_over and len(node.children or ()) < 2
         return (0 if self._is_over else 1, self.now)
 
 
 def finishing(trace: Trace) -> Callable[[], SessionAwareOrder]:
-    """Return what makes orders that are told of the ends of the sessions of `trace`."""
+    """Return a factory of orders that know the ends of the sessions of `trace`."""
     last: dict[str, int] = {}
     rows = list(trace)
     for index, request in enumerate(rows):

@@ -1,8 +1,8 @@
-"""Memory for several models: shares by what the next byte buys, beside equal and weighted shares.
+"""Divides memory among several models: by marginal gain, compared with equal and weighted shares.
 
-Each model has a curve of hits over bytes. Along the concave hull of a curve gains only fall, so giving memory to
-whichever gains most next, piece by piece, gives the most hits that shares can have in all. What is reported for a share
-is the curve itself, which lies on the hull where a whole piece was given.
+Each model has a curve of hits over bytes. Along the concave hull of a curve, gains per byte only fall, so giving the
+memory piece by piece to the model that gains most gives the most hits in total. The reported hits of a share are those
+of the curve itself, which meets the hull wherever a whole piece was given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ModelMemory", "divide"]
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, what is asked of it, and what a token of its KV weighs."""
+    """A model, its trace and curve, and the KV bytes per token."""
 
     name: str
     plan: CachePlan
@@ -28,7 +28,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_bytes(self) -> int:
-        """What a page weighs."""
+        """Size of a page in bytes."""
         return self.plan.page_size * self.kv_bytes_per_token
 
 
@@ -63,9 +63,10 @@ def divide(models: Sequence[ModelMemory], num_bytes: int) -> dict[str, Any]:
 
 
 def _by_gain(models: Sequence[ModelMemory], num_bytes: int) -> list[int]:
-    """Return bytes for each model: first what its largest request needs, then the piece that gains most a byte.
+    """Return bytes for each model: first the need of its largest request, then pieces in order of gain per byte.
 
-    Where not even the first fits, all have the same part of what they would need. What is left goes in equal parts.
+    If the largest requests do not all fit, each model gets the same fraction of its need. Memory left at the end is
+    divided equally.
     """
     sizes = [model.plan.least_pages * model.page_bytes for model in models]
     if sum(sizes) > num_bytes:
@@ -77,7 +78,7 @@ def _by_gain(models: Sequence[ModelMemory], num_bytes: int) -> list[int]:
         for low, high, low_hits, high_hits in zip(pages, pages[1:], hits, hits[1:], strict=False):
             piece = (high - low) * model.page_bytes
             pieces.append((-(high_hits - low_hits) * model.plan.page_size / piece, place, piece))
-    # Gains fall along each hull, so the pieces of a model come in its order; a sort keeps that among equals.
+    # Gains fall along each hull, so the pieces of a model stay in order; the sort is stable among equals.
     for gain, place, piece in sorted(pieces, key=lambda each: each[:2]):
         given = min(piece, left)
         if gain < 0:

@@ -1,8 +1,7 @@
-"""A grid of points, run in processes, that can be killed and goes on: no point runs twice.
+"""Runs the points of a grid in processes. A killed sweep can be resumed: no point runs twice.
 
-What is done is a line each in a journal, in the order in which points were done; a line that was not written whole is
-done again. The table has a row a point in the order of the points, so it does not tell how many processes made it, or
-how often it was begun.
+The journal has one line per finished point, in order of completion; a point whose line is incomplete is run again. The
+table has one row per point, in the order of the points, so it does not depend on the number of processes or restarts.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ LOAD = ("trace", "trace_block_size", "skip_bad_lines", "workload", "speedup", "c
 MOST_POINTS = 100_000
 
 Values = dict[str, Any]
-"""Settings by their keys, tables as in a file."""
+"""Settings by their keys, nested as in a file."""
 Row = dict[str, Any]
 
 
 def points_of(values: Values, path: Path | None) -> list[Values]:
-    """Return what each point changes, by dotted keys: the product of `[grid]`, then every one of `[[points]]`.
+    """Return the changes of each point, by dotted keys: the product of `[grid]`, then each of `[[points]]`.
 
-    Takes both out of `values`. Raise InputError, naming `path` where there is one, for what is neither.
+    Removes both from `values`. Raise InputError, with `path` if given, if they are malformed.
     """
     grid, points = values.pop("grid", {}), values.pop("points", [])
     if not isinstance(grid, dict) or not isinstance(points, list) or not all(isinstance(p, dict) for p in points):
@@ -49,7 +48,7 @@ def points_of(values: Values, path: Path | None) -> list[Values]:
         if not isinstance(choices, list) or not choices:
             raise InputError("must be a list with at least one value", path=path, field=f"grid.{key}")
     num_points = (prod(map(len, lists.values())) if lists else 0) + len(points)
-    if num_points > MOST_POINTS:  # counted before any of them is made
+    if num_points > MOST_POINTS:  # checked before any point is built
         raise InputError(
             f"has {num_points:,} points, and {MOST_POINTS:,} are run at most",
             path=path,
@@ -64,7 +63,7 @@ def points_of(values: Values, path: Path | None) -> list[Values]:
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
-    """Return `values` with `changes`, by dotted keys, in their place."""
+    """Return a copy of `values` with `changes`, by dotted keys, applied."""
     changed: Values = json.loads(json.dumps(values))
     for key, value in changes.items():
         *tables, name = key.split(".")
@@ -84,10 +83,10 @@ def run_sweep(
     ray_address: str | None = None,
     on_done: Callable[[int, int], object] | None = None,
 ) -> list[Row]:
-    """Run every point that `journal` does not have, and return a row for each, in their order.
+    """Run every point that is missing from `journal`, and return one row per point, in order.
 
-    `run` is a function that processes can import. `ray_address`: a Ray cluster that runs the points instead. `on_done`
-    is told how many points are done, and how many there are.
+    `run` must be importable by other processes. `ray_address`: a Ray cluster that runs the points instead. `on_done`
+    receives the number of finished points and the total.
     """
     keys = [_key(point) for point in points]
     done = _read(journal)
@@ -142,7 +141,7 @@ def _results(
 
 
 def _end_with_parent() -> None:
-    """Let this process end as soon as the sweep has: one that was killed cannot tell its workers."""
+    """End this worker as soon as its parent ends: a killed sweep cannot stop its workers."""
     parent = parent_process()
     assert parent is not None
 
@@ -154,9 +153,9 @@ def _end_with_parent() -> None:
 
 
 def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = ()) -> list[bool]:
-    """Return for each row whether no other is at least as good in all these columns and better in one.
+    """Return, per row, whether it is on the Pareto front: no other row is as good in all columns and better in one.
 
-    A row without a value in one of them is on no front.
+    A row with a missing value in one of the columns is not on the front.
     """
     costs = [
         None
@@ -175,11 +174,11 @@ def pareto(rows: Sequence[Row], smaller: Sequence[str], larger: Sequence[str] = 
 def fronts(
     rows: Sequence[Row], changes: Sequence[Values], smaller: Sequence[str], larger: Sequence[str] = ()
 ) -> list[Row]:
-    """Return the rows with `pareto`, the front among points of the same load, and `same_as`.
+    """Return the rows with `pareto`, membership in the front of the points with the same load, and `same_as`.
 
-    Points of different loads do not compete: half the rate has lower latencies on any memory. `changes`: what each
-    point changes. `same_as`: the place of an earlier point of the load with the same in every other column, else None;
-    such a point is on no front.
+    Points with different loads do not compete: half the rate has lower latencies on any memory. `changes`: the settings
+    that each point changes. `same_as`: the index of an earlier point of the load with equal values in all other
+    columns, or None; a point with `same_as` is not on the front.
     """
     by_load: dict[str, list[int]] = {}
     for place, changed in enumerate(changes):
@@ -198,7 +197,7 @@ def fronts(
 
 
 def load_of(changed: Iterable[str]) -> list[str]:
-    """Return the settings among `changed` that make another load: what arrives, and when."""
+    """Return the settings among `changed` that define the load: the requests, and when they arrive."""
     return [key for key in changed if key.partition(".")[0] in LOAD]
 
 
@@ -223,7 +222,7 @@ class _Line(msgspec.Struct):
 
 
 def _read(journal: Path) -> dict[str, Row]:
-    """Return what is done; lines that were not written whole are not."""
+    """Return the finished points. Lines that were not written completely are skipped."""
     try:
         lines = journal.read_bytes().split(b"\n")
     except FileNotFoundError:

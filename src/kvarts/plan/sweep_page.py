@@ -1,4 +1,4 @@
-"""The charts and the table of a sweep: every point once, with what it changes."""
+"""The charts and the table of a sweep: each point with the settings it changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["distinct_points", "sweep_charts", "sweep_table", "sweep_values"]
 
 Row = dict[str, Any]
 MOST_ROWS = 2000
-"""Of the table on a page; points.json has all."""
+"""Rows of the table on a page; points.json contains all."""
 MEMORY = ("tokens of KV memory, all replicas", "kv_tokens", "")
 TTFT = ("TTFT p99", "ttft_ms_p99", "ms")
 HITS = ("hits, of prompt tokens", "hit_ratio", "%")
@@ -24,9 +24,9 @@ THROUGHPUT = ("requests/s", "request_throughput_per_s", "")
 def sweep_values(
     name: str, rows: Sequence[Row], keys: Sequence[str], command: str, slo: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what a page is made from. `keys`: the settings that points change. `slo`: where all points have one.
+    """Return the values of a page. `keys`: the settings that points change. `slo`: set if all points have the same.
 
-    `command`: that of the sweep, which is also that of a point for which none is known.
+    `command`: that of the sweep, also used for points without a command.
     """
     rows = [{**row, "command": row["command"] or command} for row in rows]
     points = distinct_points(rows, keys)
@@ -42,9 +42,10 @@ def sweep_values(
 
 
 def distinct_points(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """Return the rows, with those that measure the same as one, which has under `settings` all values of each key.
+    """Return the rows with equal measurements merged; `settings` contains all values of each key.
 
-    Rows are one only if they are every combination of these values: a page names none that was not replayed.
+    Rows are merged only if they form a full product of these values, so a page lists no combination that was not
+    replayed.
     """
     groups: dict[int, list[Row]] = {}
     for place, row in enumerate(rows):
@@ -68,7 +69,7 @@ def _text(value: Any) -> str:
 
 
 def sweep_charts(sweep: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the charts."""
+    """Return the charts of a sweep."""
     points = sweep["points"]
     charts = [
         _scatter("TTFT by memory", MEMORY, TTFT, points, sweep["slo"].get("ttft_ms")),
@@ -79,9 +80,9 @@ def sweep_charts(sweep: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sweep_table(sweep: dict[str, Any]) -> dict[str, Any]:
-    """Return the table, and the setting that gives points their colours.
+    """Return the table, and the setting by which points are coloured.
 
-    That is a setting of the load, or else the setting with most values; not one that makes no difference.
+    It is a setting of the load if possible, else the setting with most values; never one without effect.
     """
     points, keys = sweep["points"], sweep["keys"]
 
@@ -135,7 +136,7 @@ def _cells(point: Row, has_slo: bool) -> list[str]:
 def _scatter(
     name: str, x: tuple[str, str, str], y: tuple[str, str, str], points: Sequence[Row], slo_ms: float | None = None
 ) -> dict[str, Any]:
-    """Return every point that has both values, with a text and a command. `x`, `y`: a title, a column, and its unit."""
+    """Return a chart of the points that have both values. `x`, `y`: title, column and unit."""
     (x_title, x_key, x_unit), (y_title, y_key, y_unit) = x, y
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""`kvarts.sweep`: every point of a grid replayed, in one value that prints, plots and serialises."""
+"""`kvarts.sweep`: replays every point of a grid and returns one value that prints, plots and serialises."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ JOURNAL, TABLE, PARQUET, PAGE = "journal.jsonl", "points.json", "points.parquet"
 class Sweep:
     """The rows of all points, in the order of the grid, with the front of each load.
 
-    `rows`: a mapping per point; the reference lists its fields. `keys`: the settings that points change. `slo`: the
-    bounds that all points have. `command`: that of the sweep, empty where no command line made it.
+    `rows`: one mapping per point; the reference lists its fields. `keys`: the settings that points change. `slo`: the
+    bounds that all points share. `command`: that of the sweep; empty if it was not started on the command line.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Sweep:
 
     @property
     def front(self) -> list[Row]:
-        """The rows that no other of their load beats in KV memory, TTFT p99 and throughput, equal ones once."""
+        """The rows on the Pareto front of their load in KV memory, TTFT p99 and throughput; equal rows once."""
         return [row for row in self.rows if row["pareto"]]
 
     def to_text(self) -> str:
-        """Return what `kvarts sweep` prints: the front of each load, with a line end."""
+        """Return the text that `kvarts sweep` prints: the front of each load, with a line end."""
         loads = load_of(self.keys)
         others = [key for key in self.keys if key not in loads]
         num_same = Counter(row["same_as"] for row in self.rows)
@@ -81,7 +81,7 @@ class Sweep:
         return "\n".join(lines) + "\n"
 
     def to_html(self) -> bytes:
-        """Return a page that needs nothing else, with charts and a table of all points."""
+        """Return a self-contained page with charts and a table of all points."""
         from kvarts.plan.page import render_page
 
         return render_page(self._drawn)
@@ -91,7 +91,7 @@ class Sweep:
         return msgspec.json.format(msgspec.json.encode(self.rows), indent=2) + b"\n"
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame, a row per point. Raise ConfigError where pandas is not installed."""
+        """Return a pandas.DataFrame, one row per point. Raise ConfigError if pandas is not installed."""
         from kvarts.columns import to_frame
 
         return to_frame(self._columns)
@@ -106,7 +106,7 @@ class Sweep:
             return pa.table({name: _as_text(values) for name, values in self._columns.items()})
 
     def plot(self) -> Any:
-        """Return the charts of the page as a matplotlib Figure. Raise ConfigError where matplotlib is not installed."""
+        """Return the charts of the page as a matplotlib Figure. Raise ConfigError if matplotlib is not installed."""
         from kvarts.plan.pictures import figure_of
         from kvarts.report.pictures import check_installed
 
@@ -175,13 +175,13 @@ def sweep(
     ray_address: str | None = None,
     on_done: Callable[[int, int], object] | None = None,
 ) -> Sweep:
-    """Replay every point of a grid, and return a row for each.
+    """Replay every point of a grid, and return one row per point.
 
-    `config`: a file of `kvarts replay --config`, or a mapping with its keys, with a table `grid` of lists, of which
-    every combination is a point, or a list `points` of tables; its `trace` is a path, or a sample's name. `directory`
-    gets the rows, a page, and a journal with which a sweep that was interrupted goes on. `workers`: processes; more
-    than one need a script that can be imported. `ray_address`: a Ray cluster instead. `on_done` is told how many points
-    are done, and how many there are: first how many a journal had.
+    `config`: a file of `kvarts replay --config`, or a mapping with its keys. It has either a table `grid` of lists,
+    whose product gives the points, or a list `points` of tables, or both; its `trace` is a path or a sample's name.
+    `directory` receives the rows, a page, and a journal from which an interrupted sweep resumes. `workers`: number of
+    processes; more than one requires a script that can be imported. `ray_address`: a Ray cluster to use instead.
+    `on_done` receives the number of finished points and the total, first with the number that the journal contains.
 
     Raise ConfigError and InputError for a point that cannot run, before any runs; OutputError for the directory.
     """
@@ -196,7 +196,7 @@ def sweep(
             "values": with_changes(values, changed),
         }
         point["traffic"] = _checked(point, digests)
-        point["version"] = sys.modules["kvarts"].__version__  # not by import: the front door stands above
+        point["version"] = sys.modules["kvarts"].__version__  # not imported: the package imports this room
         points.append(point)
     run = partial(run_point, base=Path.cwd())
 
@@ -218,7 +218,7 @@ def sweep(
 
 def _read(config: Path | str | Mapping[str, Any]) -> tuple[Path | None, Values]:
     if isinstance(config, Mapping):
-        try:  # rows, the journal and other processes take plain values only
+        try:  # rows, the journal and other processes need plain values
             return None, msgspec.json.decode(msgspec.json.encode(config, enc_hook=_plain))
         except TypeError as error:
             raise ConfigError(f"{error}", field="config", hint="Name a trace by its path.") from error
@@ -226,7 +226,7 @@ def _read(config: Path | str | Mapping[str, Any]) -> tuple[Path | None, Values]:
 
 
 def _plain(value: object) -> str:
-    """Return a path as a file has it. Raise TypeError for what no file could hold."""
+    """Return a path as a string, as in a file. Raise TypeError for a value that a file cannot hold."""
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} is not a value that a file can hold")
@@ -245,7 +245,7 @@ def _sweep_of(
 
 
 def _write_parquet(sweep: Sweep, path: Path) -> None:
-    """Write the rows where pyarrow is installed."""
+    """Write the rows as Parquet if pyarrow is installed."""
     try:
         import pyarrow.parquet as pq
     except ModuleNotFoundError:
@@ -275,7 +275,7 @@ def _given(point: Values, base: Path = Path()) -> Given:
 
 
 def run_point(point: Values, base: Path) -> Row:
-    """Replay one point and return its row. `base`: where its path is counted from, in whichever process."""
+    """Replay one point and return its row. `base`: the directory that its relative path starts from."""
     given = _given(point, base)
     config = resolve_replay(given, _sections()).certain
     traffic = _traffic(point["path"] and str(base / point["path"]), _frozen(point["values"]), point["traffic"])
@@ -302,7 +302,7 @@ def run_point(point: Values, base: Path) -> Row:
 
 
 def _replay_command(point: Values) -> str | None:
-    """Return the command line that replays a point; None where a setting of it has no option."""
+    """Return the command line that replays a point; None if one of its settings has no option."""
     in_file = _given(point)
     given = Given()
     trace = None
@@ -317,7 +317,7 @@ def _replay_command(point: Values) -> str | None:
 
 
 def _checked(point: Values, digests: dict[str, str]) -> str:
-    """Return what tells the traffic of a point from any other. Raise KvartsError for a point that cannot run."""
+    """Return an identifier of the traffic of a point. Raise KvartsError for a point that cannot run."""
     try:
         given = _given(point)
         resolve_replay(given, _sections())
@@ -337,7 +337,7 @@ def _checked(point: Values, digests: dict[str, str]) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Return a hash of the bytes of a trace: another trace under its name is another point. Raise InputError."""
+    """Return a hash of the contents of a trace, so that a changed file makes a new point. Raise InputError."""
     with reading(path):
         files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     found = hashlib.sha256()
@@ -347,14 +347,14 @@ def _digest(path: Path) -> str:
 
 
 def _frozen(values: Values) -> str:
-    """Return what of a point says how its traffic is read, as a text."""
+    """Return the settings of a point that control how its traffic is read, as JSON."""
     keys = tuple(setting.key for setting in TRAFFIC.settings)
     return msgspec.json.encode({key: values[key] for key in keys if key in values}).decode()
 
 
 @cache
 def _traffic(path: str | None, reading: str, digest: str) -> Trace:
-    """Load the traffic of a point; a process loads it once for all its points. `digest`: of its bytes."""
+    """Load the traffic of a point; each process loads it once for all its points. `digest`: hash of its contents."""
     found = load_given(given_in(msgspec.json.decode(reading), (TRAFFIC,), None if path is None else Path(path)))
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""A plan as tables for people, at most 80 columns wide."""
+"""A plan as text tables, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _gib_heading(plan: dict[str, Any]) -> str:
 
 
 def _gib(plan: dict[str, Any], pages: int) -> str:
-    """Return what pages take, in GiB; nothing where no model says it."""
+    """Return the size of `pages` in GiB; empty without a model."""
     page_bytes = page_bytes_of(plan.get("config") or {})
     return "" if page_bytes is None else f"{pages * page_bytes / GIB:,.1f}"
 
@@ -66,7 +66,7 @@ def _group_heading(plan: dict[str, Any]) -> str:
 
 
 def _of_groups(point: dict[str, Any]) -> str:
-    """Return the hits with KV groups, where they are counted."""
+    """Return the hits with KV groups; empty if they are not counted."""
     return f"{as_percent(point['group_hit_ratio']):>10}" if "group_hit_ratio" in point else ""
 
 
@@ -95,7 +95,7 @@ def render_routers(plan: dict[str, Any]) -> str:
 
 
 def render_users(plan: dict[str, Any]) -> str:
-    """Return the table of how many users fit, with a line end."""
+    """Return the table of a search for users, with a line end."""
     users = plan["users"]
     lines = [
         f"{plan['trace']}: {users['num_sessions']:,} sessions, a user in one at a time",
@@ -125,7 +125,7 @@ def render_users(plan: dict[str, Any]) -> str:
 
 
 def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
-    """Return a line on how many users fit with host memory, and what replays them."""
+    """Return lines on how many users fit with host memory, with the commands that replay it."""
     gained, most = (100 * (host[name] - host["hit_ratio_without"]) for name in ("hit_ratio", "most_hit_ratio"))
     fits, until = host["fits"], "" if host["fails_at"] is None else f", {host['fails_at']:,} do not"
     size = f"{as_memory(host['memory_bytes'])} of host memory"
@@ -140,7 +140,7 @@ def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
 
 
 def _cost_of(users: dict[str, Any], points: list[dict[str, Any]], fits: int) -> str:
-    """Return what so many users cost, in devices and hours."""
+    """Return the cost of serving `fits` users, in devices and device hours."""
     point = next(point for point in points if point["users"] == fits)
     hours = 1000 * point["device_hours"] / max(1, point["num_completed"])
     return f"{users['num_devices'] / fits:.2f} devices a user, {hours:.2f} device hours per 1,000 requests"
@@ -182,7 +182,7 @@ def render_sample(plan: dict[str, Any]) -> str:
 
 
 def _heading(plan: dict[str, Any]) -> list[str]:
-    """Return what is planned for, and on what."""
+    """Return the trace, and the configuration if there is one."""
     what = f"{plan['trace']}: {plan['num_requests']:,} requests, {plan['num_prompt_tokens']:,} prompt tokens"
     if plan.get("config"):
         return [what, *opening(plan["config"])]
@@ -190,7 +190,7 @@ def _heading(plan: dict[str, Any]) -> list[str]:
 
 
 def _looked_at(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the point that details are given of: the middle knee among those looked at, or the middle point."""
+    """Return the point shown in detail: the middle knee among the points, or else the middle point."""
     knees = [point["pages"] for point in plan["knees"]]
     among = [point for point in plan["at"] if point["pages"] in knees] or plan["at"]
     point: dict[str, Any] = among[len(among) // 2]
@@ -228,7 +228,7 @@ def _row(name: str, tokens: int, of_all: int) -> str:
 
 
 def _league(plan: dict[str, Any]) -> list[str]:
-    """Return the policies side by side; nothing where none was asked for."""
+    """Return the comparison of policies; empty if none was requested."""
     rows = plan.get("league", [])
     if not rows:
         return []
@@ -254,7 +254,7 @@ def _league(plan: dict[str, Any]) -> list[str]:
 
 
 def _tiers(plan: dict[str, Any]) -> list[str]:
-    """Return what memory below the device buys; nothing without a model."""
+    """Return the savings by memory below the device; empty without a model."""
     tiers = plan.get("tiers")
     if tiers is None:
         return []
@@ -284,7 +284,7 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
 
 
 def _in_vllm(plan: dict[str, Any]) -> list[str]:
-    """Return the option of vLLM for the host memory that a plan found."""
+    """Return the vLLM option for the host memory that the plan found."""
     config = (plan.get("tiers") or {}).get("kv_transfer_config")
     if config is None:
         return []
@@ -306,7 +306,7 @@ def _tier_curve(points: list[dict[str, Any]], above: str, below: str) -> list[st
 
 
 def _as_replayed(point: dict[str, Any], tier: str) -> str:
-    """Return what a replay finds in all and in `tier`, and its TTFT; dashes where there is none."""
+    """Return a replay's total hits, hits in `tier`, and TTFT; dashes without a replay."""
     replayed = point.get("replayed")
     if replayed is None:
         return f"{'-':>11}{'-':>11}{'-':>12}"
@@ -317,7 +317,7 @@ def _as_replayed(point: dict[str, Any], tier: str) -> str:
 
 
 def _latencies(plan: dict[str, Any]) -> list[str]:
-    """Return the part on replays; nothing where there were none."""
+    """Return the section on replays; empty if nothing was replayed."""
     latency = plan.get("latency")
     if latency is None:
         return []
@@ -346,7 +346,7 @@ def _latencies(plan: dict[str, Any]) -> list[str]:
 
 
 def _replicas(replicas: dict[str, Any] | None, slo_share: float | None) -> list[str]:
-    """Return the fewest replicas for each router; nothing where one is enough, or without an SLO."""
+    """Return the fewest replicas for each router; empty if one is enough, or without an SLO."""
     if replicas is None or all(row["replicas"] == 1 for row in replicas["by_router"]):
         return []
     lines = ["", f"fewest replicas of {replicas['pages']:,} pages that keep the SLO"]

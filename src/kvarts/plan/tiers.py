@@ -1,12 +1,12 @@
-"""What memory below the device buys: hits of device, host and disk together, and what the next GiB of each saves.
+"""Savings of memory below the device: hits over device, host and disk, and the savings of the next GiB of each.
 
-The tiers are taken as one LRU list: what leaves the device goes to the host, what leaves that to disk. So what is found
-down to a tier is the curve at the sum of all pages down to it: a bound of one request at a time, which no replay with
-these tiers exceeds by much and most stay below, as tiers keep copies of what is above them and requests overlap. What a
-replay finds stands beside it where `replayed` answers.
+The tiers are modelled as one LRU list: pages evicted from the device move to the host, and from there to disk. The hits
+down to a tier are then the curve at the sum of all pages down to it. This is a bound for one request at a time. Replays
+with these tiers rarely exceed it, and then by little; most stay below, as tiers also keep copies of pages above them
+and requests overlap. With `replayed`, the hits of replays are reported as well.
 
-A hit in a tier saves computing its tokens, and costs loading them. Both are counted as if nothing else ran: seconds of
-prefill and of transfers, that is, not how much earlier the last token comes.
+A hit in a tier saves computing its tokens and costs loading them. Both are counted as if nothing else ran, in seconds
+of prefill and of transfer. This is not how much earlier the last token arrives.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ STEP_SHARE = 1 / 16
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True):
-    """`pages` of memory from which a page comes at `bytes_per_s`; None for the device, where it is already.
+    """`pages` of memory that are loaded at `bytes_per_s`; None for the device.
 
-    `price`: of a GiB, in any unit; None where it is not known.
+    `price`: per GiB, in any unit; None if unknown.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefill_s_per_token(config: ReplayConfig, num_tokens: int) -> float:
-    """Return what computing a token of a prompt of `num_tokens` takes, on average, with nothing else in its steps."""
+    """Return the mean compute time per token of a prompt of `num_tokens` that runs alone."""
     total_ns = start = 0
     while start < num_tokens:
         size = min(config.max_num_batched_tokens, num_tokens - start)
@@ -52,10 +52,10 @@ def prefill_s_per_token(config: ReplayConfig, num_tokens: int) -> float:
 
 
 class TiersPlan:
-    """`tiers`: the device first; each is slower than the one before it.
+    """Comparison of sizes of `tiers`: the device first; each is slower than the one before it.
 
-    `replayed` answers what a replay with tiers finds; None where they cannot be. `also`: sizes in pages that are looked
-    at too, by the name of the tier.
+    `replayed` returns the results of a replay with tiers; None if they are not possible. `also`: additional sizes in
+    pages to examine, by name of the tier.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TiersPlan:
         }
 
     def saved_s(self, tiers: Sequence[Tier]) -> float:
-        """Return the seconds that all hits save, less those of loading what lies below the device."""
+        """Return the compute seconds saved by all hits, minus the seconds of loading from below the device."""
         saved = 0.0
         for tier, tokens in zip(tiers, self._tokens(tiers), strict=True):
             # A page that is slower to load than to compute is computed.
@@ -102,11 +102,11 @@ class TiersPlan:
         return saved
 
     def _load_s(self, tier: Tier) -> float:
-        """Return what loading a token from a tier takes."""
+        """Return the seconds needed to load a token from a tier."""
         return 0.0 if tier.bytes_per_s is None else self._token_bytes / tier.bytes_per_s
 
     def _tokens(self, tiers: Sequence[Tier]) -> list[int]:
-        """Return the tokens that are found in each tier, and not above it."""
+        """Return the tokens found in each tier and in none above it."""
         found = []
         pages = before = 0
         for tier in tiers:
@@ -131,7 +131,7 @@ class TiersPlan:
         }
 
     def _larger(self, place: int) -> list[list[Tier]]:
-        """Return the tiers with none of one below the device, and with more, until it holds all that is ever found."""
+        """Return the tiers with the one at `place` varied, from empty to the size that holds every reused page."""
         if place >= len(self._tiers):
             return []
         device, tier = self._tiers[0], self._tiers[place]
@@ -145,9 +145,9 @@ class TiersPlan:
         ]
 
     def _next(self, place: int) -> dict[str, Any]:
-        """Return what a GiB more of one tier saves: the average over the next sixteenth of it, and a GiB at least.
+        """Return the savings per further GiB of one tier, averaged over the next sixteenth of its size, at least a GiB.
 
-        A curve has flat parts and cliffs, so what exactly one GiB changes says little.
+        A curve has flat parts and cliffs, so the effect of exactly one GiB would not be representative.
         """
         tier = self._tiers[place]
         step = max(-(-GIB // (self._token_bytes * self._plan.page_size)), int(tier.pages * STEP_SHARE), 1)
@@ -169,6 +169,6 @@ class TiersPlan:
 
 
 def best_buy(tiers: Mapping[str, Any]) -> str | None:
-    """Return the tier of which the next GiB saves most for its price; None without prices, or where none saves."""
+    """Return the tier whose next GiB saves most for its price; None without prices, or if none saves anything."""
     priced = [each for each in tiers["next_gib"] if each["saved_s_per_price"]]
     return max(priced, key=lambda each: each["saved_s_per_price"])["tier"] if priced else None

@@ -1,7 +1,7 @@
-"""How many users fit: sessions of a trace as a closed loop, turn after turn, with the client's times between turns.
+"""How many users fit: sessions of a trace as a closed loop, with the client's delays between turns.
 
-Each of so many users is in a session at any time; when it is over, the next session of the trace begins. For more
-users than the trace has sessions, it is taken several times, as sessions that share nothing.
+Each user is in one session at a time; when it ends, the user begins the next session of the trace. If there are more
+users than sessions, the trace is repeated, as sessions that share nothing with the first copy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvarts.traffic.trace import Trace
 __all__ = ["UsersPlan"]
 
 Command = Callable[[int, int, int], str]
-"""Answers what replays so many users, over so many copies of the trace, with so many bytes of host memory."""
+"""Returns the command that replays the given users, copies of the trace, and bytes of host memory."""
 
 
 class UsersPlan:
-    """Looks for the most users, from `low` to `high`, where `slo_share` of the requests keep the SLO of `config`."""
+    """Search for the most users, `low` to `high`, with which `slo_share` of the requests keep the SLO of `config`."""
 
     def __init__(
         self,
@@ -50,14 +50,15 @@ class UsersPlan:
         self._num_sessions = len({request.session_id or request for request in trace})
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
         self._found: dict[tuple[int, int], dict[str, Any]] = {}
-        """Replays, by bytes of host memory that were added, and users."""
+        """Replays, by bytes of added host memory and number of users."""
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able.
 
-        With a limit, `host` has the same with the host memory that keeps the hits of the users that are too many: its
-        `memory_bytes`, its `hit_ratio` there, and those without it (`hit_ratio_without`) and without bound
-        (`most_hit_ratio`); null where it gains nothing, or cannot be added.
+        If a limit was found, `host` repeats the search with the host memory that keeps the hits of the failing number
+        of users. It contains `memory_bytes`, and `hit_ratio` at that number of users, compared with `hit_ratio_without`
+        host memory and `most_hit_ratio` with unlimited memory. It is null if host memory gains nothing or cannot be
+        added.
         """
         fits = fails = host = None
         if self._has_slo:
@@ -86,7 +87,7 @@ class UsersPlan:
         return int(each) * self._config.replicas
 
     def _host(self, fits: int | None, fails: int) -> dict[str, Any] | None:
-        """Return how many users fit with the host memory that keeps the hits of `fails` users."""
+        """Return the number of users that fit with the host memory that keeps the hits of `fails` users."""
         trace, _ = self._sessions_of(fails)
         config = msgspec.structs.replace(self._config, concurrency=fails, speedup=1.0)
         trials = ReplayTrials(trace, config, is_asked=True, on_replay=self._on_replay)
@@ -111,9 +112,9 @@ class UsersPlan:
         return [self._found[key] for key in sorted(self._found) if key[0] == host_bytes]
 
     def _search(self, host_bytes: int, users: int) -> tuple[int | None, int | None]:
-        """Return the last that keeps it and the first that does not, next to each other; None where there is none.
+        """Return the last number that keeps the SLO and the first that does not; None if not found.
 
-        Doubling first, from `users` on, since many users are slow to replay; then bisection.
+        Starts by doubling from `users`, since replays with many users are slow, then bisects.
         """
         low, high = None, None
         while high is None:
@@ -139,7 +140,7 @@ class UsersPlan:
         return kept >= self._slo_share
 
     def _sessions_of(self, users: int) -> tuple[Trace, int]:
-        """Return the sessions of so many users, and how often the trace is in them."""
+        """Return the sessions for `users`, and the number of copies of the trace in them."""
         copies = -(-users // self._num_sessions)
         return self._trace if copies == 1 else repeated(self._trace, copies), copies
 

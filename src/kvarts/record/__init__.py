@@ -1,1 +1,1 @@
-"""What an engine did: timelines and journals."""
+"""Recorders of an engine's events: timelines and journals."""

@@ -64,10 +64,11 @@ NS_PER_MS = 1e6
 
 
 class JournalWriter:
-    """An EventReader that writes lines to `file`, which stays the caller's. `is_packed`: with gzip; then `close` it.
+    """An EventReader that writes lines to `file`, which remains the caller's.
 
-    `is_live`: every batch of events is flushed, so that a killed run leaves what happened. `memory`: what is said of
-    one with KV groups; `total_blocks` are then blocks of it.
+    `is_packed`: compress with gzip; then `close` is required. `is_live`: flush every batch of events, so that a killed
+    run leaves all events up to then. `memory`: description of a memory with KV groups; `total_blocks` then counts its
+    blocks.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class JournalWriter:
         memory: Mapping[str, Any] | None = None,
     ) -> None:
         self._file = file
-        # As gzip writes it, but without a time: the same run gives the same bytes.
+        # As gzip writes it, but without a timestamp: the same run gives the same bytes.
         self._packer = zlib.compressobj(6, zlib.DEFLATED, 31) if is_packed else None
         self._is_live = is_live
         self._encoder = msgspec.json.Encoder()
@@ -101,7 +102,7 @@ class JournalWriter:
         self._write(self._encoder.encode(head) + b"\n")
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Write a line for each of `events` that a journal has."""
+        """Write a line for each of `events` that belongs in a journal."""
         lines = []
         for event in events:
             for line in self._lines(event):
@@ -111,7 +112,7 @@ class JournalWriter:
             self._write(self._encoder.encode_lines(lines))
 
     def close(self) -> None:
-        """End what is packed. The file stays open."""
+        """Finish the compressed data. The file stays open."""
         if self._packer is not None:
             self._file.write(self._packer.flush(zlib.Z_FINISH))
             self._packer = None
@@ -126,7 +127,7 @@ class JournalWriter:
             self._file.flush()
 
     def _lines(self, event: Event) -> Iterator[Line]:
-        """Return the lines of an event: one for most, one for each run of a store."""
+        """Return the lines of an event: one for most, one per run for a store."""
         if isinstance(event, StoreStarted):
             self._storing[event.transfer] = event
             yield from self._runs(event, StoringLine)

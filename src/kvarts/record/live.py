@@ -1,7 +1,7 @@
-"""A timeline written while the engine runs: a run that is killed leaves every complete step.
+"""A timeline written while the engine runs: a killed run leaves every complete step.
 
-As .jsonl (and .jsonl.gz) a step is a line, flushed. As .json the file is complete after every step: the step and the
-end of the file are written in one go, and the next step is written over that end. A device or a pipe gets .jsonl.
+In .jsonl (and .jsonl.gz), the line of each step is flushed. A .json file is complete after every step: the row is
+written together with the end of the file, and the next step overwrites that end. A device or a pipe gets .jsonl.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["LiveTimeline"]
 
 
 class LiveTimeline:
-    """An EventReader that appends a row for each step to a file.
+    """An EventReader that appends one row per step.
 
     `close` it, or use it in a `with`, to write the totals of a .jsonl.
 
-    `name_of`: the outside name of a request's index; left out, the index. `tiers`: blocks of each tier below the
-    device, by its name. `memory`: what is said of one with KV groups, which is counted in blocks.
-    Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot
-    be written.
+    `name_of`: the outside name of a request's index; by default, the index. `tiers`: blocks of each tier below the
+    device, by name. `memory`: description of a memory with KV groups, which is counted in blocks.
+
+    Raises ConfigError for a suffix that cannot be written live, OutputError for a file that cannot be written.
     """
 
     wants_details = False
@@ -48,7 +48,7 @@ class LiveTimeline:
         form, is_packed = form_of(path)
         is_own = is_replaceable(path)
         if form == "json" and not is_own:
-            form = "jsonl"  # of what is written to a device or a pipe, nothing can be written over
+            form = "jsonl"  # output to a device or a pipe cannot be overwritten
         if form == "parquet" or (form == "json" and is_packed):
             raise ConfigError("cannot be written step by step", path=path, hint="Use .jsonl, .jsonl.gz or .json.")
         check_writable(path)
@@ -81,7 +81,7 @@ class LiveTimeline:
             self._append(head + b"\n")
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Write what `events` say of steps."""
+        """Write rows for the steps and rests in `events`."""
         for event in events:
             match event:
                 case StepDone():
@@ -92,7 +92,7 @@ class LiveTimeline:
                     self.record_rest(event)
 
     def record_step(self, done: StepDone) -> None:
-        """Keep a scheduled step."""
+        """Write a scheduled step."""
         asked = [ask_of(preemption, name_of=self._name_of) for preemption in done.preemptions]
         row = self._row(
             done.step,
@@ -112,7 +112,7 @@ class LiveTimeline:
         self._write([row])
 
     def record_leap(self, done: LeapDone) -> None:
-        """Keep steps that were alike."""
+        """Write the steps of a leap."""
         rows = []
         num_used, start_ns, turns = done.num_used, done.start_ns, done.turns
         for index, (duration_ns, num_taken) in enumerate(zip(done.durations_ns, done.pages_taken, strict=True)):
@@ -139,12 +139,12 @@ class LiveTimeline:
         self._write(rows)
 
     def record_rest(self, rest: AtRest) -> None:
-        """Keep a time when the engine ran out of work."""
+        """Write a rest: the engine ran out of work."""
         counts = rest.num_used, rest.num_cached, rest.num_released
         self._write([self._row(rest.step, rest.time_ns, *counts, 0, 0, rest.tiers, 0, rest.num_reserved)])
 
     def close(self) -> None:
-        """Write what is known in the end, and close the file."""
+        """Write the totals, and close the file."""
         try:
             if not self._is_json:
                 self._append(self._encoder.encode(self._totals()) + b"\n")

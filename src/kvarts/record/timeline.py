@@ -1,8 +1,8 @@
-"""A timeline: how the KV pages of one engine were used, a row a step, and a row whenever it ran out of work.
+"""A timeline: use of the KV pages of one engine, one row per step, and one for each time it ran out of work.
 
-Rows are what the public KV-timeline form says, and a few fields more. A row is a snapshot at the step's mark, the first
-moment in which the most pages were in use; `allocated` and `freed` count the pages that came into and went out of use
-since the row before it. A row at rest carries the number of the step it follows.
+Rows have the fields of the public KV-timeline form, and a few more. A row is a snapshot at the step's mark: the first
+moment of the step with the most pages in use. `allocated` and `freed` count the pages that entered and left use since
+the previous row. A row at rest has the number of the step before it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ __all__ = [
 TIMELINE_VERSION = 1
 NS_PER_MS = 1e6
 SLAB_ROWS = 1 << 15
-"""Rows encoded at once: bounds the memory that writing takes."""
+"""Rows encoded at once: bounds the memory used in writing."""
 
 MOST_ROWS = 1 << 25
-"""Of a timeline made as a whole: some 8 GiB while it is written. What an engine writes as it runs has no such limit."""
+"""Limit of a timeline made as a whole: some 8 GiB while it is written. A live timeline has no limit."""
 
 FORMS = ("json", "jsonl", "parquet")
 GROUP_COLUMNS = ("group_used_parts", "group_cached_parts")
-"""Columns with a number for each KV group."""
+"""Columns with one number per KV group."""
 
 
 class RecordedSteps(Protocol):
-    """What a timeline is made from: the steps of one engine of `num_pages` pages, in columns.
+    """Source of a timeline: the steps of one engine of `num_pages` pages, in columns.
 
-    `columns` has a row a step: start_ns, used, cached, running, waiting, preempted, and the `tier_fields`. `rests` has
-    one for each time at which the engine ran out of work: step, time_ns, used, cached, released, reserved, and the
+    `columns` has one row per step: start_ns, used, cached, running, waiting, preempted, and the `tier_fields`. `rests`
+    has one row for each time that the engine ran out of work: step, time_ns, used, cached, released, reserved, and the
     `tier_fields`.
     """
 
@@ -61,23 +61,23 @@ class RecordedSteps(Protocol):
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """What is said of a memory with KV groups; nothing of another."""
+        """Description of a memory with KV groups; empty for whole pages."""
 
     @property
     def tiers(self) -> Mapping[str, int]:
-        """Pages of each tier below the device, by its name."""
+        """Pages of each tier below the device, by name."""
 
     @property
     def tier_fields(self) -> Sequence[str]:
-        """The columns that count pages in these."""
+        """The columns that count pages of the tiers."""
 
     @property
     def preemptions(self) -> Sequence[tuple[int, Preemption]]:
-        """With the step in which they happened, in order."""
+        """The preemptions in order, each with its step."""
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """One row a step."""
+        """One row per step."""
 
     @property
     def rests(self) -> Mapping[str, Column]:
@@ -85,16 +85,16 @@ class RecordedSteps(Protocol):
 
     @property
     def row_order(self) -> Column:
-        """Puts all steps, and then all rests, into the order of time."""
+        """Permutation that sorts all steps, followed by all rests, by time."""
 
     def released(self) -> Column:
-        """Return the pages that had gone out of use, up to each step."""
+        """Return the cumulative number of released pages at each step."""
 
     def withheld(self) -> Column | None:
-        """Return the pages that were not used and could not be taken, before each step; None where there are none."""
+        """Return the pages that were unused but not available before each step; None if this never happens."""
 
     def reserved(self) -> Column | None:
-        """Return the pages that stay in use when no request runs, as of each step; None where there never are any."""
+        """Return the pages that stay in use when no request runs, as of each step; None if this never happens."""
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -103,7 +103,7 @@ class RecordedSteps(Protocol):
 class _Paged(Protocol):
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
 
 
 class Recorded(Protocol):
@@ -111,7 +111,7 @@ class Recorded(Protocol):
 
     @property
     def config(self) -> _Paged:
-        """What was replayed."""
+        """The configuration of the replay."""
 
     @property
     def step_logs(self) -> Sequence[RecordedSteps]:
@@ -123,9 +123,9 @@ class Recorded(Protocol):
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Why a preempting step preempted: `request` asked for more blocks than were free, and `victim` gave way.
+    """The reason of a preemption: `request` asked for more blocks than were free, and `victim` was preempted.
 
-    `model`: the request is one of another model on the same device, and came before this step.
+    `model`: set if the request belongs to another model on the same device; the preemption then preceded this step.
     """
 
     request: str
@@ -137,7 +137,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One row, by the names of the file."""
+    """One row, with the field names of the file."""
 
     step: int
     t_ms: float
@@ -162,7 +162,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
-    """Return what a preemption says in a row. `name_of`: the outside name of a request's index."""
+    """Return the entry of a preemption in a row. `name_of`: the outside name of a request's index."""
     return Ask(
         request=str(preemption.asker) if preemption.model else name_of(preemption.asker),
         blocks=preemption.num_pages_asked,
@@ -181,9 +181,9 @@ def head_of(
     tiers: Mapping[str, int] | None = None,
     memory: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what is said of the whole, but for the totals.
+    """Return the top-level fields except the totals.
 
-    `tiers`: blocks of each tier below the device, by its name. `memory`: what is said of one with KV groups.
+    `tiers`: blocks of each tier below the device, by name. `memory`: description of a memory with KV groups.
     """
     head = {
         "version": TIMELINE_VERSION,
@@ -196,7 +196,7 @@ def head_of(
 
 
 def columns_of(present: Collection[str]) -> tuple[str, ...]:
-    """Return the columns of a timeline, in order; of those that not every timeline has, the ones that are `present`."""
+    """Return the columns of a timeline, in order. Optional columns are included if `present`."""
     return tuple(
         name
         for name in Row.__struct_fields__[:-1]
@@ -205,10 +205,10 @@ def columns_of(present: Collection[str]) -> tuple[str, ...]:
 
 
 class Timeline:
-    """Rows in columns by the names of Row, and what they are about. `asked` is by row, for rows that preempted.
+    """Rows in columns named like the fields of Row, with the top-level fields.
 
-    `every`: the rows are thinned, see `thinned`. `tiers`: blocks of each tier below the device, by its name. `memory`:
-    what is said of one with KV groups.
+    `asked`: the asks of rows that preempted, by row. `every`: sampling interval of the rows, as in `thinned`.
+    `tiers`: blocks of each tier below the device, by name. `memory`: description of a memory with KV groups.
     """
 
     def __init__(
@@ -232,9 +232,9 @@ class Timeline:
 
     @classmethod
     def of(cls, log: RecordedSteps, *, page_size: int, request_ids: Sequence[str] | None = None) -> Timeline:
-        """Return the timeline of what `log` holds.
+        """Return the timeline of `log`.
 
-        `request_ids`: names of requests by index; left out, the index is. Raise ConfigError for more than MOST_ROWS
+        `request_ids`: names of requests by index; by default, the index. Raise ConfigError for more than MOST_ROWS
         steps.
         """
         _check_rows(len(log))
@@ -285,7 +285,7 @@ class Timeline:
 
     @property
     def peak_used_pct(self) -> float:
-        """The largest `used_pct`; 0 of nothing."""
+        """The largest `used_pct`; 0 without rows."""
         return float(self.columns["used_pct"].max(initial=0.0))
 
     @property
@@ -294,11 +294,10 @@ class Timeline:
         return int(self.columns["preempted_seqs"].sum())
 
     def thinned(self, every: int) -> Timeline:
-        """Return every `every`-th row, and those that must not be left out.
+        """Return every `every`-th row, and the rows that must be kept.
 
         These are the first and the last row, the first and the last step, the peak, and every row that preempted. A
-        row's `allocated` and `freed` are the sums since the row kept before it. Raise ConfigError if `every` is below
-        1.
+        row's `allocated` and `freed` are the sums since the previous row kept. Raise ConfigError if `every` is below 1.
         """
         if every < 1:
             raise ConfigError(f"must be at least 1, got {every}", field="every")
@@ -330,7 +329,7 @@ class Timeline:
     def rows(self, start: int = 0, end: int | None = None) -> list[Row]:
         """Return rows [start, end)."""
         end = len(self) if end is None else min(end, len(self))
-        # Values go by place; a field that is skipped is filled with its default.
+        # Values are positional; absent columns are filled with the default of their field.
         names = columns_of(self.columns)
         last = Row.__struct_fields__.index(names[-1]) + 1
         columns = [
@@ -345,7 +344,7 @@ class Timeline:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What is said of the whole, the totals excepted."""
+        """The top-level fields except the totals."""
         return head_of(
             block_size_tokens=self.block_size_tokens,
             total_blocks=self.total_blocks,
@@ -356,7 +355,7 @@ class Timeline:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """What is known in the end."""
+        """The totals."""
         return {"peak_used_pct": self.peak_used_pct, "preemption_count": self.preemption_count}
 
     # Writing ----------------------------------------------------------------------------------------------
@@ -368,10 +367,10 @@ class Timeline:
         return buffer.getvalue()
 
     def write(self, path: Path | str, *, every: int = 1) -> None:
-        """Write .json, .jsonl or .parquet, and any of them with .gz on top; thinned, if `every` is above 1.
+        """Write .json, .jsonl or .parquet, each optionally with .gz; thinned, if `every` is above 1.
 
-        The same timeline gives the same bytes. Raise ConfigError for another suffix, OutputError for what cannot be
-        written; then `path` is as it was.
+        The same timeline gives the same bytes. Raise ConfigError for another suffix, OutputError if the file cannot be
+        written; `path` is then unchanged.
         """
         path = Path(path)
         form, is_packed = form_of(path)
@@ -442,7 +441,7 @@ class Timeline:
 
 
 class RowsThatFit:
-    """An EventReader that ends a run as soon as its timeline would not fit memory."""
+    """An EventReader that ends a run as soon as its timeline would not fit in memory."""
 
     wants_details = False
 
@@ -463,13 +462,13 @@ def _check_rows(num_rows: int) -> None:
 
 
 def timelines_of(report: Recorded) -> list[Timeline]:
-    """Return how the KV pages of each replica were used, a row a step."""
+    """Return the timeline of each replica."""
     request_ids, page_size = report.request_ids, report.config.page_size
     return [Timeline.of(log, page_size=page_size, request_ids=request_ids) for log in report.step_logs]
 
 
 def form_of(path: Path) -> tuple[str, bool]:
-    """Return the form that the suffix of `path` names, and whether it is packed with gzip.
+    """Return the format named by the suffix of `path`, and whether it is gzipped.
 
     A device or a pipe without a suffix gets JSON. Raise ConfigError for other suffixes.
     """

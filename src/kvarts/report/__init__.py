@@ -1,1 +1,1 @@
-"""What a run says: numbers, tables, pages."""
+"""Results of a run: numbers, tables, pages."""

@@ -1,4 +1,4 @@
-"""What to try next, in one sentence that follows from a report."""
+"""Advice on the next option to try, in one sentence derived from a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvarts.units import as_percent
 __all__ = ["HostMemory", "Trials", "advice", "as_size", "unbounded_hit_ratio"]
 
 WORTHWHILE = 0.1
-"""Of the prompt tokens that were computed, the least that an unbounded pool must save before that is advised."""
+"""Least share of the computed prompt tokens that an unbounded pool must save for it to be advised."""
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,30 +24,30 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trials(Protocol):
-    """Answers what more memory would give, by replays."""
+    """Replays that find the effect of more memory."""
 
     def least_pages(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the smallest pool that a request fits into, its output included."""
+        """Return the size in pages of the smallest pool for a request and its output."""
 
     @property
     def can_have_host_memory(self) -> bool:
         """Whether host memory can be added."""
 
     def is_too_long(self, summary: dict[str, Any]) -> bool:
-        """Whether the replay is one that is not repeated without being asked for."""
+        """Return whether the replay is too long to be repeated unasked."""
 
     def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
-        """Return the least host memory that keeps the hits of a replay; None where none helps."""
+        """Return the least host memory that keeps the hits of a replay; None if host memory does not help."""
 
 
 def advice(summary: dict[str, Any], *, trials: Trials | None = None) -> str | None:
-    """Return what to try next and why, for a report's `summary`; None where nothing was completed or rejected.
+    """Return the next option to try, and why, for a report's `summary`.
 
-    `trials`: finds sizes by replay, where there is a trace to replay. No other size is named.
+    None if no request completed or was rejected. `trials`: finds memory sizes by replay, if there is a trace to replay.
 
-    The first of these that holds: requests that can never fit; the sequence cap; waiting for pages; waiting for
-    transfers; hits lost to routing or eviction; waiting for the token budget; nothing, so that there is room for more.
-    Numbers are those of the report, but for the hit ratio of an unbounded pool, which is estimated from them.
+    The first of these cases that holds decides: requests that can never fit; the sequence cap; waiting for pages;
+    waiting for transfers; hits lost to routing or eviction; waiting for the token budget; none, which leaves room for
+    more load. Numbers are those of the report, except the hit ratio of an unbounded pool, which is estimated from them.
     """
     if summary["num_rejected"]:
         return _rejected(summary, trials)
@@ -116,7 +116,7 @@ def _transfers(summary: dict[str, Any]) -> str:
 
 
 def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
-    """Return what would bring more hits, if many prompt tokens were computed that had been computed before."""
+    """Return advice that brings more hits, if many prompt tokens were computed that had been computed before."""
     unbounded, ratio = unbounded_hit_ratio(summary), summary["prefix_hit_ratio"]
     if unbounded is None or unbounded - ratio < WORTHWHILE * (1 - ratio):
         return None
@@ -162,7 +162,7 @@ def _lowest_tier(summary: dict[str, Any]) -> str | None:
 
 
 def _has_evicted(summary: dict[str, Any], lowest: str | None) -> bool:
-    """Return whether pages were lost for want of room: evicted from the last tier, or never stored in one."""
+    """Return whether pages were lost for lack of room: evicted from the last tier, or never stored in one."""
     if lowest is None:
         return bool(summary["num_evicted_pages"])
     transfers = summary["transfers"]
@@ -191,11 +191,11 @@ def _nothing(summary: dict[str, Any]) -> str:
 
 
 def unbounded_hit_ratio(summary: dict[str, Any]) -> float | None:
-    """Return about how many prompt tokens would be hits if nothing were ever evicted; None where that is unknown.
+    """Return an estimate of the hit ratio of prompt tokens without any eviction; None if it is unknown.
 
-    Each distinct full page of the prompts is computed once, and what each prompt has after its last full page, half a
-    page as a rule, every time. The working set has the pages of outputs as well. Known outputs that later prompts
-    repeat would be hits, too: there, it is an understatement.
+    Each distinct full page of the prompts is computed once; the tokens of each prompt after its last full page, on
+    average half a page, are computed every time. The working set includes pages of outputs. Known outputs that later
+    prompts repeat would also be hits; with them, the estimate is too low.
     """
     pages = summary["working_set_pages"]
     tokens = summary["num_input_tokens"]
@@ -207,7 +207,7 @@ def unbounded_hit_ratio(summary: dict[str, Any]) -> float | None:
 
 
 def _more_memory(summary: dict[str, Any]) -> str:
-    """Return the flag for more KV memory; where a model says what a page weighs, that is a matter of its device."""
+    """Return the flag for more KV memory; with a model, page sizes are known and memory is that of the device."""
     cost = summary["config"]["cost"]
     if isinstance(cost, dict) and cost.get("llm") is not None:
         return f"{_more_devices(summary)}, or more --kv-memory if the device has it"
@@ -229,7 +229,7 @@ def _times(count: int) -> str:
 
 
 def as_size(num_bytes: int) -> str:
-    """Return an amount of memory as an option takes it, no less: `94GiB`, `9.4GiB`, `512MiB`."""
+    """Return an amount of memory in the form of an option, rounded up: `94GiB`, `9.4GiB`, `512MiB`."""
     if num_bytes >= 10 << 30:
         return f"{-(-num_bytes // (1 << 30))}GiB"
     if num_bytes >= 1 << 30:

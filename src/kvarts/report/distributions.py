@@ -1,4 +1,4 @@
-"""Mean, percentiles and maximum of times, exact.
+"""Exact mean, percentiles and maximum of times.
 
 A percentile of n sorted values is the element round(p (n - 1)), halves to even: an observed value, never one between
 two.
@@ -20,7 +20,7 @@ __all__ = ["NS_PER_MS", "Distribution", "distribution_ms", "dot", "weighted_dist
 NS_PER_MS = 1e6
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 MOST_SORTED = 1 << 20
-"""More values than this are not held at once, but looked for in several passes."""
+"""More values than this are not held in memory: percentiles are searched in several passes."""
 NUM_BINS = 1 << 16
 
 Distribution = dict[str, float | None]
@@ -36,16 +36,16 @@ def distribution_ms(values_ns: Numbers) -> Distribution:
     count = len(ordered)
     if not count:
         return _NOTHING.copy()
-    # fsum is exact: no overflow, and the same on machines that add in another order.
+    # fsum is exact: no overflow, and independent of the order of addition.
     mean = fsum(ordered.tolist()) / count
     return _named(mean, [int(ordered[rank]) for rank in _ranks(count)])
 
 
 def weighted_distribution_ms(parts: Callable[[], Parts], *, most_sorted: int = MOST_SORTED) -> Distribution:
-    """Return mean, percentiles and maximum in milliseconds of times in ns, each as often as its weight says.
+    """Return mean, percentiles and maximum in milliseconds of weighted times in ns. A weight is a count.
 
-    `parts` returns the times and their weights, shape [n] each, a part at a time; it is called several times, and
-    returns the same each time. No more than `most_sorted` of them are held at once.
+    `parts` returns the times and their weights, shape [n] each, in batches; it is called several times and returns the
+    same each time. At most `most_sorted` of them are held in memory.
     """
     held: list[tuple[Column, Column]] = []
     num_values = 0
@@ -59,7 +59,7 @@ def weighted_distribution_ms(parts: Callable[[], Parts], *, most_sorted: int = M
 
 
 def dot(counts: Numbers, times_ns: Numbers) -> int:
-    """Return the sum of products, exact: where it might not fit 64 bits, in two parts that do."""
+    """Return the exact sum of products; a sum that might exceed 64 bits is computed in two parts."""
     if int(counts.max(initial=0)) * int(times_ns.sum()) < 1 << 62:
         return int(counts.dot(times_ns))
     high, low = times_ns // (1 << 20), times_ns % (1 << 20)
@@ -67,7 +67,7 @@ def dot(counts: Numbers, times_ns: Numbers) -> int:
 
 
 def _ranks(count: int) -> list[int]:
-    """Return the places of the percentiles, and of the maximum, among `count` sorted values."""
+    """Return the ranks of the percentiles, and of the maximum, among `count` sorted values."""
     return [*(round(p * (count - 1)) for p in PERCENTILES.values()), count - 1]
 
 
@@ -77,7 +77,7 @@ def _named(mean_ns: float, found_ns: list[int]) -> Distribution:
 
 
 def _sorted_few(parts: list[tuple[Numbers, Numbers]]) -> Distribution:
-    """Return the distribution of a few values, with weights."""
+    """Return the distribution of a few weighted values."""
     pairs = sorted(
         (value_ns, weight)
         for values_ns, weights in parts
@@ -92,7 +92,7 @@ def _sorted_few(parts: list[tuple[Numbers, Numbers]]) -> Distribution:
 
 
 def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
-    """Return the distribution of values, with weights, that fit memory all at once."""
+    """Return the distribution of weighted values that fit in memory."""
     import numpy as np
 
     empty = np.zeros(0, np.int64)
@@ -103,7 +103,7 @@ def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
     if not len(values_ns):
         return _NOTHING.copy()
     total_ns = dot(weights, values_ns)
-    order = np.argsort(values_ns)  # equals may come in any order: they are the same value
+    order = np.argsort(values_ns)  # an unstable sort suffices: equal values are interchangeable
     ordered = values_ns[order]
     ends = np.cumsum(weights[order])
     count = int(ends[-1])
@@ -112,7 +112,7 @@ def _sorted(parts: list[tuple[Column, Column]]) -> Distribution:
 
 
 def _searched(parts: Callable[[], Parts]) -> Distribution:
-    """Return the same of values that do not, in passes over all of them."""
+    """Return the distribution of weighted values that do not fit in memory, in passes over all of them."""
     import numpy as np
 
     count = total_ns = 0
@@ -129,9 +129,9 @@ def _searched(parts: Callable[[], Parts]) -> Distribution:
 
 
 def _searched_at(parts: Callable[[], Parts], ranks: list[int], low: int, high: int) -> list[int]:
-    """Return the values at `ranks`, of values in [low, high).
+    """Return the values at `ranks` among values in [low, high).
 
-    Each pass counts the values where ranks are looked for, in bins, and goes on in one of these for each rank.
+    Each pass counts values in bins of the ranges under search, and narrows each search to one bin.
     """
     searches = [_Search(rank, low, high) for rank in ranks]
     while wanted := {search.range for search in searches if not search.is_done}:
@@ -146,7 +146,7 @@ def _searched_at(parts: Callable[[], Parts], ranks: list[int], low: int, high: i
 
 
 class _Bins:
-    """How many values there are in each part of [low, high)."""
+    """Counts of values in equal parts of [low, high)."""
 
     def __init__(self, low: int, high: int) -> None:
         import numpy as np
@@ -165,14 +165,14 @@ class _Bins:
 
     @cached_property
     def ends(self) -> Column:
-        """Return how many values there are up to the end of each part. All are counted."""
+        """Cumulative counts up to the end of each part. Valid when all values are counted."""
         import numpy as np
 
         return np.cumsum(self._counts)
 
 
 class _Search:
-    """The value at `rank` is looked for in `range`, [low, high), where `rank` counts from `low`."""
+    """The search for the value at `rank` in `range`, [low, high); `rank` counts from `low`."""
 
     def __init__(self, rank: int, low: int, high: int) -> None:
         self.rank, self.range = rank, (low, high)
@@ -184,7 +184,7 @@ class _Search:
         return high - low == 1
 
     def narrow(self, bins: _Bins) -> None:
-        """Go on in one part of the range, which `bins` are of."""
+        """Continue in one part of the range of `bins`."""
         import numpy as np
 
         at = int(np.searchsorted(bins.ends, self.rank, side="right"))

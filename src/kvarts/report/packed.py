@@ -1,7 +1,7 @@
-"""One integer a step, kept in blocks: packed, without loss, once there are many.
+"""A column of one integer per step, in blocks, which are compressed without loss once there are many.
 
-The steps of a leap take times that rise as their contexts grow, on a straight line but for rounding: of a block of them
-stay its line and what rounding adds, a few bits a step.
+The step times of a leap rise with the contexts, on a straight line except for rounding. A block of them is stored as
+its line and the rounding differences, a few bits per step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["BLOCK_STEPS", "PackedColumn"]
 
 BLOCK_STEPS = 1 << 16
 RECENT_STEPS = 1 << 12
-"""So many integers stay objects: a few hundred kilobytes, which a core's own cache has room for."""
+"""Integers that stay Python objects: a few hundred kilobytes, which fit in a core's private cache."""
 PACK_AT = 64 * BLOCK_STEPS
-"""Fewer steps than this are kept as they are: what packs them would cost more than it saves."""
+"""Fewer steps than this are not compressed: compression would cost more than it saves."""
 
 _WIDTHS = ("b", "h", "i", "q")
-"""Type codes of integers of 1, 2, 4 and 8 bytes, as `array` and NumPy have them."""
+"""Type codes, in `array` and NumPy, of integers of 1, 2, 4 and 8 bytes."""
 
 
 class _Block(NamedTuple):
-    """The integers of a block: a line from the first to the last, and what each differs from it.
+    """The integers of a block: a line from the first to the last, and the difference of each from it.
 
     They are times, so within 2^62.
     """
@@ -38,9 +38,9 @@ class _Block(NamedTuple):
 
 
 class PackedColumn:
-    """A column of integers, one a step. Its owner appends to `recent`, and calls `settle` after a batch of them.
+    """A column of integers, one per step. Its owner appends to `recent`, and calls `settle` after a batch.
 
-    `typecode`: as of `array`. Columns that grow alike have their blocks in the same places.
+    `typecode`: as in `array`. Columns that are appended to and settled together have blocks at the same places.
     """
 
     __slots__ = ("_blocks", "_later", "_typecode", "recent")
@@ -49,12 +49,12 @@ class PackedColumn:
         self._typecode: Literal["i", "q"] = typecode
         self._blocks: list[_Block] = []
         self._later = array(typecode)
-        """What comes after the blocks, as integers of this width."""
+        """Integers after the blocks, in an array of this type code."""
         self.recent: list[int] = []
-        """What comes after that."""
+        """Integers after those."""
 
     def settle(self) -> None:
-        """Keep what is recent in less memory, if that got long."""
+        """Move recent integers to more compact storage, if they are many."""
         if len(self.recent) >= RECENT_STEPS:
             self._keep_recent()
             if len(self._later) >= PACK_AT:
@@ -77,7 +77,7 @@ class PackedColumn:
         return len(self._blocks) * BLOCK_STEPS + len(self._later) + len(self.recent)
 
     def to_list(self) -> list[int]:
-        """Return all of them, where nothing is packed."""
+        """Return all integers. There must be no compressed blocks."""
         assert not self._blocks
         return [*self._later, *self.recent]
 
@@ -90,7 +90,7 @@ class PackedColumn:
             yield later[start : start + BLOCK_STEPS]
 
     def whole(self) -> Column:
-        """Return all of them, as an array; it is the column's own memory where nothing is packed."""
+        """Return all integers as an array; without compressed blocks it shares the column's memory."""
         if not self._blocks:
             return self._all_later()
         import numpy as np
@@ -106,7 +106,7 @@ class PackedColumn:
 
 
 def _line(first: int, last: int) -> Column:
-    """Return a block's line, in whole numbers; the same on every call, whatever is rounded in it."""
+    """Return a block's line in whole numbers. It is reproducible, including its rounding."""
     import numpy as np
 
     line: Column = first + ((last - first) / (BLOCK_STEPS - 1) * np.arange(BLOCK_STEPS)).astype(np.int64)
@@ -121,7 +121,7 @@ def _packed(values: Column) -> _Block:
     low, high = int(differences.min()), int(differences.max())
     width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
     packed = differences.astype(width).tobytes()
-    # Only what rounding adds is worth the time: wider differences hardly get smaller.
+    # Only rounding differences are worth compressing: wider ones hardly shrink.
     return _Block(first, last, width, zlib.compress(packed, 1) if width == "b" else packed)
 
 

@@ -1,4 +1,4 @@
-"""A page of HTML that needs nothing else: a template, and what goes in where it has a mark."""
+"""A self-contained page of HTML: a template whose marks are replaced by scripts, styles and data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["fill_page", "table_html"]
 
 
 def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
-    """Return `template` with `parts`, the charts and `data`, as JSON, in place of their marks.
+    """Return `template` with `parts`, the chart library and `data` as JSON in place of their marks.
 
     Everything that is not ours enters as data, never as markup.
     """
     assets = files("kvarts.report") / "assets"
-    # In a script element, only the end of one has a meaning.
+    # In a script element, only its end tag is special.
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     shared = {
         "uplot.css": (assets / "uPlot.min.css").read_text(encoding="utf-8"),
@@ -35,9 +35,9 @@ def fill_page(template: str, parts: Mapping[str, str], data: Any) -> bytes:
 
 
 def table_html(title: str, paragraphs: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table under a title and paragraphs, as a part of a page: what notebooks show for a value.
+    """Return a table with a title and paragraphs as HTML: the rich display of a value in notebooks.
 
-    A head that begins with > stands over numbers. Without `heads` the first cell of each row names it.
+    A head that begins with > marks a column of numbers. Without `heads`, the first cell of each row is its name.
     """
     styles = ["text-align: right" if head.startswith(">") else "text-align: left" for head in heads] or []
     lines = [f"<h4>{escape(title)}</h4>", *(f"<p>{escape(text)}</p>" for text in paragraphs if text), "<table>"]

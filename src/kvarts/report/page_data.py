@@ -1,7 +1,7 @@
-"""What the page of a run is drawn from: one value, JSON-able, with columns packed in base64.
+"""The data of the page of a run: one JSON-able value, with columns packed in base64.
 
-Of the steps, those are kept in which a count changes or a request is preempted: a row holds until the next one, so the
-page draws the same. A run of millions of such steps is thinned to MOST_ROWS, and the page says so.
+Only steps in which a count changes or a request is preempted are kept: a row holds until the next one, so the page
+draws the same. A run with millions of such steps is thinned to MOST_ROWS, and the page states so.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Overview", "TokenKind", "Wait", "columns_of", "page_data"]
 
 MAX_POINTS = 1000
 MOST_ROWS = 200_000
-"""Of all timelines of a page together; a row takes three or four bytes in it."""
+"""Rows of all timelines of a page together; each takes three or four bytes of the page."""
 NUM_STRETCHES = 200
-"""Of the time of a run, for what is shown over time and is not known of each step."""
+"""Number of equal stretches of a run, for charts over time of values that are not known per step."""
 MARKS = ("p50", "p90", "p99")
 NO_JOURNAL = "Not recorded: the run has no journal of events."
 NOT_READ = "Not shown: the journal of events was not read."
@@ -65,15 +65,15 @@ class TokenKind(Protocol):
 
     @property
     def kind(self) -> str:
-        """Its name."""
+        """Name of the kind."""
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Number of tokens."""
 
     @property
     def remark(self) -> str:
-        """What else is to be said of them; empty for nothing."""
+        """An additional text; may be empty."""
 
 
 class Wait(Protocol):
@@ -81,31 +81,31 @@ class Wait(Protocol):
 
     @property
     def request(self) -> str:
-        """Its id."""
+        """Id of the request."""
 
     @property
     def waited_ms(self) -> float:
-        """How long."""
+        """Duration of the wait."""
 
     @property
     def cause(self) -> str:
-        """For what."""
+        """Cause of the wait."""
 
     @property
     def num_others(self) -> int:
-        """How many waited with it, for the same."""
+        """Number of other requests that waited with it for the same cause."""
 
     @property
     def lines(self) -> list[str]:
-        """Its story."""
+        """Story of the request."""
 
 
 class Overview(Protocol):
-    """Why prompt tokens were found or not, and why requests waited: of all replicas together."""
+    """Reasons for hits and misses of prompt tokens and for waits of requests, of all replicas together."""
 
     @property
     def prompt_tokens(self) -> int:
-        """All of them."""
+        """Number of prompt tokens."""
 
     @property
     def kinds(self) -> Sequence[TokenKind]:
@@ -113,19 +113,19 @@ class Overview(Protocol):
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """The longest, the longest first; no two with one story."""
+        """The longest waits, the longest first; no two with the same story."""
 
     @property
     def evictions(self) -> Sequence[tuple[float, int]]:
-        """The end of each stretch of time, in ms, and the pages that were evicted in it."""
+        """The end of each stretch of time, in ms, and the pages evicted in it."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is missing."""
+        """Remarks on journals that break off."""
 
 
 def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> dict[str, Any]:
-    """Return what the page shows of a run, or of each model of a run; `overviews` by the path of each.
+    """Return the data of the page of a run, or of each model of a run; `overviews` by the path of each.
 
     Raise InputError for files that cannot be read.
     """
@@ -148,7 +148,7 @@ def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> d
                 "name": each.path.name if has_models else "",
                 "facts": [("trace", each.summary.trace or "-"), *facts(each.summary)]
                 if has_models
-                else [fact for fact in facts(each.summary) if fact[0] != "try next"],  # it stands above them
+                else [fact for fact in facts(each.summary) if fact[0] != "try next"],  # it is shown above them
                 "config": _flat(each.summary.config),
                 **_part(each, overviews.get(each.path), most_rows),
             }
@@ -167,7 +167,7 @@ def _about(about: About) -> list[tuple[str, str]]:
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Return settings by their names, tables with a dot."""
+    """Return settings by name; those of nested tables are dotted."""
     out = []
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -199,7 +199,7 @@ def _part(run: RunDirectory, overview: Overview | None, most_rows: int) -> dict[
 
 
 def columns_of(path: Path) -> dict[str, Any]:
-    """Return columns of a timeline, and under `total_blocks` and `block_size_tokens` what it says of the whole."""
+    """Return columns of a timeline, and its `total_blocks` and `block_size_tokens`."""
     recording = open_recording(path)
     chunks = [chunk for chunk in recording.chunks() if len(chunk.rows)]
     names = chunks[0].columns if chunks else ()
@@ -218,7 +218,7 @@ def columns_of(path: Path) -> dict[str, Any]:
 
 def _replica(number: int, columns: dict[str, Any], most_rows: int) -> dict[str, Any]:
     nothing = np.zeros(len(columns["t_ms"]), np.int64)
-    # What a timeline does not state is -1 there, and 0 here.
+    # A missing value is -1 in a timeline, and 0 here.
     shown = {name: np.maximum(columns.get(field, nothing), 0) for name, field in COUNTS.items()}
     tiers = []
     for tier, label in TIERS.items():
@@ -245,7 +245,7 @@ def _replica(number: int, columns: dict[str, Any], most_rows: int) -> dict[str, 
 
 
 def _changes(columns: Sequence[Column], preempting: Column) -> Column:
-    """Return the rows in which any of `columns` changes or a request is preempted, with the first and the last."""
+    """Return the rows in which any of `columns` changes or a request is preempted, with the first and the last row."""
     changes = preempting.copy()
     changes[:1] = changes[-1:] = True
     for values in columns:
@@ -254,7 +254,7 @@ def _changes(columns: Sequence[Column], preempting: Column) -> Column:
 
 
 def _thinned(rows: Column, columns: Sequence[Column], most: int) -> Column:
-    """Return at most `most` of `rows`: of each of many stretches its first, and where each of `columns` is largest."""
+    """Return at most `most` of `rows`: of many stretches, the first row and those where `columns` are largest."""
     if len(rows) <= most:
         return rows
     stretches = np.array_split(rows, most // (1 + len(columns)))
@@ -270,7 +270,7 @@ def _packed(values: Column) -> str:
 
 
 def _curves(run: RunDirectory, requests: list[RequestRow]) -> list[dict[str, Any]]:
-    """Return the share of values up to each, of each latency, and its percentiles as the report gives them."""
+    """Return the cumulative distribution of each latency, and its percentiles as given in the report."""
     histogram = run.distributions().itl_ms
     slo = run.summary.config.get("slo")
     slo = slo if isinstance(slo, dict) else {}
@@ -304,12 +304,12 @@ def _latency(row: RequestRow, field: str) -> float | None:
 
 
 def _points(ms: Column, share: Column) -> dict[str, list[float]]:
-    """Return points for a logarithmic axis, which has no 0."""
+    """Return points for a logarithmic axis, which lacks 0."""
     return {"ms": np.maximum(ms, 1e-3).tolist(), "share": share.tolist()}
 
 
 def _hit_rates(requests: list[RequestRow]) -> list[tuple[float, float]]:
-    """Return the end of each stretch of time, in ms, and the share of prompt tokens admitted in it that were hits."""
+    """Return the end of each stretch of time, in ms, and the hit ratio of prompt tokens admitted in it."""
     admitted = [row for row in requests if row.first_admitted_ms is not None]
     times = np.array([row.first_admitted_ms for row in admitted], np.float64)
     end_ms = float(times.max(initial=0.0))

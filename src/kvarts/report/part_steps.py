@@ -1,4 +1,4 @@
-"""What leaps with KV groups did to the parts of each group, kept by the leap and worked out by the step."""
+"""Changes of the parts of KV groups in leaps: stored per leap, and expanded per step on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT_WHOLE = ("full", "latent")
 
 
 class PartSteps:
-    """Keeps what the leaps of one engine tell of parts. `memory`: what is said of its memory with KV groups."""
+    """Stores the changes of parts in the leaps of one engine. `memory`: description of its memory with KV groups."""
 
     def __init__(self, memory: Mapping[str, Any]) -> None:
         groups = memory["kv_groups"]
@@ -28,11 +28,11 @@ class PartSteps:
         self._listed = [PackedColumn("i") for _ in self._bounded]
         self._emptied = [PackedColumn("i") for _ in self._bounded]
         self._num_leaps = 0
-        # Of what was evicted in leaps, in order: the number of the leap, the group, and the parts.
+        # Evictions in leaps, in order: the number of the leap, the group, and the number of parts.
         self._evicted = Rows(3)
 
     def add(self, parts: PartsMoved) -> None:
-        """Keep what a leap says."""
+        """Store the changes of a leap."""
         for columns, numbers in ((self._listed, parts.listed), (self._emptied, parts.emptied)):
             for column, of_group in zip(columns, numbers, strict=False):
                 column.recent += of_group
@@ -45,13 +45,13 @@ class PartSteps:
     def columns(self, num_steps: Column, taken: Column, before: Sequence[Column], num_blocks: int) -> list[Column]:
         """Return columns with a row for each step of a leap: blocks used, cached and released, then parts.
 
-        `num_steps` of each leap, and the pages `taken` in each step. `before`: the same columns, with a row for each
-        leap, as before its first step. Parts: used and cached, for each group. `num_blocks`: of the whole memory.
+        `num_steps` of each leap, and the pages `taken` in each step. `before`: the same columns with one row per leap,
+        before its first step. Parts: used and cached, for each group. `num_blocks`: size of the memory.
         """
         firsts = np.cumsum(num_steps) - num_steps
 
         def so_far(column: Column) -> Column:
-            """Return the sums since the leap began, of the steps before each."""
+            """Return the sums of all earlier steps of the leap."""
             sums = np.cumsum(column, dtype=np.int64) - column
             sums -= np.repeat(sums[firsts], num_steps)
             return sums
@@ -79,17 +79,17 @@ class PartSteps:
         return columns
 
     def _evicted_by_step(self, missing: Column, num_steps: Column, num_blocks: int) -> list[Column]:
-        """Return for each group how many parts were evicted in a leap up to each of its steps.
+        """Return, per group, the number of parts evicted in a leap up to each of its steps.
 
-        `missing`: the blocks that were taken up to the step, less those that were empty.
+        `missing`: blocks taken up to the step, minus those that were empty.
         """
         leaps, groups, counts = self._evicted.take_columns()
         if not len(leaps):
             return [np.zeros(len(missing), np.int64) for _ in self._part_blocks]
-        # A leap takes less than this; so sums of different leaps are apart.
+        # A leap takes fewer blocks than this, so the sums of different leaps do not overlap.
         apart = 4 * num_blocks + max(1, int(np.abs(missing).max(initial=0)))
         offsets = np.repeat(np.arange(len(num_steps)) * apart, num_steps)
-        # What is evicted for a step is not given back when later steps find more empty.
+        # Evictions for a step are not undone when later steps find more empty blocks.
         wanted = np.maximum(np.maximum.accumulate(missing + offsets), offsets)
         sizes = np.array(self._part_blocks)[groups]
         blocks = counts * sizes

@@ -1,4 +1,4 @@
-"""A report as a picture, for notebooks. Needs matplotlib, which is imported only here."""
+"""A report as a picture, for notebooks. Requires matplotlib, which is imported only here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["check_installed", "figure_of"]
 
 INCHES = (12.0, 9.0)
 STRETCHES = 200
-"""Of the time of a run, for the hits of the requests admitted in each."""
+"""Number of equal stretches of a run, for the hit ratio of the requests admitted in each."""
 
 
 def check_installed(field: str) -> None:
-    """Raise ConfigError, for the option or method `field`, where matplotlib is not installed."""
+    """Raise ConfigError, for the option or method `field`, if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError("needs matplotlib", field=field, hint="pip install 'kvarts[plan]'.")
 
@@ -66,7 +66,7 @@ def figure_of(report: Report) -> Any:
 
 
 def _until_idle(steps: dict[str, Column], values: Column, idle: Column | None) -> tuple[Column, Column]:
-    """Return times in seconds and values: those of each step, and `idle`, or 0, from its end if the next is later."""
+    """Return times in seconds and values of the steps, with `idle` or 0 at the end of each step before a pause."""
     start, end = steps["start_ms"], steps["start_ms"] + steps["duration_ms"]
     pauses = np.flatnonzero(np.append(start[1:] > end[:-1] + 1e-6, len(end) > 0))
     after = np.zeros(len(pauses)) if idle is None else idle[pauses]
@@ -76,7 +76,7 @@ def _until_idle(steps: dict[str, Column], values: Column, idle: Column | None) -
 
 
 def _hits(axes: Any, report: Report) -> None:
-    """Draw the share of prompt tokens that were hits, of the requests admitted in each stretch of time."""
+    """Draw the hit ratio of prompt tokens of the requests admitted in each stretch of time."""
     rows = report.requests
     admitted_ms = np.asarray(rows["first_admitted_ms"])
     known = ~np.isnan(admitted_ms)
@@ -92,7 +92,7 @@ def _hits(axes: Any, report: Report) -> None:
 
 
 def _latencies(axes: Any, report: Report) -> None:
-    """Draw the share of requests within each TTFT and E2E, and the SLO where there is one."""
+    """Draw the share of requests within each TTFT and E2E, and the SLO if there is one."""
     rows = report.requests
     ends = {"ttft_ms": "first_token_ms", "e2e_ms": "last_token_ms"}
     names = {field: name for name, field in LATENCIES.items()}

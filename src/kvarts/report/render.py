@@ -1,7 +1,7 @@
-"""Shows a run: a page of HTML that needs nothing else, and a few lines for a terminal.
+"""Views of a run: a self-contained page of HTML, and a few lines for a terminal.
 
 The page holds every step: columns packed in base64, drawn by uPlot (MIT licence, in `assets/`), which thins them to the
-pixels there are. Everything the run says enters the page as data, never as markup.
+available pixels. All values of the run enter the page as data, never as markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def render_html(run: RunDirectory, overviews: Mapping[Path, Overview | None] | None = None) -> bytes:
-    """Return the whole page, with what `overviews` say of each of `run.runs()`, by its path.
+    """Return the whole page. `overviews`: the overview of each of `run.runs()`, by its path.
 
     Raise InputError for files that cannot be read.
     """
@@ -35,7 +35,7 @@ def render_html(run: RunDirectory, overviews: Mapping[Path, Overview | None] | N
 
 
 def render_text(run: RunDirectory, *, width: int = 60) -> str:
-    """Return a sparkline of KV use for each replica and a short table, with a line end; of several models, of each."""
+    """Return, for each model, a sparkline of KV use of each replica and a short table, ending in a line end."""
     runs = run.runs()
     texts = [_run_text(each, width=width, title=None if each is run else each.path.name) for each in runs]
     return "\n".join(texts)
@@ -55,9 +55,9 @@ def _run_text(run: RunDirectory, *, width: int, title: str | None) -> str:
 
 
 def sparkline(times: Column, shares: Column, width: int) -> str:
-    """Return the largest of `shares`, in [0, 1], in each of `width` equal stretches of time, as characters.
+    """Return, as characters, the maximum of `shares` (in [0, 1]) in each of `width` equal stretches of time.
 
-    Where nothing was recorded, it is as before.
+    A stretch without rows repeats the level before it.
     """
     if not len(times):
         return ""

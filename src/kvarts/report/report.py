@@ -1,7 +1,7 @@
-"""What a replay says: latencies, hit rates, memory, and what limited the run.
+"""Results of a replay: latencies, hit rates, memory, and the limit of the run.
 
-Everything is computed from integer columns when it is asked for. A percentile of n sorted values is the element
-round(p (n - 1)), halves to even: an observed value, never one between two. Times are in milliseconds from arrival.
+Everything is computed on demand from integer columns. A percentile of n sorted values is the element round(p (n - 1)),
+halves to even: an observed value, never one between two. Times are in milliseconds from arrival.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ STATUS_NAMES = ("completed", "rejected", "failed", "cancelled")
 class Report:
     """The outcome of a replay.
 
-    `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` take as they are; `summary`, with
-    `advice`, is what `--json` prints. `num_evicted_parts`: of each KV group, where they are counted; pages are blocks
-    then. `trials` find the sizes in the advice by replays, when it is asked for.
+    `requests` and `steps` are columns that `pandas.DataFrame` and `polars.DataFrame` accept directly; `summary`, with
+    `advice`, is printed by `--json`. `num_evicted_parts`: by KV group, if groups are counted; pages are then blocks.
+    `trials` finds the sizes in the advice by replays, when the advice is first read.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Report:
         self._tiers = list(steps[0].tiers)
         self._trials = trials
         self.spread: Mapping[str, Distribution] | None = None
-        """One standard deviation of each statistic of latency in milliseconds, where it is known how uncertain the cost
-        model is. It is said before the summary is asked for."""
+        """One standard deviation of each latency statistic in milliseconds, if the uncertainty of the cost model is
+        known. It must be set before the summary is first read."""
         self.error_shares: Mapping[str, float] = {}
-        """Without a spread: one standard deviation of latencies as a share of them, by metric, from measurements of
-        other engines."""
+        """Used without a spread: one standard deviation of latencies as a share of them, by metric, from measurements
+        of other engines."""
 
     # Columns ----------------------------------------------------------------------------------------------
 
     @cached_property
     def requests(self) -> dict[str, Sequence[Any] | Column]:
-        """One row a request, in arrival order. Times are in ms from the start; NaN where they never came."""
+        """One row per request, in arrival order. Times are in ms from the start, or NaN without the event."""
         raw = self._request_log.columns
         return {
             "request_id": self.request_ids,
@@ -106,11 +106,11 @@ class Report:
 
     @cached_property
     def steps(self) -> dict[str, Column]:
-        """One row a step, by replica, then time.
+        """One row per step, by replica, then time.
 
-        `used_pages` and `cached_pages` are at the step's high-water mark; with KV groups these are blocks, beside parts
-        of each group. `blocked` says why the
-        head of the queue was not admitted: 0 nothing waits, 1 token budget, 2 pages, 3 sequence cap.
+        `used_pages` and `cached_pages` are at the step's high-water mark; with KV groups they count blocks, and the
+        parts of each group are added. `blocked` is the reason why the head of the queue was not admitted: 0 nothing
+        waits, 1 token budget, 2 pages, 3 sequence cap.
         """
         import numpy as np
 
@@ -135,7 +135,7 @@ class Report:
 
     @property
     def request_columns(self) -> dict[str, Column]:
-        """Whole numbers of each request, by index: `row` of the trace, `status`, times in ns, tokens."""
+        """Integer columns of the requests, by index: `row` of the trace, `status`, times in ns, tokens."""
         return self._request_log.columns
 
     @property
@@ -178,9 +178,9 @@ class Report:
 
     @cached_property
     def advice(self) -> str | None:
-        """What to try next, and why, in a sentence; None where there is nothing to say.
+        """The next option to try, and the reason, in a sentence; None without advice.
 
-        It may take some replays of a short run, and none of a long one.
+        It may run some replays of a short run; it runs none of a long one.
         """
         return advice(self.summary, trials=self._trials)
 
@@ -188,7 +188,7 @@ class Report:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Everything in one JSON-able value."""
+        """All results in one JSON-able value."""
         config = self.config
         raw = self._request_log.numbers()
         done = raw["status"] == COMPLETED
@@ -277,7 +277,7 @@ class Report:
         }
 
     def _uncertainty(self, distributions: Mapping[str, Distribution]) -> dict[str, Any]:
-        """Return one standard deviation of each statistic of latency, where it is known."""
+        """Return one standard deviation of each latency statistic, if known."""
         if self.spread is not None:
             return {"uncertainty": {name: dict(row) for name, row in self.spread.items()}}
         found = {
@@ -289,7 +289,7 @@ class Report:
         return {"uncertainty": found} if found else {}
 
     def to_json(self) -> bytes:
-        """Return the summary and the advice as indented JSON, with a line end."""
+        """Return the summary and the advice as indented JSON, ending in a line end."""
         values = {**self.summary, "advice": self.advice}
         return msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n"
 
@@ -311,7 +311,7 @@ class Report:
         return msgspec.json.encode(value) + b"\n"
 
     def requests_jsonl(self) -> bytes:
-        """Return the requests as JSON lines, in arrival order; null where a time never came."""
+        """Return the requests as JSON lines, in arrival order; null for the time of an event that never happened."""
         import numpy as np
 
         columns = []
@@ -329,11 +329,11 @@ class Report:
         return encode_lines
 
     def _itl(self) -> Distribution:
-        """Return the gaps between a request's tokens: as a rule the duration of the step that made the later one."""
+        """Return the gaps between a request's tokens, usually the duration of the step that produced the later one."""
         return weighted_distribution_ms(self._gaps)
 
     def _gaps(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Return gaps in ns, and how many requests had each, a part of them at a time."""
+        """Return gaps in ns, and the number of requests with each, in batches."""
         for log in self.step_logs:
             yield from log.gap_numbers()
         num_stalls = len(self._stalls_ns)
@@ -354,7 +354,7 @@ class Report:
         e2e_ns: Numbers,
         duration_s: float,
     ) -> dict[str, float | None] | None:
-        """Return the requests a second that keep the SLO; None without one."""
+        """Return the requests per second that keep the SLO; None without an SLO."""
         slo = self.config.slo
         if slo.ttft_ms is None and slo.tpot_ms is None and slo.e2e_ms is None:
             return None
@@ -367,10 +367,10 @@ class Report:
         return {"requests_per_s": _ratio(num_good, duration_s), "ratio": _ratio(num_good, len(good))}
 
     def _limits(self, queue_ns: Numbers, e2e_ns: Numbers) -> dict[str, Any]:
-        """Return what waiting requests waited for, by the time they waited.
+        """Return the causes of waiting, weighted by time.
 
-        Requests that wait for a load wait for transfers; and where others wait for pages or for a place, these are held
-        by requests that run and by requests that load, each as much as the other.
+        Requests that wait for a load wait for transfers. If others wait for pages or for a place, running and loading
+        requests hold these equally, so the time is divided by their numbers.
         """
         waited = dict.fromkeys(LIMITS.values(), 0)
         waited_by_lane: dict[str, int] = {}
@@ -396,7 +396,7 @@ class Report:
         total = sum(waited.values())
         cause = max(waited, key=lambda name: waited[name]) if total else "nothing"
         if not len(e2e_ns) and int((self._request_log.numbers()["status"] == REJECTED).sum()):
-            cause = "kv_pages"  # nothing fits, so nothing waited
+            cause = "kv_pages"  # no request fits, so none waited
         elif fsum(queue_ns.tolist()) * 100 < fsum(e2e_ns.tolist()):
             cause = "nothing"
         return {
@@ -406,10 +406,10 @@ class Report:
         }
 
     def _cancelled(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
-        """Return what became of requests that their clients gave up; nothing where none was.
+        """Return the counts of requests that their clients cancelled; empty without any.
 
-        Retries are among the requests: `num_retries` of them. `prompt_tokens`: computed for them, and
-        `output_tokens`: generated for them, both wasted.
+        Retries are requests themselves; `num_retries` counts them. `prompt_tokens` computed and `output_tokens`
+        generated for cancelled requests are wasted.
         """
         gave_up = raw["status"] == CANCELLED
         count = int(gave_up.sum())
@@ -427,7 +427,7 @@ class Report:
         }
 
     def _longest_rejected(self) -> dict[str, Any]:
-        """Return the tokens of the longest request that was refused; nothing where none was."""
+        """Return the tokens of the longest rejected request; empty without any."""
         raw = self._request_log.numbers()
         if not int((raw["status"] == REJECTED).sum()):
             return {}
@@ -437,7 +437,7 @@ class Report:
         return {"longest_rejected": {"input_tokens": num_input, "output_tokens": num_output}}
 
     def _memory(self) -> dict[str, Any]:
-        """Return what was used of each KV group, where there are any: `pages` of the summary are then blocks."""
+        """Return the use of each KV group, if groups are counted: `pages` of the summary are then blocks."""
         logs = self.step_logs
         memory = logs[0].memory
         if not memory:
@@ -478,7 +478,7 @@ class Report:
 
 
 def _added_up(transfers: Sequence[TransferTotals]) -> dict[str, Any]:
-    """Return what went to and fro between the tiers, of all replicas together."""
+    """Return the transfers between tiers, of all replicas together."""
     first = transfers[0]
     return {
         **{name: sum(totals.counts[name] for totals in transfers) for name in first.counts},

@@ -1,4 +1,4 @@
-"""What becomes of requests, in columns: one row a request."""
+"""Outcomes of requests in columns, one row per request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CANCELLED", "COMPLETED", "FAILED", "NO_REPLICA", "REJECTED", "Reques
 
 COMPLETED, REJECTED, FAILED, CANCELLED = 0, 1, 2, 3
 NO_REPLICA = -1
-"""Of a request that its client gave up while it waited in the router."""
+"""Replica of a request that its client cancelled while it waited in the router."""
 
 _REQUEST_FIELDS = (
     "index",
@@ -34,10 +34,10 @@ _REQUEST_FIELDS = (
 
 
 class RequestLog:
-    """One row a request, in arrival order. -1 stands for a time that never came.
+    """One row per request, in arrival order. The time of an event that never happened is -1.
 
-    `tiers`: the names of the tiers below the device, in order; the tokens that a request had from each are a column
-    `NAME_tokens`. `more`: names of further columns of whole numbers.
+    `tiers`: names of the tiers below the device, in order; the tokens hit in each are a column `NAME_tokens`. `more`:
+    names of further integer columns.
     """
 
     def __init__(self, *, largest_hit_counts: bool, tiers: Iterable[str] = (), more: Iterable[str] = ()) -> None:
@@ -50,14 +50,14 @@ class RequestLog:
         self._ids: dict[int, str] = {}
         self._reasons: dict[int, str] = {}
         self.stalls_ns: list[int] = []
-        """For each token made after a preemption: the time since the token before it."""
+        """Time since the previous token, for each first token generated after a preemption."""
         self.cancelled_prompt_tokens = 0
-        """Prompt tokens that were computed for requests that were cancelled."""
+        """Prompt tokens computed for cancelled requests."""
 
     def end(
         self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
     ) -> None:
-        """Add `request`, which made its last token. `more`: the values of the other columns."""
+        """Add `request`, which generated its last token. `more`: the values of the further columns."""
         num_output = request.num_output_tokens if status == CANCELLED else request.max_tokens
         self._rows.add(
             (
@@ -84,15 +84,15 @@ class RequestLog:
         if row.request_id is not None:
             self._ids[request.index] = row.request_id
 
-    def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int) -> None:
+    def cancel(self, request: Request, row: TraceRequest, replica: int, end_ns: int, more: Sequence[int] = ()) -> None:
         """Add `request`, which was dropped at `end_ns`, with the tokens that it has generated until then."""
         num_computed = min(max(request.num_computed, request.furthest_computed), request.num_prompt_tokens)
         self.cancelled_prompt_tokens += max(0, num_computed - request.cached_tokens)
         self._reasons[request.index] = f"its client gave up {(end_ns - request.arrival_ns) / 1e6:g} ms after sending it"
-        self.end(request, row, replica, CANCELLED)
+        self.end(request, row, replica, CANCELLED, more)
 
     def _cached_below(self, request: Request) -> Sequence[int]:
-        """Return the tokens that `request` had from each tier."""
+        """Return the tokens of `request` hit in each tier."""
         return (request.cached_tokens_below or (0,) * self._num_tiers)[: self._num_tiers]
 
     def reject(
@@ -104,13 +104,13 @@ class RequestLog:
         status: int = REJECTED,
         more: Sequence[int] = (),
     ) -> None:
-        """Add `request`, which was refused on arrival, or with FAILED, ended without its last token."""
+        """Add `request`, which was rejected on arrival, or with FAILED, ended before its last token."""
         self._reasons[request.index] = reason
         self.end(request, row, replica, status, more)
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Integer columns by name, sorted by arrival. They are made once, when every request has ended."""
+        """Integer columns by name, sorted by arrival. They are built once, when every request has ended."""
         if self._columns is None:
             import numpy as np
 
@@ -119,7 +119,7 @@ class RequestLog:
         return self._columns
 
     def numbers(self) -> dict[str, Numbers]:
-        """Return `columns`, or if there are too few rows for arrays the same as Few."""
+        """Return `columns`, as Few if there are too few rows for arrays."""
         if self._columns is not None or arrays_pay(len(self._rows) * len(self._fields)):
             return self.columns
         columns = self._rows.to_lists()
@@ -127,7 +127,7 @@ class RequestLog:
         return {name: Few([column[row] for row in order]) for name, column in zip(self._fields, columns, strict=True)}
 
     def request_ids(self) -> list[str]:
-        """Return the trace's own id of each request, or else the number of the row in its file, from 0."""
+        """Return the trace's id of each request, or the number of its row in the file, from 0."""
         ids = list(map(str, self.columns["row"].tolist()))
         for index, request_id in self._ids.items():
             ids[index] = request_id

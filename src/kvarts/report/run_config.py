@@ -1,4 +1,4 @@
-"""What a report reads of the configuration of a run."""
+"""The part of a run's configuration that a report reads."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ __all__ = ["RunConfig", "Slo"]
 
 
 class Slo(Protocol):
-    """What a request must keep to count as goodput: bounds in milliseconds, each optional."""
+    """Bounds in milliseconds that a request must keep to count as goodput, each optional."""
 
     @property
     def ttft_ms(self) -> float | None:
-        """To its first token."""
+        """Bound of the time to the first token."""
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean per output token after the first."""
+        """Bound of the mean time per output token after the first."""
 
     @property
     def e2e_ms(self) -> float | None:
-        """To its last token."""
+        """Bound of the time to the last token."""
 
 
 class RunConfig(Protocol):
-    """What a report reads of the configuration of a run."""
+    """The part of a run's configuration that a report reads."""
 
     @property
     def num_pages(self) -> int:
@@ -32,15 +32,15 @@ class RunConfig(Protocol):
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
 
     @property
     def replicas(self) -> int:
-        """Engines of this configuration."""
+        """Number of engines with this configuration."""
 
     @property
     def slo(self) -> Slo:
-        """For goodput."""
+        """Bounds for goodput."""
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the configuration, JSON-able, by the names that a file and the command line use."""

@@ -1,8 +1,9 @@
-"""A run directory: everything about one run, in files that stand on their own.
+"""A run directory: all results of one run, in self-contained files.
 
-`run.json` says what made it; `report.json` and `requests.jsonl` as the replay writes them, `distributions.json`; and
-for each replica a timeline and a journal: `timeline.json.gz` and `events.jsonl.gz`, or with several
-`timeline-r0.json.gz` and so on. Of several models, each has such a directory, by its name, beside the report of all.
+`run.json` holds the command that made it; `report.json`, `requests.jsonl` and `distributions.json` are written by the
+replay. Each replica has a timeline and a journal: `timeline.json.gz` and `events.jsonl.gz`, or with several replicas
+`timeline-r0.json.gz` and so on. With several models, each has such a subdirectory, under its name, next to the common
+report.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _NUMBERED = r"-r(\d+)\."
 
 
 def per_replica(path: Path, replicas: int) -> Iterator[Path]:
-    """Return a path for each replica: its number goes before the suffixes that name the form.
+    """Return a path per replica, with its number before the suffixes that name the format.
 
-    Raise ConfigError for a device or a pipe, which is one.
+    Raise ConfigError for a device or a pipe, which cannot be several files.
     """
     if replicas == 1:
         yield path
@@ -56,7 +57,7 @@ def per_replica(path: Path, replicas: int) -> Iterator[Path]:
 
 
 def named(path: Path | None, name: str | None) -> Path | None:
-    """Return the path with a model's name, where there is one, before the suffixes that name the form.
+    """Return the path with a model's name, if there is one, before the suffixes that name the format.
 
     Raise ConfigError for a device or a pipe.
     """
@@ -77,7 +78,7 @@ def _form_suffix(path: Path) -> str:
 
 
 class RunDirectory:
-    """Reads a run directory. Raises MissingFileError if there is none, or no report in it, InputError for a bad one."""
+    """Reader of a run directory. Raises MissingFileError if it or its report is missing, InputError if malformed."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -96,7 +97,7 @@ class RunDirectory:
             raise MissingFileError("no such file", path=self.path / REPORT, hint=hint) from None
 
     def runs(self) -> list[RunDirectory]:
-        """Return the run of each model, where there are several; else this one."""
+        """Return the run of each model, or only this run without models."""
         if self.summary.models is None:
             return [self]
         runs = []
@@ -107,7 +108,7 @@ class RunDirectory:
         return runs
 
     def timelines(self) -> list[tuple[int, Path]]:
-        """Return the number of each replica, and its timeline: .json, .jsonl or .parquet, packed or not."""
+        """Return the number of each replica, and its timeline: .json, .jsonl or .parquet, gzipped or not."""
         return _of_replicas(self.path, "timeline")
 
     def journals(self) -> list[tuple[int, Path]]:
@@ -115,23 +116,23 @@ class RunDirectory:
         return _of_replicas(self.path, "events")
 
     def requests(self) -> list[RequestRow]:
-        """Return a row a request; none where there is no such file."""
+        """Return one row per request; empty if the file is missing."""
         path = self.path / REQUESTS
         return decoded_lines(path, RequestRow) if path.exists() else []
 
     def distributions(self) -> Distributions:
-        """Return histograms by name; none where there is no such file."""
+        """Return histograms by name; empty if the file is missing."""
         path = self.path / DISTRIBUTIONS
         return decoded(path, Distributions) if path.exists() else Distributions()
 
     def about(self) -> About:
-        """Return what made the run; nothing where there is no such file."""
+        """Return the version and command of the run; empty if the file is missing."""
         path = self.path / RUN
         return decoded(path, About) if path.exists() else About()
 
 
 def timelines_in(path: Path) -> list[Path]:
-    """Return the timelines of a run directory, those of its models included; none if `path` is no directory.
+    """Return the timelines of a run directory and of its models; empty if `path` is not a directory.
 
     Raise MissingFileError for a directory without any.
     """
@@ -157,5 +158,5 @@ def _of_replicas(folder: Path, name: str) -> list[tuple[int, Path]]:
 
 
 def run_json(version: str, command: list[str]) -> bytes:
-    """Return what RUN says of what made a run."""
+    """Return the contents of RUN."""
     return msgspec.json.format(msgspec.json.encode(About(version, command)), indent=2) + b"\n"

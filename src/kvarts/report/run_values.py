@@ -1,4 +1,4 @@
-"""What files of a run directory say, with types: a file that says something else is an InputError with its place."""
+"""Typed contents of the files of a run directory. A file with other contents raises InputError with its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles of a latency, in ms; None where there is no value."""
+    """Mean, percentiles and maximum of a latency, in ms; None for a missing value."""
 
     mean: Real | None = None
     p50: Real | None = None
@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class LimitedBy(msgspec.Struct, frozen=True):
-    """What waiting requests waited for, and the share of each in the time spent waiting; `lane`: most, for loads."""
+    """Causes of waiting, and the share of each in the time spent waiting. `lane`: the channel of most loads."""
 
     cause: str = "nothing"
     lane: str = "-"
@@ -37,14 +37,14 @@ class LimitedBy(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests that kept the bounds that were asked for."""
+    """Requests that kept the requested bounds."""
 
     requests_per_s: Real | None = None
     ratio: Real | None = None
 
 
 class Wasted(msgspec.Struct, frozen=True):
-    """What was computed for requests that their clients gave up, and how many requests were sent again."""
+    """Tokens computed for cancelled requests, and the number of requests sent again."""
 
     prompt_tokens: Count = 0
     output_tokens: Count = 0
@@ -52,13 +52,13 @@ class Wasted(msgspec.Struct, frozen=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """Bytes between tiers, by the name of the way."""
+    """Bytes transferred between tiers, by direction."""
 
     bytes: dict[str, Count] = {}
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """A report, as far as a run is shown from it."""
+    """The part of a report that is shown."""
 
     trace: str | None = None
     config: dict[str, Any] = {}
@@ -94,11 +94,11 @@ class RunReport(msgspec.Struct, frozen=True):
     limited_by: LimitedBy | None = None
     advice: str | None = None
     models: dict[str, dict[str, Any]] | None = None
-    """Of a run of several models: what each says."""
+    """Report of each model, in a run of several."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """A request, as far as it is shown. Times are in ms from the start; None where they never came."""
+    """The part of a request that is shown. Times are in ms from the start; None for an event that never happened."""
 
     arrival_ms: Real
     first_admitted_ms: Real | None = None
@@ -130,14 +130,14 @@ class Distributions(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True):
-    """What made the run."""
+    """Version and command of the run."""
 
     kvarts: str | None = None
     command: list[str] | None = None
 
 
 def decoded(path: Path, kind: type[Value]) -> Value:
-    """Return what a file says. Raise InputError with the file and the field; FileNotFoundError if there is none."""
+    """Return the contents of a file. Raise InputError with file and field, or FileNotFoundError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -150,13 +150,13 @@ def decoded(path: Path, kind: type[Value]) -> Value:
 
 
 def decoded_lines(path: Path, kind: type[Value]) -> list[Value]:
-    """Return what each line of a file says. Raise InputError with the file, line and field."""
+    """Return the contents of each line of a file. Raise InputError with the file, line and field."""
     decode = msgspec.json.Decoder(kind).decode
     rows = []
     number = 0
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 - named where it fails
+            for number, line in enumerate(file, 1):  # noqa: B007 - used in the error
                 if line.strip():
                     rows.append(decode(line))
     except msgspec.ValidationError as error:

@@ -1,6 +1,6 @@
-"""What is kept of the steps of one engine, in spans: steps alike are one row, whatever their number.
+"""Storage of the steps of one engine, in spans: equal consecutive steps are one row.
 
-Every step has only its duration and the pages taken for it; the rest is worked out when it is asked for, by a StepLog.
+Only the duration and the allocated pages are stored per step; the rest is computed on demand by a StepLog.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _REST_FIELDS = ("step", "time_ns", "used", "cached", "released", "reserved")
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class StepSpans:
-    """Keeps the steps of one engine of `num_pages` pages, from step 0 on, as it is told of them.
+    """Stores the steps of one engine of `num_pages` pages, from step 0 on, from its events.
 
     Pages are as at each step's mark.
 
-    `tiers`: the pages of each tier below the device, by its name; their counts are columns `NAME_used` and
-    `NAME_cached`. `memory`: what is said of a memory with KV groups, where pages are counted in blocks; parts of each
-    group are columns `group0_used`, `group0_cached` and so on.
+    `tiers`: pages of each tier below the device, by name; their counts are columns `NAME_used` and `NAME_cached`.
+    `memory`: description of a memory with KV groups, where pages are counted in blocks; parts of each group are columns
+    `group0_used`, `group0_cached` and so on.
     """
 
     wants_details = False
@@ -67,7 +67,7 @@ class StepSpans:
         )
         side_fields = self.tier_fields + self.group_fields
         self.preemptions: list[tuple[int, Preemption]] = []
-        """With the step in which they happened, in order."""
+        """The preemptions in order, each with its step."""
         self._span_fields = _SPAN_FIELDS + side_fields
         self._rest_fields = _REST_FIELDS + side_fields
         self._spans = Rows(len(self._span_fields))
@@ -79,11 +79,11 @@ class StepSpans:
 
             self.part_steps = PartSteps(self.memory)
         self._num_reserved = 0
-        # Of the pages reserved, only where they change: the step, and the pages from then on.
+        # Changes of the reserved pages: the step, and the pages from then on.
         self._reserved = Rows(2)
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Keep what `events` say of steps. Spelled out in one loop: in virtual time these are all the events."""
+        """Store the steps and rests in `events`, in one loop without calls: in virtual time, all events are these."""
         spans: list[int] = []
         durations_ns, pages_taken = self._durations_ns.recent, self._pages_taken.recent
         for event in events:

@@ -1,4 +1,4 @@
-"""The log of the steps of one engine: what was kept of them, as columns."""
+"""The log of the steps of one engine, as columns."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ __all__ = ["Slab", "StepLog"]
 
 
 class Slab(NamedTuple):
-    """Some steps of a log, one after the other, and what is known of each."""
+    """Some consecutive steps of a log, with their values."""
 
     durations_ns: Column
     used: Column
     """Pages used in each step."""
     spans: dict[str, Column]
-    """Of the log, those that have steps in it."""
+    """The spans of the log that have steps in the slab."""
     num_steps: Column
-    """Of each of these spans, in the slab."""
+    """Steps of each of these spans in the slab."""
 
     def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
-        """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
+        """Return a column of the spans with one row per step, for a value that is constant in a span."""
         import numpy as np
 
         return np.repeat(self.spans[name].astype(dtype), self.num_steps)
 
 
 class StepLog(StepSpans):
-    """An EventReader with columns: of spans, of steps, and of times at rest.
+    """An EventReader with columns of spans, of steps, and of times at rest.
 
-    There may be many more steps than memory has room for as columns; what is read of `slabs` needs no more than one of
-    them at a time.
+    There may be many more steps than fit in memory as columns; reading `slabs` takes the memory of one at a time.
     """
 
     @cached_property
     def spans(self) -> dict[str, Column]:
-        """Integer columns by name, one row a span; `duration_ns` is the whole span's."""
+        """Integer columns by name, one row per span; `duration_ns` is that of the whole span."""
         import numpy as np
 
         spans = dict(zip(self._span_fields, self._spans.take_columns(), strict=True))
@@ -61,7 +60,7 @@ class StepLog(StepSpans):
 
     @cached_property
     def numbers(self) -> dict[str, Numbers]:
-        """Return `spans`, or where there are too few steps for arrays the same as Few."""
+        """`spans`, as Few if there are too few steps for arrays."""
         if not self._is_short:
             return self.spans
         spans: dict[str, Numbers] = dict(zip(self._span_fields, map(Few, self._spans.to_lists()), strict=True))
@@ -74,7 +73,7 @@ class StepLog(StepSpans):
         return spans
 
     def used_over_time(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Return the pages used in each step, and its duration, a block of steps at a time."""
+        """Return the pages used in each step, and its duration, in blocks of steps."""
         if not self._is_short:
             yield from ((slab.used, slab.durations_ns) for slab in self.slabs())
         elif len(self):
@@ -85,7 +84,7 @@ class StepLog(StepSpans):
             yield Few(used), Few(self._durations_ns.to_list())
 
     def gap_numbers(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Return what `gaps` does, or where there are too few steps for arrays the same as Few."""
+        """Return `gaps`, as Few if there are too few steps for arrays."""
         if not self._is_short:
             yield from self.gaps()
         else:
@@ -94,7 +93,7 @@ class StepLog(StepSpans):
             yield Few(self._durations_ns.to_list()), weights
 
     def slabs(self) -> Iterator[Slab]:
-        """Return all steps in order, a block of them at a time."""
+        """Return all steps in order, in blocks."""
         import numpy as np
 
         spans = self.spans
@@ -115,11 +114,11 @@ class StepLog(StepSpans):
 
     @property
     def durations_ns(self) -> Column:
-        """Of each step."""
+        """Duration of each step."""
         return self._durations_ns.whole()
 
     def of_steps(self, name: str, dtype: str | type[np.signedinteger[Any]] = "int64") -> Column:
-        """Return a column of the spans, one row a step: for what is alike in all steps of a span."""
+        """Return a column of the spans with one row per step, for a value that is constant in a span."""
         import numpy as np
 
         return np.repeat(self.spans[name].astype(dtype), self.spans["num_steps"])
@@ -132,7 +131,7 @@ class StepLog(StepSpans):
 
     @property
     def starts_ns(self) -> Column:
-        """When each step began."""
+        """Start time of each step."""
         import numpy as np
 
         durations_ns = self.durations_ns
@@ -143,9 +142,10 @@ class StepLog(StepSpans):
         return starts_ns
 
     def gaps(self) -> Iterator[tuple[Column, Column]]:
-        """Return the time between tokens: from the end of the step before to the end of each, and its decodes.
+        """Return the time from the end of the previous step to the end of each step, and its decodes.
 
-        By slabs. Where a step has decodes, the one before had them too.
+        These are the times between tokens, in batches, one per block. If a step has decodes, the previous step had them
+        too.
         """
         import numpy as np
 
@@ -155,12 +155,12 @@ class StepLog(StepSpans):
 
     @property
     def end_ns(self) -> int:
-        """When the last step ended; 0 if there is none."""
+        """End time of the last step; 0 without steps."""
         return int(self.numbers["start_ns"][-1] + self.numbers["duration_ns"][-1]) if len(self) else 0
 
     @cached_property
     def _leap_columns(self) -> dict[str, Column]:
-        """Of leaps with KV groups: what is told of each of their steps, by name, one row a step of a leap."""
+        """Columns that vary within leaps with KV groups, by name, one row per step of a leap."""
         import numpy as np
 
         names = ("used", "cached", "released", *self.group_fields)
@@ -178,7 +178,7 @@ class StepLog(StepSpans):
         return is_of_leap
 
     def of_each(self, name: str) -> Column:
-        """Return a column of the steps in which those of a leap differ, where KV groups are counted."""
+        """Return a column that varies within leaps, with one row per step, if KV groups are counted."""
         column = self.of_steps(name)
         column[self._is_of_leap] = self._leap_columns[name]
         return column
@@ -189,16 +189,16 @@ class StepLog(StepSpans):
 
         if self.num_groups:
             return self.of_each("cached")
-        # In a leap, a cached page is evicted only for what empty pages do not cover.
+        # In a leap, cached pages are evicted only when the empty pages are used up.
         cached = self.of_steps("cached")
         return np.where(self.of_steps("is_leap"), np.minimum(cached, self.num_pages - self.used()), cached)
 
     def withheld(self) -> Column | None:
-        """Return the pages not used here that could not be taken, before each step; None where there are none."""
+        """Return the pages not used here that were not available before each step; None if this never happens."""
         return None
 
     def reserved(self) -> Column | None:
-        """Return the pages that stay in use when no request runs, as of each step; None where there never are any."""
+        """Return the pages that stay in use when no request runs, as of each step; None if this never happens."""
         import numpy as np
 
         steps, num_pages = self._changes_of_reserved
@@ -215,7 +215,7 @@ class StepLog(StepSpans):
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """Integer columns by name, one row a step."""
+        """Integer columns by name, one row per step."""
         made = ("num_steps", "released", "is_leap", "start_ns", "used", "cached")
         steps = {name: self.of_steps(name) for name in self._span_fields if name not in made}
         for name in self.group_fields:
@@ -227,7 +227,7 @@ class StepLog(StepSpans):
         return steps
 
     def released(self) -> Column:
-        """Return the pages that had gone out of use, up to each step."""
+        """Return the cumulative number of released pages at each step."""
         import numpy as np
 
         if self.num_groups:
@@ -236,14 +236,14 @@ class StepLog(StepSpans):
 
     @cached_property
     def rests(self) -> dict[str, Column]:
-        """Integer columns by name, one row for each time when no request was left: `step` is the step before it."""
+        """Integer columns by name, one row for each time without requests: `step` is the step before it."""
         return dict(zip(self._rest_fields, self._rests.take_columns(), strict=True))
 
     @cached_property
     def row_order(self) -> Column:
-        """The order of time of what is said of each step, and then of each time at rest.
+        """Permutation that sorts rows of all steps, followed by those of all rests, by time.
 
-        A rest comes right after its step.
+        A rest directly follows its step.
         """
         import numpy as np
 
@@ -258,24 +258,24 @@ class StepLog(StepSpans):
 
 
 class _Part(NamedTuple):
-    """The spans [start, end) that have steps in a block, and how many each has there."""
+    """The spans [start, end) that have steps in a block, and the number of steps of each in it."""
 
     start: int
     end: int
     num_steps: Column
     is_begun: bool
-    """Whether the first has steps in the block before, too."""
+    """Whether the first span began in the previous block."""
 
     @property
     def begins(self) -> Column:
-        """Where in the block the steps of each span begin."""
+        """Place in the block of the first step of each span."""
         import numpy as np
 
         return np.cumsum(self.num_steps) - self.num_steps
 
 
 def _parts(num_steps: Column, blocks: Iterable[Column]) -> Iterator[tuple[_Part, Column]]:
-    """Return what each block of steps has of spans of `num_steps` each, with the block."""
+    """Return each block of steps with its share of the spans, which have `num_steps` steps each."""
     import numpy as np
 
     ends = np.cumsum(num_steps)

@@ -1,4 +1,4 @@
-"""What a run says of itself, in words and units for people: the same in a terminal and on the page."""
+"""Results of a run in words and units: the same in a terminal and on the page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMITS = {
 
 
 def facts(report: RunReport) -> list[tuple[str, str]]:
-    """Return the names and values of a short table. What a report does not say is left out, or `-`."""
+    """Return the names and values of a short table. Values missing in the report are left out, or `-`."""
     ended = f"{count(report.num_completed)} completed, {count(report.num_rejected)} rejected"
     if report.num_failed:
         ended += f", {count(report.num_failed)} failed"
@@ -101,12 +101,12 @@ def facts(report: RunReport) -> list[tuple[str, str]]:
 
 
 def plus_minus(ms: float | None, unsure_ms: float | None) -> str:
-    """Return a latency, with one standard deviation where that is known."""
+    """Return a latency, with one standard deviation if known."""
     return duration(ms) + ("" if unsure_ms is None else f" +- {duration(unsure_ms)}")
 
 
 def memory_unit(report: RunReport) -> str:
-    """Return what a run counts its KV memory in: pages, or blocks where KV groups are counted."""
+    """Return the unit of KV memory of a run: pages, or blocks if KV groups are counted."""
     return "blocks" if report.config.get("kv_groups", "off") != "off" else "pages"
 
 
@@ -120,9 +120,9 @@ NAME_ONE = "name yours: --model llama-3.1-8b --device h100-80gb"
 
 
 def opening(config: Mapping[str, Any]) -> list[str]:
-    """Return what a run was replayed on, from its configuration: model, device, engine rules, cost model and memory.
+    """Return the setup of a run from its configuration: model, device, engine rules, cost model and memory.
 
-    Each line has 80 characters at most, but for names that are long. Nothing of a run without a configuration.
+    Each line has at most 80 characters, unless names are long. Empty without a configuration.
     """
     if not config:
         return []
@@ -150,7 +150,7 @@ def opening(config: Mapping[str, Any]) -> list[str]:
 
 
 def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Return `text` in lines of 80 characters at most, `first` and `rest` before them; a number keeps its unit."""
+    """Return `text` in lines of at most 80 characters that begin with `first` or `rest`; a number keeps its unit."""
     whole = text.replace(" %", "\xa0%")
     lines = wrap(
         whole, width=WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
@@ -159,7 +159,7 @@ def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
 
 
 def _stored(model: str, cost: Mapping[str, Any]) -> str:
-    """Return a model with the number formats that were chosen for it: `qwen3-8b (weights fp8, KV fp8)`."""
+    """Return a model with the number formats chosen for it: `qwen3-8b (weights fp8, KV fp8)`."""
     formats = {"weights": cost.get("weight_dtype"), "KV": cost.get("kv_dtype")}
     chosen = ", ".join(f"{what} {dtype}" for what, dtype in formats.items() if dtype)
     return f"{model} ({chosen})" if chosen else model
@@ -192,7 +192,7 @@ def _memory(config: Mapping[str, Any]) -> str:
 
 
 def page_bytes_of(config: Mapping[str, Any]) -> int | None:
-    """Return the bytes of a page on each device; None where no model says them."""
+    """Return the bytes of a page on each device; None if they are not known from a model."""
     if "page_bytes" in config:
         return int(config["page_bytes"])
     if "kv_bytes_per_token" not in config:
@@ -201,13 +201,13 @@ def page_bytes_of(config: Mapping[str, Any]) -> int | None:
 
 
 def in_memory(pages: float, config: Mapping[str, Any]) -> str:
-    """Return what pages take: ` (55.5 GiB)`; nothing where no model says what a page takes."""
+    """Return the size of pages, such as ` (55.5 GiB)`; empty if the bytes of a page are not known."""
     page_bytes = page_bytes_of(config)
     return "" if page_bytes is None else f" ({as_memory(pages * page_bytes)})"
 
 
 def count(value: int | None) -> str:
-    """Return a whole number, or `-` for none."""
+    """Return a whole number, or `-` for None."""
     return "-" if value is None else f"{value:,}"
 
 

@@ -1,1 +1,1 @@
-"""Routers: policies by name, each over a view of the workers that is told and never looks."""
+"""Routers: named policies over a view of the workers, built only from reports and the router's own placements."""

@@ -1,4 +1,4 @@
-"""Blocks that the requests placed on workers use, each distinct block of a worker counted once."""
+"""Blocks in use by the requests placed on each worker, each distinct block counted once per worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ActiveBlocks"]
 
 
 class ActiveBlocks(SpanTree):
-    """Full blocks of prompts in flight, per worker. The count of a span is how many requests of a worker use it."""
+    """Full blocks of prompts in flight, per worker. A span's count is the number of requests that use it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class ActiveBlocks(SpanTree):
         """Distinct blocks in use per worker."""
 
     def shared(self, content: Content, limit: int) -> dict[int, int]:
-        """Return, per worker, how many of the first `limit` blocks of `content` are in use there already."""
+        """Return, per worker, how many of the first `limit` blocks of `content` are already in use there."""
         found: dict[int, int] = {}
         for span, reached in reversed(self.path(content, limit)):
             for worker in span.counts[0]:
@@ -36,7 +36,7 @@ class ActiveBlocks(SpanTree):
         self.num_blocks[worker] = self.num_blocks.get(worker, 0) + added
 
     def remove(self, worker: int, content: Content, num_blocks: int) -> None:
-        """Count a request no longer that `add` counted."""
+        """Undo `add` for a request."""
         removed = 0
         deepest: Span | None = None
         for span, _ in self.path(content, num_blocks):
@@ -52,5 +52,5 @@ class ActiveBlocks(SpanTree):
             self.prune(deepest)
 
     def divide(self, head: Span, tail: Span) -> None:
-        """Let the same requests use both halves."""
+        """Copy the counts: the same requests use both halves."""
         head.counts[0].update(tail.counts[0])

@@ -1,4 +1,4 @@
-"""Index of prefixes by placements: a router takes it that a worker has what was sent to it, for a while."""
+"""Prefix index built from placements: the router assumes for a while that a worker caches the prompts sent to it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from kvarts.routers.spans import Span, SpanTree
 __all__ = ["IndexRule", "PlacementIndex"]
 
 MOST_STALE = 64
-"""Entries of an order of recency that may be out of date, besides as many as there are runs."""
+"""Outdated entries allowed in an order of recency, in addition to as many as there are valid ones."""
 STAMP_BITS = 40
 
 
 class IndexRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How an index by placements forgets.
+    """Eviction rule of a placement index.
 
-    `block_tokens`: tokens per block; None: those of the engine's pages. `most_tokens`: of a prompt, the first tokens
-    that are looked at; None: all. `most_blocks`: per worker; None: no bound. `every_ns`: time between evictions; 0:
-    the bound always holds. `ttl_ns`: a block that was not placed for so long is forgotten; None: never.
+    `block_tokens`: tokens per block; None for the engine's page size. `most_tokens`: only that many first tokens of a
+    prompt are indexed; None for all. `most_blocks`: limit per worker; None for unbounded. `every_ns`: time between
+    evictions; 0 enforces the limit at all times. `ttl_ns`: a block not placed for that long is forgotten; None for
+    never.
     """
 
     block_tokens: int | None = None
@@ -32,10 +33,10 @@ class IndexRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementIndex(SpanTree):
-    """Blocks by worker, as far as placements say. Owner of their order of recency, one per worker.
+    """Blocks by worker, as far as placements imply them. Owner of their order of recency, one per worker.
 
-    A placement makes all blocks of its prompt the most recent ones. The least recent block goes first, and of those
-    placed together the deepest, so that what is left of a prompt is a prefix of it.
+    A placement makes all blocks of its prompt the most recent. The least recent block is evicted first, and of blocks
+    placed together the deepest, so that the rest of a prompt is always a prefix of it.
     """
 
     def __init__(self, rule: IndexRule, page_size: int) -> None:
@@ -44,19 +45,19 @@ class PlacementIndex(SpanTree):
         self.block_tokens = rule.block_tokens or page_size
         self._num_placed = 0
         self._orders: dict[int, list[tuple[int, int, int, Span]]] = {}
-        """Per worker a heap of (stamp, -first block, number, span), entries that are out of date included.
+        """Heap per worker of (stamp, -first block, number, span), including outdated entries.
 
-        A stamp is the time and the number of a placement in one number.
+        A stamp combines the time and the number of a placement in one integer.
         """
         self._num_entries = 0
         self._num_at_sweep: dict[int, int] = {}
-        """How many entries an order has when those out of date are next dropped."""
+        """Length of an order at which its outdated entries are next dropped."""
         self._forgets = rule.most_blocks is not None or rule.ttl_ns is not None
         self.num_blocks: dict[int, int] = {}
         self._next_eviction_ns = rule.every_ns
 
     def read(self, content: Content, num_tokens: int) -> tuple[Content, int]:
-        """Return `content` in blocks of this index, and how many whole blocks of `num_tokens` count."""
+        """Return `content` in blocks of this index, and the number of whole blocks of `num_tokens` that are indexed."""
         most = self.rule.most_tokens
         if most is not None and num_tokens > most:
             num_tokens = most
@@ -73,7 +74,10 @@ class PlacementIndex(SpanTree):
         return content, min(num_tokens // self.block_tokens, content.num_known_pages)
 
     def matches(self, content: Content, num_blocks: int, now_ns: int) -> dict[int, int]:
-        """Return the blocks of the longest prefix per worker that has any. `content` is as `read` returns it."""
+        """Return the length in blocks of the longest matching prefix, per worker with a match.
+
+        `content` is as returned by `read`.
+        """
         self._expire(now_ns)
         found: dict[int, int] = {}
         for span, reached in reversed(self.path(content, num_blocks)):
@@ -83,7 +87,7 @@ class PlacementIndex(SpanTree):
         return found
 
     def place(self, worker: int, content: Content, num_blocks: int, now_ns: int) -> None:
-        """Note that a prompt was sent to `worker`."""
+        """Record that a prompt was sent to `worker`."""
         self._num_placed += 1
         stamp = now_ns << STAMP_BITS | self._num_placed
         added = 0
@@ -105,7 +109,7 @@ class PlacementIndex(SpanTree):
                 self._shrink(each, rule.most_blocks)
 
     def forget(self, worker: int) -> None:
-        """Forget everything of a worker that is gone."""
+        """Forget everything about a worker that has left."""
         for span in list(self.spans()):
             for counts in span.counts:
                 counts.pop(worker, None)
@@ -140,7 +144,7 @@ class PlacementIndex(SpanTree):
             self._num_at_sweep[worker] = 2 * len(order) + MOST_STALE
 
     def _oldest(self, worker: int) -> tuple[int, int, int, Span] | None:
-        """Return the entry of the run that goes next; None if the worker has nothing."""
+        """Return the entry of the next run to evict; None if the worker is empty."""
         order = self._orders.get(worker)
         while order:
             if _is_live(order[0], worker):
@@ -163,7 +167,7 @@ class PlacementIndex(SpanTree):
                 self._drop(worker, entry[3], entry[3].end - entry[3].start)
 
     def _drop(self, worker: int, span: Span, most: int) -> None:
-        """Forget up to `most` blocks of `span`, the last ones."""
+        """Forget up to `most` blocks from the end of `span`."""
         ends, stamps = span.counts
         end = max(span.start, ends[worker] - most)
         self.num_blocks[worker] -= ends[worker] - end
@@ -175,6 +179,6 @@ class PlacementIndex(SpanTree):
 
 
 def _is_live(entry: tuple[int, int, int, Span], worker: int) -> bool:
-    """Return whether an entry of the order of recency still says when its run was last placed."""
+    """Return whether an entry of the order of recency still has the last placement time of its run."""
     stamp, start, _, span = entry
     return span.counts[1].get(worker) == stamp and span.start == -start

@@ -1,4 +1,4 @@
-"""Settings of how a router knows its workers, and of its queue."""
+"""Settings of a router's knowledge of its workers, and of its queue."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["QueueOrder", "Routing"]
 
 QueueOrder = Literal["fcfs", "lcfs", "wspt"]
 Delay = float | str
-"""Milliseconds, or as people write them: 50ms, 1s."""
+"""Milliseconds, or a text with a unit: 50ms, 1s."""
 NS_PER_MS = 1e6
 MOST_DELAY_MS = 1e9
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a router sees, how late, and whether requests wait in it. Raises ConfigError for a value out of range.
+    """Information available to a router, its age, and its queue. Raises ConfigError for a value out of range.
 
-    `staleness`: metrics are read every so long, and 0 is always; left out, as the policy has it. `event_lag`: cache
-    events reach the router so long after they happened. `seed`: of what chance decides. `queue_threshold`: a request
-    waits in the router while each worker has more than so many times the tokens of a step to prefill, or others wait.
-    `queue`: which of those that wait is next.
+    `staleness`: interval at which metrics are read, 0 for always current; by default that of the policy. `event_lag`:
+    time from a cache event to its arrival at the router. `seed`: seed of random choices. `queue_threshold`: a request
+    waits in the router while each worker has more than this many times the token budget of a step to prefill, or other
+    requests wait. `queue`: order of waiting requests.
     """
 
     staleness: Annotated[
@@ -82,8 +82,8 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
     def check(self, router: str | Callable[[], Any]) -> None:
-        """Raise ConfigError for a `router` that is no policy, and for settings that have no effect on it."""
-        from kvarts.routers.spec import policy_of  # an option is declared without its policies
+        """Raise ConfigError if `router` is not a policy, and for settings without effect on it."""
+        from kvarts.routers.spec import policy_of  # options must be declarable without loading the policies
 
         policy = policy_of(router)
         needs: Needs | None = getattr(policy, "needs", None)
@@ -99,11 +99,11 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def event_lag_ns(self) -> int:
-        """The time until cache events reach the router."""
+        """Time until cache events reach the router."""
         return _ns(self.event_lag, "event_lag")
 
     def staleness_ns(self, router: str | Callable[[], Any]) -> int:
-        """Return how often metrics are read; 0: whenever a request arrives."""
+        """Return the interval at which metrics are read; 0 reads them whenever a request arrives."""
         from kvarts.routers.spec import STALENESS_NS
 
         if self.staleness is not None:
@@ -121,9 +121,9 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
     ) -> PolicyRouter:
-        """Return a new router of `num_workers` workers. `directory`: answers for their pages instead of events.
+        """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
 
-        Raise ConfigError for a lag of events where it does.
+        Raise ConfigError for an event lag together with a directory.
         """
         from kvarts.routers.router import PolicyRouter
         from kvarts.routers.spec import policy_of

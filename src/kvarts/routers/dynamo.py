@@ -17,13 +17,13 @@ __all__ = ["DynamoKv"]
 class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """cost = prefill_load_scale * max(0, prefill blocks - hits) + blocks in flight + weight * requests; least wins.
 
-    Prefill blocks are the prompt tokens in flight and of the request that are not cached, in blocks. Hits: blocks on
-    the device times `overlap_score_credit`, and those in host memory and on disk times their weights. The credit of a
-    worker shrinks with `overlap_score_credit_decay` as it has more to prefill than the worker with the least. Blocks in
-    flight are the distinct blocks of all requests of the worker, this one included. Equal costs: by chance; with a
-    `temperature`, all choices are, more likely the cheaper ones.
+    Prefill blocks are the uncached prompt tokens in flight plus the prompt tokens of this request, in blocks. Hits:
+    blocks on the device times `overlap_score_credit`, plus those in host memory and on disk times their weights. The
+    credit of a worker shrinks with `overlap_score_credit_decay` as it has more to prefill than the worker with the
+    least. Blocks in flight are the distinct blocks of all requests of the worker, including this one. Ties are broken
+    at random. With a `temperature`, all choices are random, with higher probability for lower costs.
 
-    `role`: of a decode pool only the blocks count, one by one, of a prefill pool only what is to be prefilled.
+    `role`: a decode pool counts only the blocks, each request's separately; a prefill pool counts only the prefill.
     """
 
     overlap_score_credit: float = 1.0
@@ -43,7 +43,7 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def needs(self) -> Needs:
-        """Cache events of steps that ended, and the blocks in flight."""
+        """Cache events of ended steps, and the blocks in flight."""
         if self.role == "decode":
             return Needs()
         return Needs(pages="end", prefills=True, blocks=self.role == "mixed")
@@ -63,7 +63,7 @@ class DynamoKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return view.random.choices(view.workers, weights)[0]
 
     def costs(self, asked: Asked, view: View) -> list[float]:
-        """Return the cost per worker number."""
+        """Return the costs, indexed by worker."""
         size = view.page_size
         num_blocks = asked.num_tokens // size
         requests = view.num_requests

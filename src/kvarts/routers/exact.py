@@ -1,4 +1,4 @@
-"""Index of prefixes by the cache events of workers: which worker has which pages, in which tier."""
+"""Prefix index built from the cache events of workers: the pages of each worker, by tier."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["EventIndex"]
 
 
 class EventIndex(SpanTree):
-    """Pages by worker and tier, as events said. `tiers`: names of the tiers, the fastest first.
+    """Pages by worker and tier, according to events. `tiers`: names of the tiers, the fastest first.
 
-    A worker has the first pages of a span in a tier: the count is where these end. Events follow the law of caches
-    that a page is never without the page before it, in that tier or a faster one.
+    A worker has the first pages of a span in a tier; the count is their end. Events obey the invariant of caches that a
+    page is never without the page before it in the same or a faster tier.
     """
 
     def __init__(self, tiers: Sequence[str] = ("device",)) -> None:
@@ -23,14 +23,14 @@ class EventIndex(SpanTree):
         self.num_tiers = len(tiers)
 
     def store(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
-        """Note that pages [start, end) of `content` can be found on `worker`."""
+        """Record that pages [start, end) of `content` can be found on `worker`."""
         kind = self._kinds[tier]
         if start:
             path = self.path(content, start)
             if path:
                 last, reached = path[-1]
                 if reached == start == last.end and not last.children and last.counts[kind].get(worker) == start:
-                    # Nothing follows, so that the run grows; what other workers have of it ends where it did.
+                    # Without successors, the span can grow; the counts of other workers still end where they did.
                     last.content, last.end = content, end
                     last.counts[kind][worker] = end
                     return
@@ -38,7 +38,7 @@ class EventIndex(SpanTree):
             span.counts[kind][worker] = span.end
 
     def remove(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
-        """Note that pages [start, end) of `content` can no longer be found on `worker`."""
+        """Record that pages [start, end) of `content` can no longer be found on `worker`."""
         kind = self._kinds[tier]
         path = self.path(content, end)
         for span, reached in reversed(path):
@@ -49,14 +49,14 @@ class EventIndex(SpanTree):
             if last is None:
                 continue
             if last > reached:
-                # What follows stays: it is in a tier below, and a faster one has what was before it.
+                # Later pages stay: they are in a tier below, and a faster tier has those before them.
                 self.split(span, reached)
                 self._cut(span.parent, kind, worker, start)
             else:
                 self._cut(span, kind, worker, start)
 
     def forget(self, worker: int) -> None:
-        """Forget everything of a worker that is gone."""
+        """Forget everything about a worker that has left."""
         for span in list(self.spans()):
             for counts in span.counts:
                 counts.pop(worker, None)
@@ -72,7 +72,7 @@ class EventIndex(SpanTree):
                     del last[worker]
 
     def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
-        """Return, per worker that has any, the pages of the longest prefix that it can resume from, by tier.
+        """Return, per worker with a match, the pages of the longest prefix that it can resume from, by tier.
 
         A page counts for the fastest tier that has it.
         """
@@ -81,7 +81,7 @@ class EventIndex(SpanTree):
         if not path:
             return found
         if self.num_tiers == 1:
-            # Deepest first: a worker that is in a span has all spans before it.
+            # Deepest first: a worker with pages in a span has all spans before it.
             for span, reached in reversed(path):
                 for worker, end in span.counts[0].items():
                     if worker not in found:

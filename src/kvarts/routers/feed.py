@@ -1,4 +1,4 @@
-"""Cache events of one worker, as a router gets them: each with the time at which the worker sent it."""
+"""Cache events of one worker, as a router receives them: each with the time at which the worker sent it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Changed = PagesStored | PagesRemoved
 
 
 class CacheFeed:
-    """An EventReader that passes on what pages can be found, and no longer, with times.
+    """An EventReader that forwards, with times, which pages can be found and which no longer can.
 
-    `at_end`: what a step does is sent when the step ends; otherwise when it is scheduled. It looks at events that wait
-    in the log as well: its reader may be asked while a step is under way.
+    `at_end`: changes of a step are sent when the step ends; otherwise when it is scheduled. The feed also reads events
+    that wait in the log, because its reader may be queried during a step.
     """
 
     wants_details = True
@@ -37,15 +37,15 @@ class CacheFeed:
         self._num_read = 0
         self._time_ns = 0
         self._in_step: list[tuple[int, Changed]] = []
-        """What the step or the leap under way does, with the number of the step."""
+        """Changes of the step or leap in progress, with the number of the step."""
         self._step = -1
 
     def follow(self, log: EventLog) -> None:
-        """Look at events that wait in `log`."""
+        """Also read events that wait in `log`."""
         self._log = log
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Read events that the log hands out."""
+        """Read events passed on by the log."""
         self._read(events, 0 if self._log is None else self._log.num_events)
 
     def read(self) -> None:
@@ -54,7 +54,7 @@ class CacheFeed:
             self._read(self._log.waiting, self._log.num_events)
 
     def _read(self, events: Sequence[Event], num_before: int) -> None:
-        """Read what is new of `events`, before which there were `num_before`."""
+        """Read the new ones of `events`, which `num_before` others precede."""
         start = self._num_read - num_before
         if start >= len(events):
             return

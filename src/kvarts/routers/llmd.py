@@ -1,4 +1,4 @@
-"""llm-d's endpoint picker: a weighted sum of scores in [0, 1]; the most wins. Names and defaults are llm-d's."""
+"""llm-d's endpoint picker: a weighted sum of scores in [0, 1]; the highest wins. Names and defaults are llm-d's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ CPU_WEIGHT = 0.8
 
 
 class LlmD(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Each field but `length` is the weight of a scorer; where none is given, queue 2, kv 2 and prefix 3.
+    """Each field but `length` is the weight of a scorer; without any, the weights are queue 2, kv 2 and prefix 3.
 
-    `prefix`: share of the prompt's blocks that were placed there before, in an index by placements; with `length` w it
-    is (1 - w) of that and w of the square of the matched tokens over 8,192. `precise`: the same share by cache events,
-    where blocks in tiers below the device count 0.8. `queue`: waiting requests, the least scores 1 and the most 0.
-    `running`: the same of running ones. `kv`: the share of pages that is free. `active`: requests in flight from this
-    router. `tokens`: prompt tokens in flight, of 4,194,304. `load`: half, less with up to 128 waiting requests.
-    `cold`: a request that no worker has the prefix of goes to the worker that got such a one longest ago.
+    `prefix`: share of the prompt's blocks that were placed there before, by a placement index; with `length` w, it is
+    (1 - w) of that plus w times the squared ratio of matched tokens to 8,192. `precise`: the same share by cache
+    events, where blocks in tiers below the device count 0.8. `queue`: waiting requests; the fewest score 1 and the most
+    0. `running`: the same for running requests. `kv`: share of free pages. `active`: requests in flight from this
+    router. `tokens`: prompt tokens in flight, relative to 4,194,304. `load`: 0.5, decreasing to 0 with up to 128
+    waiting requests. `cold`: a request whose prefix no worker has is placed on the worker that least recently received
+    such a request.
     """
 
     prefix: float | None = None
@@ -62,7 +63,7 @@ class LlmD(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def needs(self) -> Needs:
-        """What the scorers in use read."""
+        """The data that the scorers in use read."""
         used = set(self.weights)
         return Needs(
             pages="end" if "precise" in used else "no",
@@ -74,12 +75,12 @@ class LlmD(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def open(self) -> OpenLlmD:
-        """Return the policy with what it remembers."""
+        """Return the policy with its own state."""
         return OpenLlmD(self)
 
 
 class OpenLlmD:
-    """One llm-d router. Owner of what its scorers remember between requests."""
+    """One llm-d router. Owner of the state of its scorers between requests."""
 
     def __init__(self, settings: LlmD) -> None:
         self._settings = settings
@@ -99,9 +100,9 @@ class OpenLlmD:
         ]
         self._is_cold = False
         self._cold_last: OrderedDict[int, None] = OrderedDict()
-        """Workers that got a request without a hit, the least recent first."""
+        """Workers that received a request without a hit, the least recent first."""
         self._base: tuple[Any, Scores] = None, []
-        """The sum of the scorers that read metrics alone, and what it was made from."""
+        """Version of the metrics, and the sum of the scorers that read only metrics, computed from it."""
 
     def choose(self, asked: Asked, view: View) -> int:
         """Return a worker of the highest score."""
@@ -161,7 +162,7 @@ class OpenLlmD:
 
 
 def _spread(values: list[int], view: View) -> Scores:
-    """Return 1 for the least value and 0 for the most; 1 for all where they are equal."""
+    """Return 1 for the least value and 0 for the largest, linearly; 1 for all if they are equal."""
     among = [values[worker] for worker in view.workers]
     most, least = max(among), min(among)
     if most == least:
@@ -170,7 +171,7 @@ def _spread(values: list[int], view: View) -> Scores:
 
 
 def _active(view: View) -> Scores:
-    """Return 1 for a worker without requests in flight, else the share that it has fewer than the most."""
+    """Return 1 for a worker without requests in flight, otherwise its relative distance from the most loaded worker."""
     counts = view.num_requests
     most = max(map(counts.__getitem__, view.workers)) or 1
     return [1.0 if not count else (most - count) / most for count in counts]
@@ -182,4 +183,4 @@ OF_METRICS: dict[str, Callable[[View], Scores]] = {
     "running": lambda view: _spread(view.metrics.running, view),
     "load": lambda view: [0.5 * (1 - min(waiting, MOST_WAITING) / MOST_WAITING) for waiting in view.metrics.waiting],
 }
-"""Scorers that read metrics alone."""
+"""Scorers that read only metrics."""

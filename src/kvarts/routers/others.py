@@ -23,10 +23,10 @@ NS_PER_S = 1_000_000_000
 class SglangCacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGLang gateway, `cache_aware`, with the defaults of its command line.
 
-    Where the most and the least requests in flight differ by more than `balance_abs_threshold`, and by the factor
-    `balance_rel_threshold`, the least loaded worker. Else the worker with the longest match of the text in a tree of
-    what was placed, if that is more than `cache_threshold` of it; else the least loaded one. The tree of each worker
-    is cut to `max_tree_size` characters every `eviction_interval` seconds.
+    If the most and the fewest requests in flight differ by more than `balance_abs_threshold`, and by the factor
+    `balance_rel_threshold`, the least loaded worker is chosen. Otherwise, the worker with the longest match in a tree
+    of placed texts, if its share of the text exceeds `cache_threshold`; else the least loaded one. The tree of
+    each worker is cut to `max_tree_size` characters every `eviction_interval` seconds.
     """
 
     cache_threshold: float = 0.3
@@ -66,9 +66,9 @@ class SglangCacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ProductionStackPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM production stack, `prefixaware`: one of the servers with the longest match, else one of all, by chance.
+    """vLLM production stack, `prefixaware`: a random server of those with the longest match, or without one, of all.
 
-    Matches are of chunks of `chunk_size` characters, in a trie from which nothing is ever evicted.
+    Matches are in chunks of `chunk_size` characters, in a trie from which nothing is ever evicted.
     """
 
     chunk_size: int = 128
@@ -90,10 +90,10 @@ class ProductionStackPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
 
 class ProductionStackKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM production stack, `kvaware`: the server of which LMCache has the longest prefix of the prompt.
+    """vLLM production stack, `kvaware`: the server where LMCache holds the longest prefix of the prompt.
 
-    Matches are of whole chunks of `chunk_tokens`. Where all but the last `threshold` tokens are not matched, it is the
-    server of the session, and without a session the one with the lowest rate.
+    Matches are in whole chunks of `chunk_tokens`. If the match is empty, or shorter than the prompt minus `threshold`
+    tokens, the server of the session is chosen, or without a session the one with the lowest request rate.
     """
 
     threshold: int = 2000
@@ -118,9 +118,9 @@ class ProductionStackKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class AibrixPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """AIBrix, `prefix-cache`: the longest match among the workers that are not much busier than the others.
 
-    Where the most requests in flight are more than twice the mean of all plus 1, and at least 8 more than the fewest,
-    the least loaded worker. Else, by share matched and then by load, the first with at most the mean plus `std_factor`
-    standard deviations of requests; without one, the least loaded.
+    If the most requests in flight exceed 2 * (mean + 1), and the fewest by at least 8, the least loaded
+    worker is chosen. Otherwise, in order of matched share and then of load, the first with at most the mean plus
+    `std_factor` standard deviations of requests; without one, the least loaded.
     """
 
     block_tokens: int = 16

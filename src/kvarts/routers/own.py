@@ -1,4 +1,4 @@
-"""Policies of kvarts and those that every router has: by turns, by load, by session, by prefix."""
+"""Policies of kvarts, and those common to all routers: round robin, by load, by session, by prefix."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class LeastLoaded(msgspec.Struct, frozen=True):
     """Chooses the worker with the fewest requests in flight."""
 
     def choose(self, asked: Asked, view: View) -> int:
-        """Return that worker, of several the one with the lowest number."""
+        """Return that worker; among equals, the one with the lowest number."""
         return view.least(view.num_requests)
 
 
 class PowerOfTwo(msgspec.Struct, frozen=True):
-    """Draws two workers and takes the one with fewer requests in flight."""
+    """Draws two workers at random and chooses the one with fewer requests in flight."""
 
     def choose(self, asked: Asked, view: View) -> int:
         """Return that worker."""
@@ -54,11 +54,11 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Chooses the worker where the request costs least: the prompt pages it would have to compute, plus the load.
+    """Chooses the worker with the lowest cost: the prompt pages that it would have to compute, plus its load.
 
-    A page in host memory saves `host_weight` of a page, and one on disk `disk_weight`: they have to be loaded. Load is
-    the pages in use and the pages that all tokens of waiting requests would fill, in the same unit. So an idle worker
-    without the prefix wins over a loaded one with it as soon as the load exceeds the pages that the hit saves.
+    A page in host memory saves `host_weight` of a page, and one on disk `disk_weight`, because they must be loaded.
+    Load is the pages in use plus the pages that all tokens of waiting requests would fill, in the same unit. So an idle
+    worker without the prefix wins over a loaded one with it as soon as the load exceeds the pages saved by the hit.
     """
 
     host_weight: float = 0.75
@@ -71,7 +71,7 @@ class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_number(self.disk_weight, "disk_weight", most=1.0)
 
     def choose(self, asked: Asked, view: View) -> int:
-        """Return the worker with the lowest cost, of several the one with the lowest number."""
+        """Return the worker with the lowest cost; among equals, the one with the lowest number."""
         used, waiting = view.metrics.used_pages, view.metrics.waiting_pages
         cost: list[float] = [a + b for a, b in zip(used, waiting, strict=True)]
         for worker, pages in view.pages(asked, (asked.num_tokens - 1) // view.page_size).items():
@@ -82,5 +82,5 @@ class PrefixAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def ring_order(session: str, worker: int) -> bytes:
-    """Return what orders workers for a session; the greatest takes it. The same in every process."""
+    """Return the sort key of a worker for a session: the greatest takes it. Equal keys in every process."""
     return blake2b(f"{session}\0{worker}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""The router that asks a policy: it keeps the view up to date, and holds requests that have to wait in it."""
+"""The router that applies a policy: it keeps the view up to date, and holds requests that must wait."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["PolicyRouter"]
 
 
 class PolicyRouter:
-    """Answers the seam `kvarts.sim.router.Router`: places requests by `policy`, and is told what becomes of them.
+    """Implements `kvarts.sim.router.Router`: places requests by `policy`, and is notified of their progress.
 
-    Owner of the requests that wait in it, and of the cache events that have not reached it yet.
+    Owner of the requests waiting in it, and of the cache events in transit to it.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class PolicyRouter:
         self._cached_tokens = getattr(policy, "cached_tokens", None)
         self._feeds: dict[int, CacheFeed] = {}
         self._events: list[tuple[int, int, int, PagesStored | PagesRemoved]] = []
-        """Cache events under way, a heap: when each reaches the router, its number, and its worker."""
+        """Cache events in transit, a heap: arrival time at the router, number, and worker."""
         self._num_events = 0
         self._waiting: list[tuple[float, int, Request, Asked, Found | None]] = []
-        """Requests held here, a heap in the order of the queue: place, number, request, and what it found then."""
+        """Waiting requests, a heap in the order of the queue: place, number, request, and its matches on arrival."""
         self._num_held = 0
         self._news: list[tuple[Callable[[int], object], int]] = []
-        """Of a router with a queue: what it was told since requests last left it, each of which may let some go."""
+        """In a router with a queue: notifications since requests last left it, each of which may release some."""
 
     # Placing ----------------------------------------------------------------------------------------------
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the worker that `request` goes to; None if it waits here until `take_placed` returns it."""
+        """Return the worker for `request`; None if it waits here until `take_placed` returns it."""
         asked = self._asked(request, session, now_ns)
         if self._queue_tokens is not None and (self._waiting or self._all_busy()):
             self._hold(request, asked)
@@ -87,50 +87,50 @@ class PolicyRouter:
         return self._place(asked)
 
     def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
-        """Note that something else sent `request` to `worker`."""
+        """Record that `request` was sent to `worker` by another component."""
         asked = self._asked(request, session, now_ns)
         self.view.placed(asked, worker, self._hits(asked, worker))
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
-        """Return the requests that waited here and go to a worker now, in that order."""
+        """Return the requests that waited here and are placed now, in order, each with its worker."""
         found: list[tuple[Request, int]] = []
         news, self._news = self._news, []
         for note, request_or_worker in news:
             note(request_or_worker)
             while self._waiting and not self._all_busy():
                 _, _, request, asked, on_arrival = heappop(self._waiting)
-                self.view.found = on_arrival  # a router looks for the prefix once
+                self.view.found = on_arrival  # a router looks up the prefix once
                 found.append((request, self._place(msgspec.structs.replace(asked, now_ns=now_ns))))
         return found
 
     def withdraw(self, request: Request) -> None:
-        """Forget `request`, which waits here: its client gave it up."""
+        """Forget `request`, which waits here: its client cancelled it."""
         self._waiting = [each for each in self._waiting if each[2] is not request]
         heapify(self._waiting)
 
     @property
     def num_held(self) -> int:
-        """Requests that wait here."""
+        """Number of requests waiting here."""
         return len(self._waiting)
 
-    # Being told -------------------------------------------------------------------------------------------
+    # Notifications ----------------------------------------------------------------------------------------
 
     def prefilled(self, request: int) -> None:
-        """Note that the prompt of a request is computed."""
+        """Record that the prompt of a request is computed."""
         self._note(self.view.prefilled, request)
 
     def ended(self, request: int) -> None:
-        """Note that a request ended, or was refused by its worker."""
+        """Record that a request ended, or was refused by its worker."""
         self._note(self.view.ended, request)
 
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
-        """Take in the metrics of a worker."""
+        """Record the metrics of a worker."""
         self.view.metrics.report(worker, running, waiting, used_pages, waiting_pages, usage)
 
     def reader_of(self, worker: int) -> CacheFeed | None:
-        """Return what reads the cache events of a worker; None if the policy does not need them."""
+        """Return the reader of a worker's cache events; None if the policy does not need them."""
         if self.index is None:
             return None
 
@@ -141,12 +141,12 @@ class PolicyRouter:
         return feed
 
     def follow(self, worker: int, log: EventLog) -> None:
-        """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
+        """Record that the reader of `worker` reads `log`, and may read events that wait in it."""
         if worker in self._feeds:
             self._feeds[worker].follow(log)
 
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
-        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
+        """Apply the cache events of `workers` that reach the router by `now_ns`."""
         feeds = self._feeds
         if feeds:
             for worker in sorted(set(workers)):
@@ -156,7 +156,7 @@ class PolicyRouter:
             _, _, worker, event = heappop(events)
             assert index is not None
             content = event.content
-            end = min(event.end_page, content.num_known_pages)  # others have no name that another prompt could have
+            end = min(event.end_page, content.num_known_pages)  # no other prompt can match unknown tokens
             change = index.store if isinstance(event, PagesStored) else index.remove
             change(worker, content, event.start_page, end, event.medium)
 
@@ -172,12 +172,12 @@ class PolicyRouter:
         return worker
 
     def enter(self, worker: int) -> None:
-        """Send requests to `worker` again, which has left."""
+        """Resume sending requests to `worker`, which had left."""
         self.view.enter(worker)
         self._note(lambda _: None, worker)
 
     def leave(self, worker: int) -> None:
-        """Send nothing to `worker` any more."""
+        """Stop sending requests to `worker`."""
         self.view.leave(worker)
 
     # Inside -----------------------------------------------------------------------------------------------

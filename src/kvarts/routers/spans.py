@@ -1,8 +1,8 @@
-"""A tree of what several workers have of many prompts: runs of pages, and per run and worker a number.
+"""A tree of the prompts that several workers have: runs of pages, with a number per run and worker.
 
-A span is a run of pages that no prompt in the tree leaves half-way. What is known of a worker is in the span, so a
-lookup walks one path however many workers there are. The tree knows no worker's memory: what is written here was told,
-and may be wrong.
+A span is an unbranched run of pages: no prompt in the tree leaves it half-way. The data of each worker are stored
+in the span, so a lookup walks one path regardless of the number of workers. The tree does not see the workers' memory:
+its contents are reports, and may be wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 class Span:
     """Pages [start, end) of `content`, counted from the first token.
 
-    `counts`: by kind of count, a number per worker; a worker of which nothing is known is not in it.
+    `counts`: by kind of count, a number per worker; a worker without data is absent.
     """
 
     __slots__ = ("children", "content", "counts", "end", "key", "parent", "start")
@@ -43,7 +43,7 @@ class Span:
 
 
 class SpanTree:
-    """Owner of the spans. Tenants share nothing: each salt has a root. `num_kinds`: kinds of counts."""
+    """Owner of the spans. Tenants share nothing: each salt has a root. `num_kinds`: number of kinds of counts."""
 
     def __init__(self, num_kinds: int = 1) -> None:
         self._num_kinds = num_kinds
@@ -51,7 +51,7 @@ class SpanTree:
         self.num_spans = 0
 
     def path(self, content: Content, limit: int) -> list[tuple[Span, int]]:
-        """Return the spans along the first `limit` pages of `content`, each with where the two part or end."""
+        """Return the spans along the first `limit` pages of `content`, each with the page where they part or end."""
         found: list[tuple[Span, int]] = []
         node = self._roots.get(content.salt)
         position = 0
@@ -67,9 +67,9 @@ class SpanTree:
         return found
 
     def cover(self, content: Content, start: int, end: int) -> list[Span]:
-        """Return the spans of pages [start, end) of `content`, made or split so that they are exactly these.
+        """Return the spans of pages [start, end) of `content`, created or split so that they match exactly.
 
-        Pages before `start` that the tree does not have are made as well, with nothing known of them.
+        Missing pages before `start` are also created, without data.
         """
         if end <= start:
             return []
@@ -99,7 +99,7 @@ class SpanTree:
     def split(self, span: Span, page: int) -> Span:
         """Split `span` before `page`; return the head, which is new. The tail keeps its identity.
 
-        It is dropped if nothing is known of it and nothing follows.
+        The tail is dropped if it has neither data nor successors.
         """
         parent = span.parent
         assert parent is not None and span.start < page < span.end
@@ -117,18 +117,18 @@ class SpanTree:
         raise NotImplementedError
 
     def prune(self, span: Span) -> None:
-        """Drop `span`, and what comes before it, as far as nothing is known and nothing follows."""
+        """Drop `span`, and the spans before it, as far as they have neither data nor successors."""
         node = span
         while node.parent is not None and not node.children and not any(node.counts):
             parent = node.parent
             if parent.children.get(node.key) is not node:
-                return  # it is gone already
+                return  # it was dropped already
             del parent.children[node.key]
             self.num_spans -= 1
             node = parent
 
     def spans(self) -> Iterator[Span]:
-        """Return all spans, each after what comes before it."""
+        """Return all spans, each after the one before it."""
         waiting = [child for root in self._roots.values() for child in root.children.values()]
         while waiting:
             span = waiting.pop()

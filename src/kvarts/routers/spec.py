@@ -1,4 +1,4 @@
-"""Policies by name: `llm-d:prefix=3,queue=2`, or `module:Class` for one of your own."""
+"""Policies by name: `llm-d:prefix=3,queue=2`, or `module:Class` for your own."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ POLICIES: dict[str, type[msgspec.Struct]] = {
 }
 
 STALENESS_NS = {"llm-d": 50_000_000}
-"""How old metrics may get by default: llm-d polls them every 50 ms. Others: as of now."""
+"""Default maximum age of metrics: llm-d polls them every 50 ms. Other policies see current ones."""
 
 
 def split_names(text: str) -> list[str]:
-    """Return the routers of a list with commas between them, which may have options with commas between these."""
+    """Return the routers in a comma-separated list, whose options may themselves be separated by commas."""
     names: list[str] = []
     for part in text.split(","):
         if names and "=" in part and ":" not in part:
@@ -47,7 +47,7 @@ def split_names(text: str) -> list[str]:
 
 
 def policy_of(router: str | Callable[[], Any]) -> Any:
-    """Return a new Policy: by name, or what a class or a function without arguments makes.
+    """Return a new Policy: by name, or made by a class or a function without arguments.
 
     Raise ConfigError for the field `router`.
     """

@@ -1,4 +1,4 @@
-"""What a router knows of its workers: what it did, what it was told, and metrics of some age. Never their state."""
+"""A router's knowledge of its workers: its own placements, reports, and metrics of some age. Never their state."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvarts.routers.approximate import IndexRule, PlacementIndex
 __all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
 
 Found = tuple[int, int, dict[int, tuple[int, ...]]]
-"""A request, a limit of pages, and per worker the pages found by tier."""
+"""A request, a limit of pages, and the pages found per worker, by tier."""
 
 RATE_WINDOW_NS = 60_000_000_000
-"""Placements of the last minute count as the rate of a worker."""
+"""Window of a worker's rate: its placements in the last minute."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy wants to know besides its own placements.
+    """Data that a policy needs in addition to its own placements.
 
-    `pages`: which worker has which pages, by cache events, which are told when the step that computes the pages is
-    scheduled, or with `end` when it has ended. `placements`: an index by placements that forgets by this rule.
-    `metrics`: metrics of the workers. `prefills`: when a prompt is computed. `blocks`: the distinct blocks in flight.
+    `pages`: the pages of each worker, by cache events, which are reported when the step that computes the pages is
+    scheduled, or with `end` when it has ended. `placements`: a placement index with this eviction rule. `metrics`:
+    metrics of the workers. `prefills`: notification when a prompt is computed. `blocks`: the distinct blocks in flight.
     """
 
     pages: Literal["no", "schedule", "end"] = "no"
@@ -39,7 +39,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request to be placed at `now_ns`. `session`: its session, if it has one."""
+    """A request to be placed at `now_ns`. `session`: its session, if any."""
 
     index: int
     content: Content
@@ -50,7 +50,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Metrics:
-    """What workers reported, one entry per worker: requests that run and wait, pages used and waited for, usage."""
+    """Reports of workers, one entry per worker: running and waiting requests, pages used and waited for, usage."""
 
     __slots__ = ("num_reports", "running", "usage", "used_pages", "waiting", "waiting_pages")
 
@@ -63,7 +63,7 @@ class Metrics:
         self.usage: list[float] = []
 
     def add_worker(self) -> None:
-        """Add a worker that does nothing."""
+        """Add an idle worker."""
         self.usage.append(0.0)
         for column in (self.running, self.waiting, self.used_pages, self.waiting_pages):
             column.append(0)
@@ -71,7 +71,7 @@ class Metrics:
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
-        """Take in the metrics of one worker."""
+        """Record the metrics of one worker."""
         self.num_reports += 1
         self.running[worker] = running
         self.waiting[worker] = waiting
@@ -81,25 +81,25 @@ class Metrics:
 
 
 class Directory(Protocol):
-    """Answers which worker has which pages, as far as it was told."""
+    """Looks up the pages of each worker, as far as reported."""
 
     def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
-        """Return, per worker that has any, the pages of the longest prefix that it can resume from, by tier."""
+        """Return, per worker with a match, the pages of the longest prefix that it can resume from, by tier."""
 
 
 class NoDirectory:
-    """A Directory that was told nothing."""
+    """A Directory without any reports."""
 
     def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
-        """Return nothing."""
+        """Return an empty dict."""
         return {}
 
 
 class View:
-    """Owner of what a router knows. Workers are numbered from 0 and numbers are not used again.
+    """Owner of a router's knowledge. Workers are numbered from 0, and numbers are not reused.
 
-    `page_size`: tokens per page of the workers; `max_num_batched_tokens`: of a step. `directory`: answers for exact
-    prefixes. Ties that are not by number are decided by `random`, which `seed` starts.
+    `page_size`: tokens per page of the workers; `max_num_batched_tokens`: token budget of a step. `directory`: looks up
+    exact prefixes. Ties not broken by number are broken by `random`, which is seeded with `seed`.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class View:
         self.prefill_tokens: list[int] = []
         """Prompt tokens per worker that were not cached at placement, of requests that are not prefilled yet."""
         self.num_blocks: list[int] = []
-        """Full blocks of prompts in flight per worker, those of each request by themselves."""
+        """Full blocks of prompts in flight per worker, counted separately for each request."""
         self.num_tied = 0
-        """Choices that chance decided."""
+        """Choices made at random."""
         self.directory = directory or NoDirectory()
         self.index = None if needs.placements is None else PlacementIndex(needs.placements, page_size)
         self.active = ActiveBlocks() if needs.blocks else None
         self._placed: dict[int, tuple[int, Content, int, int]] = {}
-        """Requests in flight: worker, content, full blocks, and prompt tokens that are still to compute."""
+        """Requests in flight: worker, content, full blocks, and prompt tokens still to be computed."""
         self.found: Found | None = None
-        """The last answer of the directory, with the request and the limit that it was asked for."""
+        """The last answer of the directory, with the request and the limit of the lookup."""
         self._recent: deque[tuple[int, int]] = deque()
         self._num_recent: list[int] = []
         for _ in range(num_workers):
@@ -150,11 +150,11 @@ class View:
         return worker
 
     def enter(self, worker: int) -> None:
-        """Send requests to `worker` again, which has left."""
+        """Resume sending requests to `worker`, which had left."""
         insort(self.workers, worker)
 
     def leave(self, worker: int) -> None:
-        """Send nothing to `worker` any more. What is in flight there may still end."""
+        """Stop sending requests to `worker`. Its requests in flight may still end."""
         self.workers.remove(worker)
         if self.index is not None:
             self.index.forget(worker)
@@ -162,7 +162,7 @@ class View:
     # Requests ---------------------------------------------------------------------------------------------
 
     def placed(self, asked: Asked, worker: int, cached_tokens: int) -> None:
-        """Note that a request was sent to `worker`, of which `cached_tokens` were taken to be cached there."""
+        """Record that a request was sent to `worker`, where `cached_tokens` of it were assumed to be cached."""
         num_blocks = min(asked.num_tokens // self.page_size, asked.content.num_known_pages)
         to_compute = max(0, asked.num_tokens - cached_tokens)
         self._placed[asked.index] = worker, asked.content, num_blocks, to_compute
@@ -180,7 +180,7 @@ class View:
         self._num_recent[worker] += 1
 
     def prefilled(self, request: int) -> None:
-        """Note that the prompt of a request is computed."""
+        """Record that the prompt of a request is computed."""
         worker, content, num_blocks, to_compute = self._placed.get(request, (-1, None, 0, 0))
         if content is None or not to_compute:
             return
@@ -188,7 +188,7 @@ class View:
         self._placed[request] = worker, content, num_blocks, 0
 
     def ended(self, request: int) -> None:
-        """Note that a request is no longer on its worker: it finished, or was refused."""
+        """Record that a request has left its worker: it finished, or was refused."""
         if request not in self._placed:
             return
         self.prefilled(request)
@@ -206,12 +206,12 @@ class View:
     # Questions --------------------------------------------------------------------------------------------
 
     def rates(self, now_ns: int) -> list[int]:
-        """Return how many requests each worker got in the last minute."""
+        """Return the number of requests sent to each worker in the last minute."""
         self._forget_rates(now_ns)
         return self._num_recent
 
     def pages(self, asked: Asked, limit: int) -> dict[int, tuple[int, ...]]:
-        """Return, per worker that has any, the pages by tier that it can resume from, of the first `limit`."""
+        """Return, per worker with a match, the pages of the first `limit` that it can resume from, by tier."""
         found = self.found
         if found is not None and found[0] == asked.index and found[1] == limit:
             return found[2]
@@ -220,23 +220,23 @@ class View:
         return pages
 
     def placements(self, asked: Asked) -> tuple[dict[int, int], int]:
-        """Return the blocks that each worker has by earlier placements, and how many the prompt has."""
+        """Return the blocks that each worker has by earlier placements, and the number of blocks of the prompt."""
         assert self.index is not None
         content, num_blocks = self.index.read(asked.content, asked.num_tokens)
         return self.index.matches(content, num_blocks, asked.now_ns), num_blocks
 
     def least(self, values: Sequence[float], among: Sequence[int] | None = None) -> int:
-        """Return the worker with the least value, of several the one with the lowest number."""
+        """Return the worker with the least value; among equals, the one with the lowest number."""
         return min(self.workers if among is None else among, key=values.__getitem__)
 
     def any_least(self, values: Sequence[float], among: Sequence[int] | None = None) -> int:
-        """Return a worker with the least value; chance decides between several."""
+        """Return a worker with the least value, at random among equals."""
         workers = self.workers if among is None else among
         least = min(map(values.__getitem__, workers))
         return self.any_of([worker for worker in workers if values[worker] == least])
 
     def any_of(self, workers: Sequence[int]) -> int:
-        """Return one of `workers` by chance."""
+        """Return one of `workers` at random."""
         if len(workers) == 1:
             return workers[0]
         self.num_tied += 1
@@ -249,10 +249,10 @@ class View:
 
 
 class Policy(Protocol):
-    """Chooses workers by a view. Promises: it changes nothing in the view but its random numbers.
+    """Chooses workers by a view. Promise: it changes nothing in the view but its random state.
 
-    It may have `needs`, of type Needs; without, it knows what it placed. It may have `cached_tokens(asked, worker,
-    view)`, how many tokens of a request count as cached on the chosen worker; without, none.
+    It may have `needs`, of type Needs; without, it sees only its own placements. It may have `cached_tokens(asked,
+    worker, view)`, the number of tokens of a request that count as cached on the chosen worker; the default is 0.
     """
 
     def choose(self, asked: Asked, view: View) -> int:

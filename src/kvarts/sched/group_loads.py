@@ -43,7 +43,8 @@ class GroupLoads(Loads):
     def _wanted(self, request: Request, num_known: int) -> int:
         match = self._group_tiers.offered(request.index)
         held = self._parts.held_of(match)
-        return self._needs.to_admit(match.num_pages * self._page_size, num_known, held)
+        start = match.num_pages * self._page_size
+        return self._needs.to_admit(start, num_known, min(num_known, start + self._needs.most_new), held)
 
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether all that `request` may hold at a time is free."""

@@ -82,7 +82,7 @@ class Handoffs:
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
         match = cache.match(request.content, num_tokens // request.content.page_size)
-        if cache.num_to_admit(match, num_tokens) > cache.num_free:
+        if cache.num_to_admit(match, num_tokens, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
         request.holding = cache.open_to_load(match, num_tokens)
@@ -101,15 +101,24 @@ class Handoffs:
         self._waiting.push(request)
 
     def give_up(self, request: Request) -> None:
-        """Give back the reserved pages of `request`, which never came; it can be queued as any other."""
-        del self.reserved[request.index]
+        """Give back the pages of `request`, whether they are filled or not; it can be queued as any other."""
+        num_filled = request.hit_tokens
+        if request.state is LOADED:
+            self._waiting.remove(request)
+            num_filled = request.num_computed
+        else:
+            del self.reserved[request.index]
         holding = request.holding
         assert holding is not None
-        num_hit = request.hit_tokens // holding.content.page_size
-        self._cache.close(holding, num_hit, holding.num_pages)
+        self._cache.close(holding, num_filled // holding.content.page_size, holding.num_pages)
         self._running.num_left += 1
         request.holding = None
-        request.hit_tokens = 0
+        self.renew(request)
+
+    def renew(self, request: Request) -> None:
+        """Let `request`, which has no pages any more, be as a new one that knows the tokens generated so far."""
+        request.hit_tokens = request.num_computed = 0
+        request.cancelled_ns = -1
         request.state = RequestState.NEW
 
     def ready(self) -> list[Request]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
 from kvarts.event_log import Tell
 from kvarts.events import Preemption
 from kvarts.kv.cache import Cache, Holding, Mark
@@ -11,6 +14,8 @@ from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
 __all__ = ["Planned", "Preemptor", "holding_of"]
+
+DECODING: Final = RequestState.DECODING
 
 
 class Planned:
@@ -74,7 +79,7 @@ class Preemptor:
         """Take the `num_due` pages that decodes need in this step; return whether more can be planned in it."""
         cache = self._cache
         if num_due * self._page_blocks > cache.num_free:
-            return self._take_due_one_by_one(now_ns)
+            return self._take_in_turn(self._running.wheel.needing_page(), now_ns)
         if cache.names_decodes:
             wheel, page_size = self._running.wheel, self._page_size
             needing = wheel.needing_page()
@@ -83,6 +88,15 @@ class Preemptor:
         else:
             cache.take_pages(num_due)
         return True
+
+    def take_turns(self, unsettled: Sequence[Request], now_ns: int) -> bool:
+        """Let the decodes in `unsettled` release at their turn what they no longer need, and take what is due.
+
+        Return whether more can be planned in this step.
+        """
+        needing = self._running.wheel.needing_page()
+        turns = {request.admission: request for request in (*unsettled, *needing) if request.state is DECODING}
+        return self._take_in_turn([turns[admission] for admission in sorted(turns)], now_ns, set(unsettled))
 
     def make_room(self, asker: Request, num_pages: int, now_ns: int, planned: dict[int, Planned]) -> bool:
         """Preempt until `num_pages` can be taken for a chunk of `asker`; return False if `asker` itself was preempted.
@@ -119,7 +133,7 @@ class Preemptor:
         victims = []
         for _ in range(num_victims):
             victim = running.victim()
-            if victim.state is RequestState.DECODING:
+            if victim.state is DECODING:
                 victim.last_token_ns = self.last_end_ns
             running.leave(victim)
             num_used = self._cache.num_used
@@ -129,23 +143,30 @@ class Preemptor:
             victims.append(victim)
         return victims
 
-    def _take_due_one_by_one(self, now_ns: int) -> bool:
-        """Take a page for each decode, in admission order, and preempt for it: there are not enough for all.
+    def _take_in_turn(self, turns: Iterable[Request], now_ns: int, unsettled: Collection[Request] = ()) -> bool:
+        """Take a page for each decode that begins one, and preempt for it: there are not enough for all.
 
-        A request that has to preempt itself ends the step, as in vLLM: none that was admitted after it computes.
+        `turns`: these and the decodes in `unsettled`, in admission order. A request that has to preempt itself ends the
+        step, as in vLLM: none that was admitted after it computes.
         """
-        cache, wheel, blocks = self._cache, self._running.wheel, self._page_blocks
+        cache, wheel, blocks, page_size = self._cache, self._running.wheel, self._page_blocks, self._page_size
         served: set[int] = set()
-        for request in wheel.needing_page():
-            if request.state is not RequestState.DECODING:
+        for request in turns:
+            if request.state is not DECODING:
                 continue  # preempted for a request before it
+            num_computed = wheel.num_computed(request)
+            if request in unsettled:
+                cache.settle(holding_of(request), num_computed)
+                cache.count()
+            if num_computed % page_size:
+                continue
             while blocks > cache.num_free and not self.others_make_way(request, blocks):
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
                     self._running.stall_after(admission, now_ns)
                     return False
             served.add(request.index)
-            cache.take_page(holding_of(request), wheel.num_computed(request) // self._page_size)
+            cache.take_page(holding_of(request), num_computed // page_size)
         return True
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
@@ -155,7 +176,7 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_decoding = victim.state is RequestState.DECODING and victim not in running.stalled
+        is_decoding = victim.state is DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
             victim.last_token_ns = now_ns  # it sampled a token in the step that ended now

@@ -95,6 +95,9 @@ class Prefill:
                 num_tokens = request.own.most_tokens(start, num_tokens)
             else:
                 assert request.holding is not None
+                if cache.settles:
+                    cache.settle(request.holding, start)
+                    cache.count()
                 # Most often there is much more than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if num_most > cache.num_free:

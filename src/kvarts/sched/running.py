@@ -194,12 +194,7 @@ class Running(RunningOrder):
         self._cache.close(holding, num_computed // page_size, num_pages)
         self.num_left += 1
         request.holding = None
-        self.remove(request)
-        request.admission = -1
-        if request.furthest_computed:
-            recomputed = min(num_computed, request.furthest_computed) - request.hit_tokens
-            if recomputed > 0:
-                request.recomputed_tokens += recomputed
+        self.part(request)
         if num_computed > request.furthest_computed:
             request.furthest_computed = num_computed
 
@@ -207,6 +202,10 @@ class Running(RunningOrder):
         """Let `request`, which is off the wheel, run no longer; it keeps its pages."""
         self.remove(request)
         request.admission = -1
+        if request.furthest_computed:
+            recomputed = min(request.num_computed, request.furthest_computed) - request.hit_tokens
+            if recomputed > 0:
+                request.recomputed_tokens += recomputed
 
     def num_computed(self, request: Request) -> int:
         """Return how many tokens of running `request` are computed before the next step."""

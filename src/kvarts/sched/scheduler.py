@@ -105,8 +105,10 @@ class Scheduler:
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
         """How many blocks the blocked head needs, if it waits for pages."""
-        self._lacking: tuple[Request, int] | None = None
-        """The head that last lacked memory, and the blocks that it needs."""
+        self._least_wanted = 0
+        """How many of these it certainly needs for as long as it is blocked."""
+        self._lacking: tuple[Request, int, int, int] | None = None
+        """The head that last lacked memory, the same two numbers of it, and the budget that it had."""
         self._num_published = -1
         """How often pages had become findable when it did; -1 without one."""
         self._prefill = Prefill(
@@ -126,6 +128,8 @@ class Scheduler:
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
+        self._unsettled: list[Request] = []
+        """Decodes that release what they no longer need at their turn in the next step, in the order of admission."""
         self.has_sides = cache.settles or loads is not None
         """Whether `side_counts` has any."""
 
@@ -185,6 +189,9 @@ class Scheduler:
         if request.state in RUNNING:
             self.running.leave(request)
             self.running.release(request)
+            request.become(RequestState.CANCELLED)
+        elif request.state in LOADING and self.handoffs is not None:
+            self.handoffs.give_up(request)
             request.become(RequestState.CANCELLED)
         elif request.state in LOADING:
             assert self.loads is not None
@@ -250,7 +257,7 @@ class Scheduler:
         for request in self.running.chunked:
             if request.holding is not None:
                 num_known = request.num_prompt_tokens + request.num_output_tokens
-                num_blocks += self.cache.num_to_finish(request.holding, request.num_computed, num_known)
+                num_blocks += self.cache.num_to_finish(request.holding, num_known)
         return num_blocks
 
     def num_pages_to_admit(self) -> int:
@@ -275,12 +282,15 @@ class Scheduler:
         if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
         self.mark.used = -1  # the next look sets the mark
-        self.num_pages_wanted = 0
+        self.num_pages_wanted = self._least_wanted = 0
         if loads is not None:
             loads.take_ended()
             loads.tiers.plan_stores(now_ns)
         goes_on = True
-        if num_due := wheel.pages_due():
+        if unsettled := self._unsettled:
+            self._unsettled = []
+            goes_on = preemptor.take_turns(unsettled, now_ns)
+        elif num_due := wheel.pages_due():
             goes_on = preemptor.take_due(num_due, now_ns)
         with_new_table = self.own_pages.turn(wheel) if self._batch is not None else ()
         budget = self.pages.token_budget - wheel.num_decoding
@@ -368,9 +378,9 @@ class Scheduler:
         0 if the next step has to be scheduled. Certain as long as no request is added that becomes the head of the
         waiting queue, and until the time that the queue's `holds_until_ns` names.
         """
-        if self.running.chunked or self.waiting_with_pages or self.running.stalled:
+        if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
-        return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self.num_pages_wanted)
+        return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
     def advance(self, num_steps: int, *, is_taken: bool = False) -> Leap:
         """Do `num_steps` of the steps that `horizon` promised, or fewer where memory ends the leap earlier.
@@ -380,7 +390,7 @@ class Scheduler:
         cache = self.cache
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
-            return cache.leap(num_steps, self.num_pages_wanted if is_lacking else 0)
+            return cache.leap(num_steps, self._least_wanted if is_lacking else 0)
         due = self.wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
         if num_due and not is_taken:
@@ -471,20 +481,21 @@ class Scheduler:
             if budget <= 0:
                 self.blocked = FOR_BUDGET
                 break
-            if self._num_published == cache.num_published and self._still_lacks(request):
+            if self._num_published == cache.num_published and self._still_lacks(request, budget):
                 self.blocked = FOR_PAGES
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
-            num_wanted = cache.num_to_admit(match, num_known)
+            num_wanted = cache.num_to_admit(match, num_known, budget)
             if num_wanted > pages.num_free_to_admit(num_wanted):
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # what it shared with the pin it may have to take now
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
-                    self._lacking = request, num_wanted
+                    self._least_wanted = cache.least_to_admit(match, num_known, budget)
+                    self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
             waiting.remove(request)
@@ -545,17 +556,20 @@ class Scheduler:
             num_resumed += 1
         return num_resumed
 
-    def _still_lacks(self, head: Request) -> bool:
+    def _still_lacks(self, head: Request, budget: int) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
 
         What it needs only grows as long as nothing else begins to hold pages that it finds, as an admitted request
-        does and a store to a tier below, and no page becomes findable. Other models may have given it memory meanwhile.
+        does and a store to a tier below, no page becomes findable, and its budget is no smaller. Other models may have
+        given it memory meanwhile.
         """
         assert self._lacking is not None
-        request, num_wanted = self._lacking
-        if request is not head or num_wanted <= self.cache.num_free or (self.pins is not None and self.pins.num_pins):
+        request, num_wanted, least_wanted, least_budget = self._lacking
+        if request is not head or least_wanted <= self.cache.num_free or budget < least_budget:
             return False
-        self.num_pages_wanted = num_wanted
+        if self.pins is not None and self.pins.num_pins:
+            return False
+        self.num_pages_wanted, self._least_wanted = num_wanted, least_wanted
         return True
 
     def _tell_blocked(self, tell: Tell, head: Request) -> None:
@@ -568,23 +582,29 @@ class Scheduler:
     # Inside: what windows and chunks release -----------------------------------------------------------------
 
     def _settle(self, joined: list[Request]) -> None:
-        """Let running requests release what none of their later tokens attends to: that ends the step.
+        """Let decodes release what none of their later tokens attends to: that ends the step.
 
         `joined`: those that began to decode. All are in the order of admission, and requests that ended have released
-        everything before.
+        everything before. As in vLLM, a request has what another releases only if its turn in the next step is later.
+        That makes a difference only if the pages that decodes begin there are not free yet; then each of them releases
+        at its turn. Chunked requests always do.
         """
-        cache = self.cache
+        cache, wheel = self.cache, self.wheel
+        cache.count()  # others may have taken what was free
+        if wheel.pages_due() * cache.page_blocks > cache.num_free:
+            self._unsettled = self._settling(joined)
         if cache.follows_decodes:
-            cache.end_step()
+            if self._unsettled:
+                cache.put_off([holding_of(request) for request in self._unsettled if request not in joined])
+            else:
+                cache.end_step()
             for request in joined:
-                cache.settle(holding_of(request), request.num_computed)
-                cache.start_decoding(holding_of(request), request.admission)
-        else:
+                if not self._unsettled:
+                    cache.settle(holding_of(request), request.num_computed)
+                cache.start_decoding(holding_of(request), request.admission, is_settled=not self._unsettled)
+        elif not self._unsettled:
             for request in self._settling(joined):
-                cache.settle(holding_of(request), self.wheel.num_computed(request))
-        for request in self.running.chunked:
-            if request.own is None:
-                cache.settle(holding_of(request), request.num_computed)
+                cache.settle(holding_of(request), wheel.num_computed(request))
         cache.count()
 
     def _settling(self, joined: list[Request]) -> list[Request]:

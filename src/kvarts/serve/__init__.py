@@ -1,1 +1,1 @@
-"""Doors: each parses, calls, and renders what came back. They decide nothing."""
+"""Doors: each parses a request, calls a service, and renders the answer. They decide nothing."""

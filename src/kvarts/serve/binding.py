@@ -1,4 +1,4 @@
-"""Where a server listens, and how: checked before anything is loaded."""
+"""Address and protection of a server, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Binding"]
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, `HOST:PORT` with port 0 for a free one, and its protection: TLS, and whether a token is asked for.
+    """An address, `HOST:PORT` with port 0 for a free one, and its protection: TLS, and whether a token is required.
 
-    `insecure`: how often --insecure was given, see kvarts.reach. Raises ConfigError for an address that other machines
-    reach without protection, and MissingFileError or InputError for the files of a certificate and its key.
+    `insecure`: number of times --insecure was given, see kvarts.reach. Raises ConfigError for an address that other
+    machines reach without protection, and MissingFileError or InputError for the files of a certificate and its key.
     """
 
     address: str
@@ -47,7 +47,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
         return self.tls_cert is not None
 
     def add_to(self, server: Any) -> str:
-        """Let a server listen; return the address with the port that it got. Raise ConfigError if it is taken."""
+        """Make a server listen; return the address with the actual port. Raise ConfigError if it is taken."""
         try:
             if self.tls_cert is not None and self.tls_key is not None:
                 pair = (self.tls_key.read_bytes(), self.tls_cert.read_bytes())

@@ -1,8 +1,9 @@
-"""Reading of requests: after their metadata, and a few at a time for each owner.
+"""Reads request messages only after their metadata, and a few at a time per owner.
 
-gRPC announces a message without its length, and holds all of it in memory while it arrives. Until it is asked for, it
-holds no more than a window, 64 KiB. So a call waits here before its message is read: an owner's memory is at most that
-of READS messages, however many it sends. A call that is slow to send its message gives way to others of its owner.
+gRPC announces a message without its length, and holds all of it in memory while it arrives. Until the message is
+requested, it holds at most a window of 64 KiB. So a call waits here before its message is read: an owner occupies the
+memory of at most READS messages, regardless of how many it sends. A call whose message arrives slowly is ended if
+others of its owner wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import grpc
 __all__ = ["NO_MESSAGE", "READS", "Intake"]
 
 READS = 2
-"""Messages of an owner that are read at once."""
+"""Messages of an owner that are read concurrently."""
 
 LARGE_BYTES = 64 * 1024
 """A larger message is parsed in a thread, one at a time."""
@@ -26,17 +27,17 @@ LARGE_BYTES = 64 * 1024
 NO_MESSAGE = object()
 
 PATIENCE_S = 0.5
-"""So long a message may take to arrive while others of its owner wait."""
+"""Time limit for the arrival of a message while others of its owner wait."""
 
 READ_S = 30.0
-"""So long a message may take to arrive."""
+"""Time limit for the arrival of a message."""
 
 MAX_CALLS = 16_384
-"""Calls of an owner that are under way or wait at once; one more is refused."""
+"""Limit of an owner's calls in progress or waiting; further calls are refused."""
 
 
 class _Reading:
-    """A message of the call of `context` that is being read."""
+    """A message that is being read for the call of `context`."""
 
     def __init__(self, context: Any, begun_s: float) -> None:
         self.context = context
@@ -46,7 +47,7 @@ class _Reading:
 
 
 class Intake:
-    """Owner of the turns at which messages are read. For one event loop."""
+    """Owner of the turns in which messages are read, for one event loop."""
 
     def __init__(self, *, reads: int = READS, patience_s: float = PATIENCE_S, read_s: float = READ_S) -> None:
         self._reads = reads
@@ -58,9 +59,9 @@ class Intake:
         self._num_calls: dict[str, int] = {}
 
     async def read(self, owner: str, context: Any, parse: Callable[[bytes], Any]) -> Any:
-        """Return what `parse` makes of the next message of a call, when its turn has come; NO_MESSAGE at the end.
+        """Wait for a turn; return the result of `parse` for the next message of a call, or NO_MESSAGE at the end.
 
-        Raise what `parse` raises. A message that is too slow ends the call.
+        Raise the errors of `parse`. A message that arrives too slowly ends the call.
         """
         await self._take(owner)
         try:
@@ -94,19 +95,19 @@ class Intake:
         reading = _Reading(context, loop.time())
         reading.timer = loop.call_later(self._patience_s, self._look, owner, reading)
         try:
-            data = await context.read()  # raises what ends the call, once that is aborted
+            data = await context.read()  # raises if the call was aborted
         finally:
             reading.timer.cancel()
         if reading.aborting is not None:
-            data = None  # it came in the meantime: what is raised here would keep it
+            data = None  # it arrived in the meantime: the error raised here would keep it alive
             await reading.aborting
         return data
 
     def _look(self, owner: str, reading: _Reading) -> None:
-        """Look whether a message that is still not there has to give way."""
+        """Check whether a message that has not arrived must give up its turn."""
         loop = asyncio.get_running_loop()
         if self._waiting.get(owner) or loop.time() - reading.begun_s >= self._read_s:
-            # The read is not cancelled: gRPC would keep what has come of the message for ever.
+            # The read is not cancelled: gRPC would keep the received part of the message forever.
             reading.aborting = loop.create_task(
                 reading.context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message arrives too slowly")
             )
@@ -126,11 +127,11 @@ class Intake:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give(owner)  # the turn had come
+                self._give(owner)  # the turn was granted already
             raise
 
     def _give(self, owner: str) -> None:
-        """Pass a turn on to the call that waits longest, or have it for the next."""
+        """Pass the turn to the call that has waited longest, or free it."""
         waiting = self._waiting.get(owner, deque())
         while waiting:
             turn = waiting.popleft()
@@ -142,7 +143,7 @@ class Intake:
 
 
 def _parse(parse: Callable[[bytes], Any], holder: list[Any]) -> tuple[Any, Exception | None]:
-    """Return what `parse` returns, or what it raises, without the frames that hold the message."""
+    """Return the result of `parse`, or its error without the frames that hold the message."""
     try:
         return parse(holder.pop()), None
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Messages as values, and values as messages. No value is judged here: those that are made judge themselves."""
+"""Conversion of messages to values and back. Values validate themselves when they are made."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ __all__ = [
 MAX_ID_CHARS = 64
 
 MAX_TOKENS = 1 << 20
-"""Tokens of one append."""
+"""Limit of tokens per append."""
 MAX_OTHER_BYTES = 4096
-"""Of the fields beside them."""
+"""Limit of the bytes of the other fields."""
 
 SomeMessage = TypeVar("SomeMessage", bound=Message)
 
 
 def parsed(kind: type[SomeMessage], data: bytes) -> SomeMessage:
-    """Return the message that `data` is. Raise SessionValueError for other bytes, and for too many values."""
-    # Each value ends with a byte below 128. Counted first: parsed, a number of one byte takes four.
+    """Return the message in `data`. Raise SessionValueError for other bytes, and for too many values."""
+    # Each value ends with a byte below 128. Count them before parsing, since a number of one byte then takes four.
     if len(data) > MAX_TOKENS and np.count_nonzero(np.frombuffer(data, np.uint8) < 128) > MAX_TOKENS + MAX_OTHER_BYTES:
         raise SessionValueError(
             f"the request has more than {MAX_TOKENS} token ids", field="token_ids", hint="Append them in parts."
         )
     with suppress(DecodeError):
         return kind.FromString(data)
-    # Not raised in an `except`: the other error would keep this frame, and the bytes in it.
+    # Not raised in an `except`: the other error would keep this frame, and the bytes in it, alive.
     raise SessionValueError(f"the request is not a {kind.DESCRIPTOR.full_name}")
 
 
@@ -75,7 +75,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """A length to cut a history to."""
+    """A length to which a history is shortened."""
 
     session_id: str
     length: int
@@ -91,13 +91,13 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 def session_id_of(request: Any) -> str:
-    """Return the session that a request is about; of what is too long to be one, the beginning."""
+    """Return the session id of a request, cut to the maximum length."""
     session_id: str = request.session_id
     return session_id[:MAX_ID_CHARS]
 
 
 def append_of(request: added.AppendTokensRequest) -> list[Append]:
-    """Return tokens to append, in a list to be emptied: a call that waits need not keep them."""
+    """Return the tokens to append, in a list that the handler empties, so that a waiting call need not keep them."""
     expected_length = request.expected_length if request.HasField("expected_length") else None
     return [Append(session_id_of(request), _token_ids(request.token_ids), expected_length, request.queue)]
 
@@ -114,19 +114,19 @@ def rollback_of(request: added.RollbackRequest) -> Rollback:
 
 
 def generation_of(request: added.GenerateRequest, *, ignore_eos: bool) -> Generation:
-    """Return a generation; with `ignore_eos` it ignores the model's own end, whatever the request says."""
+    """Return a generation; with `ignore_eos`, the model's own end is ignored regardless of the request."""
     request.ignore_eos |= ignore_eos
     return Generation(session_id_of(request), params_of(request), request.queue)
 
 
 def settings_of(request: added.CreateSessionRequest, defaults: SessionSettings) -> SessionSettings:
-    """Return `defaults` with what a request gives instead. Raise ConfigError for a value out of range."""
+    """Return `defaults` with the settings of a request. Raise ConfigError for a value out of range."""
     changes: dict[str, Any] = {
         name: getattr(request, name)
         for name in ("sink", "window", "positions", "past_max_positions", "retention", "ttl_s")
         if request.HasField(name)
     }
-    # A message cannot say "none": 0 does, which is out of range otherwise.
+    # A message cannot hold None: 0, which is otherwise out of range, stands for it.
     for name in ("window", "ttl_s"):
         if changes.get(name) == 0:
             changes[name] = None
@@ -138,7 +138,7 @@ def settings_of(request: added.CreateSessionRequest, defaults: SessionSettings) 
 
 
 def params_of(request: added.GenerateRequest) -> SamplingParams:
-    """Return what a request asks of its tokens. Raise ConfigError for a value out of range."""
+    """Return the sampling parameters of a request. Raise ConfigError for a value out of range."""
     params: dict[str, Any] = {
         name: getattr(request, name)
         for name in ("seed", "top_k", "min_p", "repetition_penalty")
@@ -154,7 +154,7 @@ def params_of(request: added.GenerateRequest) -> SamplingParams:
 
 
 def _token_ids(ids: Any) -> array[int]:
-    """Return token ids of a request, in one block of memory. Raise SessionValueError for too many."""
+    """Return the token ids of a request, in one block of memory. Raise SessionValueError for too many."""
     if len(ids) > MAX_TOKENS:
         raise SessionValueError(
             f"has {len(ids)} ids, and {MAX_TOKENS} at most", field="token_ids", hint="Append them in parts."
@@ -169,8 +169,8 @@ def _ends(ids: Any, field: str) -> tuple[int, ...]:
 
 
 def _decimal(value: float) -> float:
-    """Return the shortest decimal that a 32-bit float stands for, so that 0.7 arrives as 0.7."""
-    for digits in (6, 7, 8):  # 6 always fit, 9 always suffice
+    """Return the shortest decimal of a 32-bit float, so that 0.7 arrives as 0.7."""
+    for digits in (6, 7, 8):  # 6 digits always survive, 9 always suffice
         short = float(f"{value:.{digits}g}")
         if struct.pack("f", short) == struct.pack("f", value):
             return short
@@ -178,7 +178,7 @@ def _decimal(value: float) -> float:
 
 
 def bytes_of_update(update: Update) -> bytes:
-    """Return the message of an update as it is sent."""
+    """Return the serialized message of an update."""
     message: contract.GenerateResponse = RENDERERS[type(update)](update)
     return message.SerializeToString()
 
@@ -194,7 +194,7 @@ def _truncated_message(update: Truncated) -> contract.GenerateResponse:
 def _done_message(update: Done) -> contract.GenerateResponse:
     return contract.GenerateResponse(
         done=contract.GenerateDone(
-            stop_reason=int(update.stop_reason),  # type: ignore[arg-type]  # an enum is an int, but to its stub
+            stop_reason=int(update.stop_reason),  # type: ignore[arg-type]  # the stub does not accept the enum's int
             generated_token_count=update.num_tokens,
             prefill_duration_seconds=update.prefill_s,
             total_duration_seconds=update.total_s,
@@ -206,7 +206,7 @@ RENDERERS: dict[type[Update], Any] = {Token: _token_message, Truncated: _truncat
 
 
 def info_message(info: SessionInfo) -> added.SessionInfo:
-    """Return all that is known of a session."""
+    """Return the message of a session's information."""
     values = msgspec.structs.asdict(info)
     settings = added.SessionSettings(**msgspec.structs.asdict(values.pop("settings")))
     return added.SessionInfo(settings=settings, **values)

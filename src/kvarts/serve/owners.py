@@ -1,4 +1,4 @@
-"""Bearer tokens, and the owners that they stand for: checked before a message is read."""
+"""Bearer tokens and their owners, checked before a message is read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvarts.serve.statuses import refuse
 __all__ = ["OPEN_METHODS", "OWNER", "Gate", "Owners", "read_owners"]
 
 OWNER: ContextVar[str] = ContextVar("OWNER", default="")
-"""The owner of the call under way."""
+"""The owner of the current call."""
 
 OPEN_METHODS = "/grpc.health.v1.Health/"
-"""Calls that need no token: what watches over a server should not need to hold one of its owners'."""
+"""Calls that require no token: health checks should not need an owner's."""
 
 OPEN_READS = 2
 OPEN_PATIENCE_S = 0.01
@@ -33,13 +33,13 @@ SCHEME = "bearer "
 
 
 class Owners:
-    """The owners of a server's sessions, each by a token of its own. Only digests of tokens are kept."""
+    """The owners of a server's sessions, each with its own token. Only digests of tokens are kept."""
 
     def __init__(self, owners_by_token: dict[str, str]) -> None:
         self.keys = Keys({token: Owner(name=owner) for token, owner in owners_by_token.items()})
 
     def owner_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """Return the owner of the token in `authorization: Bearer TOKEN`; None if it has none."""
+        """Return the owner of the token in `authorization: Bearer TOKEN`; None without a known token."""
         value = next((value for key, value in metadata if key == "authorization"), "")
         text = value.decode("latin-1") if isinstance(value, bytes) else value
         is_bearer = text[: len(SCHEME)].lower() == SCHEME
@@ -48,17 +48,17 @@ class Owners:
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Refuses calls without a token that is known, by their metadata alone; of others, sets OWNER.
+    """Refuses calls without a known token, by their metadata alone; sets OWNER for the others.
 
-    Messages are read when their owner has a turn, see Intake. Without `owners` every call is of the owner ``.
+    Messages are read in turns, as in Intake. Without `owners`, every call belongs to the owner ``.
     """
 
     def __init__(self, owners: Owners | None) -> None:
         self._owners = owners
         self._intake = Intake()
-        # One intake for all that watch: what they send is short, and there at once.
+        # One intake for all health checks: their messages are short and arrive at once.
         self._open_intake = Intake(reads=OPEN_READS, patience_s=OPEN_PATIENCE_S, read_s=OPEN_READ_S)
-        # A handler that takes a stream is called before any of it is read.
+        # A handler of a request stream is called before any message is read.
         self._refusal = grpc.stream_unary_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -75,7 +75,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         return self._reading(handler, self._open_intake if is_open else self._intake)
 
     def _reading(self, handler: Any, intake: Intake) -> Any:
-        """Return `handler`, with messages that are read through `intake`."""
+        """Return `handler`, with its messages read through `intake`."""
         parse = handler.request_deserializer
 
         async def message(context: Any) -> Any:
@@ -114,7 +114,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
 
 
 async def _pass_on(answers: Any, context: Any) -> None:
-    """Send what a handler yields; one that writes by itself yields nothing."""
+    """Send the messages that a handler yields. A handler that writes them itself is only awaited."""
     if not hasattr(answers, "__aiter__"):
         await answers
         return
@@ -128,9 +128,9 @@ async def _refuse(_: Any, context: Any) -> None:
 
 
 def read_owners(path: Path) -> Owners:
-    """Return the owners of a token file: a line `OWNER:TOKEN` each, or one line with one token, of the owner ``.
+    """Return the owners of a token file: one line `OWNER:TOKEN` per owner, or a single token for the owner ``.
 
-    Lines that are empty or begin with `#` are left out. Raise MissingFileError, or InputError with file and line.
+    Empty lines and lines that begin with `#` are skipped. Raise MissingFileError, or InputError with file and line.
     """
     lines = read_text(path, hint="Check the path of the tokens.").splitlines()
     rows = [(number, line.strip()) for number, line in enumerate(lines, 1)]

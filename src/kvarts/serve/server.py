@@ -1,4 +1,4 @@
-"""A gRPC server around the door: health, reflection, tokens, and an end without loose ends."""
+"""A gRPC server for the sessions door: health, reflection, tokens, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from kvarts.signals import asked_to_stop
 __all__ = ["MAX_MESSAGE_BYTES", "SessionServer", "serve_until_signal"]
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Of a request."""
+"""Size limit of a request."""
 
 MAX_STREAMS = 4096
-"""Calls of one connection at once; more wait at the client."""
+"""Concurrent calls per connection; further ones wait at the client."""
 
 OPTIONS = [
     ("grpc.so_reuseport", 0),  # two servers on one port would each get some of the calls
-    # A client that is cut off says nothing: while a call is under way, it is asked whether it is there.
+    # A client whose connection broke sends nothing: during a call, pings detect it.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    # Without, windows grow with the speed of the network: calls that wait to be read hold megabytes each.
+    # With probes, windows grow with the network's speed, and each call waiting to be read holds megabytes.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
 ]
 
 WATCHERS_S = 0.5
-"""What is still open at the end, calls that watch the server's health, is given as long to read that it ends."""
+"""Time for calls still open at shutdown, which watch the server's health, to learn of its end."""
 
 M_MMAP_THRESHOLD = -3
-"""Of mallopt."""
+"""Parameter of mallopt."""
 
 SERVICES = ("", CONTRACT, SERVICE)
 
 
 class SessionServer:
-    """Sessions of one runtime on one port. For one event loop.
+    """Sessions of one runtime on one port, for one event loop.
 
-    `owners`: of the sessions, by their tokens; without, all sessions are of the owner `` and no token is needed.
-    `max_message_bytes`: a longer request is refused with RESOURCE_EXHAUSTED.
+    `owners`: the owners of sessions, by token; without them, all sessions belong to the owner ``, and no token is
+    needed. `max_message_bytes`: a longer request is refused with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SessionServer:
         reflection.enable_server_reflection([*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
 
     async def start(self) -> str:
-        """Listen; return the address, with the port in use. Raise ConfigError where that is not possible."""
+        """Listen; return the address with the actual port. Raise ConfigError if that is not possible."""
         address = self._binding.add_to(self._server)
         for service in SERVICES:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -80,7 +80,7 @@ class SessionServer:
         return address
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Say that it serves no more, shut the runtime down, let calls under way end, and stop listening."""
+        """Report the end to health checks, shut the runtime down, let calls in progress end, and stop listening."""
         await self._health.enter_graceful_shutdown()
         try:
             await self._door.close(grace_s)
@@ -89,18 +89,18 @@ class SessionServer:
 
 
 def give_back_large_blocks() -> None:
-    """Let glibc return each freed block of a megabyte or more to the system, at once.
+    """Make glibc return each freed block of a megabyte or more to the system at once.
 
-    By default it keeps blocks of up to 32 MiB once one was freed: as much as the largest messages ever took together.
+    By default, glibc keeps freed blocks of up to 32 MiB: in total, the peak of the largest messages held together.
     """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 async def serve_until_signal(server: SessionServer, listening: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; call `listening` with the address once clients may come.
+    """Serve until SIGTERM or SIGINT; call `listening` with the address once clients can connect.
 
-    A second signal ends the process at once.
+    A second signal ends the process immediately.
     """
     stopping = asked_to_stop()
     give_back_large_blocks()

@@ -1,4 +1,4 @@
-"""Sessions over gRPC: each call is parsed, asked of the runtime, and its answer sent."""
+"""Sessions over gRPC: each call is parsed and passed to the runtime, and its answer is sent."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ CONTRACT = contract.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 SERVICE = added.DESCRIPTOR.services_by_name["Sessions"].full_name
 
 INFOS_AT_ONCE = 100
-"""Of a list, what is rendered before others have a turn on the loop: about a millisecond."""
+"""Sessions of a list rendered before other tasks have a turn on the loop: about a millisecond."""
 
 Read = Callable[[Any], Any]
-"""Returns what a call needs of its message, as values: a message holds all that was sent."""
+"""Returns the values that a call needs from its message: a message would keep everything that was sent."""
 
 Call = Callable[[str, Any], Awaitable[Message]]
 
 
 class SessionsDoor:
-    """Both services on one runtime, a method for each call. For one event loop.
+    """Both services on one runtime, with a method for each call, for one event loop.
 
-    Handlers take values, which Gate makes of messages, and answers are bytes to grpc: a token costs one message and no
-    second copy. A stream is written, not yielded, so that a client that vanishes
-    cancels the very coroutine that holds the runtime's generator, which is then closed at once.
+    Handlers receive values, which Gate makes from messages, and return bytes to grpc: a token costs one message and no
+    second copy. A stream is written, not yielded, so that a client that vanishes cancels the same coroutine that holds
+    the runtime's generator, which is then closed at once.
     """
 
     def __init__(self, runtime: SessionRuntime) -> None:
@@ -61,7 +61,7 @@ class SessionsDoor:
         self._is_closing = False
 
     def handlers(self) -> list[Any]:
-        """Return what a server needs to answer both services."""
+        """Return the handlers of both services for a server."""
         defaults = self._runtime.defaults
         calls: dict[str, tuple[type[Message], Read, Call]] = {
             "CreateSession": (
@@ -80,7 +80,7 @@ class SessionsDoor:
         }
         old = {name: self._unary(*row) for name, row in calls.items()}
         new = {name: self._unary(*row) for name, row in new_calls.items()}
-        # By the contract, tokens end a generation only if they were given when the session was made.
+        # By the contract, only end tokens given at the creation of the session end a generation.
         old_generate, generate = (
             grpc.unary_stream_rpc_method_handler(self._generate, partial(_generation_in, ignore_eos=ignore_eos))
             for ignore_eos in (True, False)
@@ -91,7 +91,7 @@ class SessionsDoor:
         ]
 
     async def close(self, grace_s: float) -> None:
-        """Refuse calls from now on, shut the runtime down, and give calls under way `grace_s` to send their last."""
+        """Refuse new calls, shut the runtime down, and give calls in progress `grace_s` to send their last messages."""
         self._is_closing = True
         await self._runtime.shut_down()
         if self._calls:
@@ -172,7 +172,7 @@ class SessionsDoor:
                 async for update in updates:
                     await context.write(bytes_of_update(update))
         except grpc.aio.BaseError:
-            raise asyncio.CancelledError from None  # it could not be sent: the client has gone
+            raise asyncio.CancelledError from None  # sending failed: the client has disconnected
         except (Exception, asyncio.CancelledError) as error:
             await _give_up(context, error)
 
@@ -182,7 +182,7 @@ def _generation_in(data: bytes, *, ignore_eos: bool) -> Generation:
 
 
 async def _give_up(context: Any, error: BaseException) -> NoReturn:
-    """Refuse a call. If it was the call itself that was cancelled, nothing can be sent: raise that on."""
+    """Refuse a call. If the call itself was cancelled, nothing can be sent: re-raise the cancellation."""
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error

@@ -1,4 +1,4 @@
-"""What a caller is told of an error: a gRPC status, one line of text, and the name of the error."""
+"""Errors as a caller receives them: a gRPC status, one line of text, and the name of the error."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STATUSES: dict[type[BaseException], grpc.StatusCode] = {
     DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
     asyncio.CancelledError: grpc.StatusCode.CANCELLED,
 }
-"""The status of each error, classes below it included. Of every other it is INTERNAL."""
+"""The status of each error and its subclasses. All others are INTERNAL."""
 
 MAX_CHARS = 600
-"""Of a text: all metadata of a call together may have 8 KiB, and a character may take twelve bytes of it."""
+"""Limit of a text: the metadata of a call may have 8 KiB in total, and a character may take twelve bytes of it."""
 
 LOG = logging.getLogger("kvarts.serve")
 
 
 async def refuse(context: Any, error: BaseException) -> NoReturn:
-    """End a call with the status of `error`. Write an error that is in no table, a bug, to the log."""
+    """End a call with the status of `error`. Log an error that is not in the table, since it is a bug."""
     status = next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), None)
     text = str(error)
     if status is grpc.StatusCode.CANCELLED:

@@ -1,1 +1,1 @@
-"""Conversations with their state on the server: new tokens in, generated tokens out, in bounded KV memory."""
+"""Conversations with state on the server: new tokens in, generated tokens out, in bounded KV memory."""

@@ -1,4 +1,4 @@
-"""Tokens that are appended to histories, before what is done with them. In the thread of the engine."""
+"""Appending tokens to histories, with rollback if the operation that needs them fails. In the engine's thread."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["Appending"]
 
 
 class Appending:
-    """Appends to the sessions of `table`, and takes back what came to nothing. `histories`: where they are on disk."""
+    """Appends to the sessions of `table`, and undoes failed appends. `histories`: the copies on disk, if any."""
 
     def __init__(self, table: SessionTable, histories: Histories | None) -> None:
         self._table = table
         self._histories = histories
 
     def max_positions(self, session: Session) -> int | None:
-        """Return how long a history may become; None: as long as it gets."""
+        """Return the maximum length of a history; None: unlimited."""
         settings = session.settings
         if settings.positions == "cache" or settings.past_max_positions:
             return None
         return self._table.host.max_positions
 
     def check(self, session: Session, num_tokens: int, expected_length: int | None) -> int:
-        """Return the length of the history, to which so many tokens can be appended.
+        """Return the length of the history, after checking that `num_tokens` tokens can be appended.
 
-        Raise UnknownSessionError for a session that has gone while this waited for its turn, SessionNotReadyError for a
-        history of another length, or one that would be too long, and SessionsExhaustedError for more than may be kept.
+        Raise UnknownSessionError if the session ended while this waited for its turn, SessionNotReadyError for a
+        history of unexpected length or one that would get too long, and SessionsExhaustedError if histories are full.
         """
         self._table.get(session.owner, session.session_id)
         length = session.history_length
@@ -54,7 +54,7 @@ class Appending:
 
     @contextmanager
     def done(self, session: Session, packed: bytes, expected_length: int | None) -> Iterator[None]:
-        """Append tokens, 8 bytes each, for what is done in the block; if that raises, they are not there."""
+        """Append tokens, 8 bytes each, for the work in the block; if the block raises, remove them again."""
         before = self.check(session, len(packed) // UNIT_BYTES, expected_length)
         if packed:
             session.content.append(packed)
@@ -64,7 +64,7 @@ class Appending:
         except BaseException:
             if packed:
                 self._table.shorten(session, before)
-                if self._histories is not None:  # before any later append is written
+                if self._histories is not None:  # queued ahead of any later append
                     self._histories.truncate(session.session_id, before)
-                    session.is_written = False  # as far as is known here
+                    session.is_written = False  # the outcome on disk is unknown here
             raise

@@ -1,4 +1,4 @@
-"""Shares of owners in what all sessions hold together, and the sessions that go for another."""
+"""Owners' shares of the resources of all sessions, and the choice of sessions to evict."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Capacity"]
 
 
 class Capacity:
-    """Owner of three accounts: sessions, pages that are reserved for them, and tokens of their histories.
+    """Owner of three accounts: sessions, pages reserved for them, and tokens of their histories.
 
-    `num_pages`: pages, or blocks, that sessions may reserve. `shares`: of each owner, relative to each other. With
-    several owners none can take all: half of a share stays free for its owner. With one, or none, all is free to all.
+    `num_pages`: pages or blocks that sessions may reserve. `shares`: of owners, relative to each other. With several
+    owners, none can take everything: half of each share stays free for its owner. With at most one, all is available.
     """
 
     def __init__(self, config: SessionsConfig, num_pages: int, shares: Mapping[str, float]) -> None:
@@ -28,20 +28,20 @@ class Capacity:
         self.tokens = Shares(config.max_history_tokens, shares)
 
     def add(self, session: Session, num_pages: int) -> None:
-        """Count a session that is there now, with its reserved pages and its history."""
+        """Count a new session, with its reserved pages and its history."""
         self.sessions.force(session.owner)
         self.pages.force(session.owner, num_pages)
         self.recount(session)
 
     def remove(self, session: Session, num_pages: int) -> None:
-        """Count a session no more."""
+        """Stop counting a session."""
         self.sessions.give(session.owner)
         self.pages.give(session.owner, num_pages)
         self.tokens.give(session.owner, session.num_counted)
         session.num_counted = 0
 
     def recount(self, session: Session) -> None:
-        """Count the history of a session as long as it is now."""
+        """Update the count of a session's history to its current length."""
         more = session.history_length - session.num_counted
         if more >= 0:
             self.tokens.force(session.owner, more)
@@ -50,7 +50,7 @@ class Capacity:
         session.num_counted = session.history_length
 
     def check_tokens(self, owner: str, num_tokens: int) -> None:
-        """Raise SessionsExhaustedError if histories of `owner` cannot grow by `num_tokens` tokens."""
+        """Raise SessionsExhaustedError if the histories of `owner` cannot grow by `num_tokens`."""
         room = self.tokens.room(owner)
         if num_tokens > room:
             raise SessionsExhaustedError(
@@ -63,11 +63,11 @@ class Capacity:
     def leaving(
         self, owner: str, idle: Iterable[Session], *, num_sessions: int, num_pages: int, pages_of: Mapping[str, int]
     ) -> list[Session]:
-        """Return sessions of `idle` that make room for `num_sessions` and `num_pages` more; fewer if that fails.
+        """Return sessions of `idle` to evict for `num_sessions` and `num_pages` more; too few if there are not enough.
 
-        `owner` takes from others only what these hold beyond their guarantees, and only up to its own guarantee; what
-        it wants beyond that its own sessions make room for. `idle`: the longest idle first. `pages_of`: the reserved
-        pages of each session by id, 0 left out.
+        `owner` takes from others only what these hold beyond their guarantees, and only up to its own guarantee; beyond
+        that, its own sessions are evicted. `idle`: the longest idle first. `pages_of`: the reserved pages of each
+        session by id, without zeros.
         """
         account = owner_of(owner) if self._is_shared else ""
         candidates: dict[str, list[Session]] = {}

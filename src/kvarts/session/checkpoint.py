@@ -1,7 +1,7 @@
-"""KV of sessions in files: one file a session, written whole or not at all, and read only where it fits.
+"""KV of sessions in files: one file per session, written completely or not at all, and validated when read.
 
-A checkpoint is KV that could be computed again. So nothing about it is an error: what cannot be saved or loaded is
-`Refused`, with the reason.
+The KV in a checkpoint can always be computed again, so failures are not errors: a checkpoint that cannot be saved or
+loaded gives `Refused`, with the reason.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A file of `num_bytes` bytes that is on disk."""
+    """A file of `num_bytes` bytes was written to disk."""
 
     num_bytes: int
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Why there is no file, or nothing was taken from it."""
+    """The reason why no file was written or used."""
 
     reason: str
 
 
 class Checkpoints:
-    """The one writer of the checkpoints in a directory, of at most `max_bytes` bytes together; None: no limit.
+    """The only writer of the checkpoints in a directory, of at most `max_bytes` in total; None: no limit.
 
-    May be called from any thread, but for one session at a time. The directory is one process's: `Histories` sees to
-    that. Raises OutputError where there can be no directory, ConfigError for a limit that is none.
+    May be called from any thread, but by one at a time for each session. The directory must belong to one process,
+    which `Histories` enforces. Raises OutputError if the directory cannot be created, ConfigError for an invalid limit.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int | None = None) -> None:
@@ -68,15 +68,15 @@ class Checkpoints:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all files, those included that are being written."""
+        """Return the total size of all files, including those being written."""
         with self._lock:
             return sum(self._sizes.values())
 
     def save(self, header: CheckpointHeader, arrays: Mapping[str, Array]) -> Saved | Refused:
-        """Write the KV of a session, in place of what there was. It is on disk when this returns.
+        """Write the KV of a session, replacing any older checkpoint. It is on disk when this returns.
 
-        Refused, and what there was is kept: more than `max_bytes`, or a disk that cannot be written. Raise ConfigError
-        for arrays of other than booleans and plain numbers: view bfloat16 as uint16.
+        Refused, with the older checkpoint kept, if `max_bytes` is exceeded or the disk cannot be written. Raise
+        ConfigError for arrays of other types than booleans and plain numbers: view bfloat16 as uint16.
         """
         parts = encode_checkpoint(header, arrays)
         num_bytes = sum(map(len, parts))
@@ -85,7 +85,7 @@ class Checkpoints:
         path = self._path(header.session_id)
         temporary = path.with_name(f".{path.stem}.tmp")
         try:
-            temporary.unlink(missing_ok=True)  # a process that was killed has left it
+            temporary.unlink(missing_ok=True)  # left by a killed process
             with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.writelines(parts)
                 file.flush()
@@ -102,8 +102,8 @@ class Checkpoints:
     def load(self, session_id: str, fingerprint: Mapping[str, str], tokens: Tokens) -> Checkpoint | Refused | None:
         """Return the KV of a session with the history `tokens`; None if there is no file.
 
-        Refused: a file that is damaged, has another form, is of another session, or has KV of another fingerprint or
-        of other tokens than the first of `tokens`.
+        Refused if the file is damaged, has another format, or belongs to another session, or if its KV has another
+        fingerprint or is not that of a prefix of `tokens`.
         """
         path = self._path(session_id)
         try:
@@ -132,9 +132,9 @@ class Checkpoints:
         return True
 
     def sweep(self, known_ids: Collection[str]) -> list[Path]:
-        """Remove files of other sessions, and files that were never finished; return which, in order.
+        """Remove unfinished files and files of sessions not in `known_ids`; return the removed paths, sorted.
 
-        Files that have no name of ours are left alone. Not while anything is being saved.
+        Files with unknown kinds of names are kept. Must not run during a save.
         """
         known = frozenset(known_ids)
         removed = []
@@ -155,7 +155,7 @@ class Checkpoints:
         return self.directory / f"{session_id}.kv"
 
     def _reserve(self, session_id: str, num_bytes: int) -> bool:
-        """Count `num_bytes` for the session, in place of what it had; return whether they fit."""
+        """Count `num_bytes` for the session instead of its previous size; return whether they fit."""
         with self._lock:
             others = sum(self._sizes.values()) - self._sizes.get(session_id, 0)
             if self._max_bytes is not None and others + num_bytes > self._max_bytes:
@@ -171,7 +171,7 @@ class Checkpoints:
                 self._sizes.pop(session_id, None)
 
     def _sync_directory(self) -> None:
-        """Have the name of a file on disk too."""
+        """Sync the directory, so that file names are on disk too."""
         number = os.open(self.directory, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -184,7 +184,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _misfit(header: CheckpointHeader, session_id: str, fingerprint: Mapping[str, str], tokens: Tokens) -> str | None:
-    """Return why KV is not what is asked for; None if it is."""
+    """Return the reason why a checkpoint does not match; None if it does."""
     if header.session_id != session_id:
         return f"is of session {header.session_id}"
     differing = sorted(

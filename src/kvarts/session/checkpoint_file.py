@@ -1,9 +1,9 @@
-"""The form of a checkpoint: the KV of a session as bytes.
+"""The format of a checkpoint: the KV of a session as bytes.
 
-A line with the version of the form, the length of a header, the header in msgpack, the raw bytes of arrays, each at a
-multiple of ALIGNMENT, and a CRC-32 of all before it. CRC-32 finds every error of up to 32 bits in a row, as a torn or
-rotten disk makes them, and is four times as fast as BLAKE2b (8 MB: 3 ms and 12 ms, zlib on one core). It is no defence
-against a file that was made to deceive.
+A file consists of a line with the format version, the length of a header, the header in msgpack, the raw bytes of
+arrays, each aligned to ALIGNMENT, and a CRC-32 of everything before it. CRC-32 detects every burst error of up to 32
+bits, such as torn writes and bit rot cause, and is four times as fast as BLAKE2b (8 MB: 3 ms and 12 ms, zlib on one
+core). It does not protect against deliberately forged files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Array = npt.NDArray[Any]
 
 
 class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What KV is of.
+    """Identifies the KV in a checkpoint.
 
     `fingerprint`: everything that KV depends on, by name: weights, dtype, geometry, rope, sink, window, page size.
-    `num_tokens`: tokens of the history that are computed; `token_digest`: `token_digest` of them, because a history can
-    be rolled back and go on otherwise. `tables`: for each page table how many pages it has, how many it has dropped,
-    and those of the sink.
+    `num_tokens`: computed tokens of the history; `token_digest`: their `token_digest`, because a history can be rolled
+    back and continued differently. `tables`: per page table, the number of its pages, of dropped pages, and of pages of
+    the sink.
     """
 
     session_id: str
@@ -49,14 +49,14 @@ class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """KV, and what it is of. Arrays that were read may be written to, and share one buffer."""
+    """KV and its header. Decoded arrays are writable and share one buffer."""
 
     header: CheckpointHeader
     arrays: dict[str, Array]
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """An array: its name, its shape, and its dtype as NumPy writes it."""
+    """An array: its name, its shape, and its dtype in NumPy's notation."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,14 +76,14 @@ class _Contents(msgspec.Struct, frozen=True):
 
 
 def token_digest(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
-    """Return 16 bytes that stand for tokens, whatever the type of their ids."""
+    """Return a 16-byte digest of tokens, independent of the integer type of their ids."""
     return blake2b(np.asarray(tokens, dtype="<u4").tobytes(), digest_size=16).digest()
 
 
 def encode_checkpoint(header: CheckpointHeader, arrays: Mapping[str, Array]) -> list[bytes | memoryview]:
     """Return the bytes of a checkpoint, in parts; contiguous arrays are not copied.
 
-    Raise ConfigError for arrays of other than booleans and plain numbers.
+    Raise ConfigError for arrays of other types than booleans and plain numbers.
     """
     stored = {}
     for name, array in arrays.items():
@@ -106,7 +106,7 @@ def encode_checkpoint(header: CheckpointHeader, arrays: Mapping[str, Array]) -> 
 
 
 def decode_checkpoint(data: npt.NDArray[np.uint8]) -> Checkpoint | str:
-    """Return what `encode_checkpoint` was given, its arrays in `data`; or why that cannot be."""
+    """Return the inverse of `encode_checkpoint`, with arrays as views of `data`; or the reason for a failure."""
     if not len(data):
         return "is empty"
     text = data.data
@@ -134,7 +134,7 @@ def decode_checkpoint(data: npt.NDArray[np.uint8]) -> Checkpoint | str:
 
 
 def _starts(begin: int, layout: Sequence[_Layout]) -> list[int]:
-    """Return where each array begins, behind a header that ends at `begin`."""
+    """Return the offset of each array after a header that ends at `begin`."""
     starts = []
     for part in layout:
         starts.append(-(-begin // ALIGNMENT) * ALIGNMENT)

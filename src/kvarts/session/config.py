@@ -19,15 +19,15 @@ AtCapacity = Literal["refuse", "evict"]
 
 
 class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What sessions have together.
+    """Settings shared by all sessions.
 
-    `defaults`: the settings of a session for which none are given. `max_sessions`: how many there may be; None: as
-    many as fit. `memory_bytes`: KV memory for bounded sessions; None: all there is. `max_pages`: the same in pages, or
-    of a model with KV groups in blocks; where both are given, both hold. `max_history_tokens`: tokens of all histories,
-    8 bytes each. `at_capacity`: refuse one more, or evict the
-    idle one that was used longest ago. `chunk_tokens`: tokens of sessions that a step may compute at most, beside one
-    for each that generates; their pages are there once, for all sessions. `tombstone_ttl_s`: for how long it is
-    remembered what became of a session. `reap_every_s`: how often it is looked for sessions that have expired.
+    `defaults`: the settings of sessions created without any. `max_sessions`: limit on their number; None: as many as
+    fit. `memory_bytes`: KV memory for bounded sessions; None: all of it. `max_pages`: the same in pages, or in blocks
+    for a model with KV groups; if both are given, both apply. `max_history_tokens`: tokens of all histories, 8 bytes
+    each. `at_capacity`: refuse a further session, or evict the idle session that was used longest ago. `chunk_tokens`:
+    most tokens of sessions that a step may compute in addition to one for each generating session; the pages for them
+    are reserved once for all sessions. `tombstone_ttl_s`: how long the end of a session is remembered. `reap_every_s`:
+    interval of the search for expired sessions.
 
     Raises ConfigError for a value out of range.
     """

@@ -1,4 +1,4 @@
-"""What a session runtime refuses, each kind with the status that a door gives it."""
+"""Errors of a session runtime. Doors map each class to a status."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = [
 
 
 class UnknownSessionError(KvartsError):
-    """There is no session of that id, as far as the caller may know."""
+    """The caller has no session with this id."""
 
 
 class SessionGoneError(UnknownSessionError):
-    """A session of the caller that was closed, evicted or has expired; the text says which, and when."""
+    """A session of the caller that was closed, was evicted or has expired; the text contains which, and when."""
 
 
 class SessionValueError(KvartsError):
-    """A value that cannot be accepted, such as a token id that the vocabulary lacks. The history is unchanged."""
+    """A value that cannot be accepted, such as a token id outside the vocabulary. The history is unchanged."""
 
 
 class SessionNotReadyError(KvartsError):
-    """The session is not in a state for this, such as a generation before anything was appended."""
+    """The session's state does not permit this, such as a generation before anything was appended."""
 
 
 class SessionBusyError(KvartsError):
-    """Another operation on the session is under way. The history is unchanged."""
+    """Another operation on the session is in progress. The history is unchanged."""
 
 
 class SessionsExhaustedError(KvartsError):
-    """There is no room for this; the text has the numbers."""
+    """There is not enough room for this; the text contains the numbers."""

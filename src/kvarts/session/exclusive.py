@@ -1,4 +1,4 @@
-"""One operation at a time on each session: others are refused, or wait in order."""
+"""Mutual exclusion per session: concurrent operations are refused, or wait in order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Exclusive"]
 
 
 class Exclusive:
-    """Owner of the turns at each session. For one event loop."""
+    """Owner of the locks of sessions. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By session with an operation under way: the operations that wait for its end."""
+        """For each busy session, the operations that wait for it."""
 
     @property
     def num_busy(self) -> int:
-        """The number of sessions with an operation under way."""
+        """The number of sessions with an operation in progress."""
         return len(self._waiting)
 
     async def take(self, session_id: str, *, queue: bool, ahead: bool = False) -> None:
-        """Have the session to oneself until `pass_on`. Raise SessionBusyError if it is busy, unless `queue` is set.
+        """Lock the session until `pass_on`. Raise SessionBusyError if it is busy, unless `queue` is set.
 
-        `ahead`: before all that wait.
+        `ahead`: wait in front of all others.
         """
         waiting = self._waiting.get(session_id)
         if waiting is None:
@@ -46,13 +46,13 @@ class Exclusive:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.pass_on(session_id)  # the turn had come
-            elif turn in waiting:  # else it was passed over already
+                self.pass_on(session_id)  # the lock was granted before the cancellation
+            elif turn in waiting:  # else `pass_on` has removed it already
                 waiting.remove(turn)
             raise
 
     def pass_on(self, session_id: str) -> None:
-        """Let the next that waits have the session."""
+        """Hand the lock to the next waiting operation, or release it."""
         waiting = self._waiting[session_id]
         while waiting:
             turn = waiting.popleft()
@@ -63,7 +63,7 @@ class Exclusive:
 
     @asynccontextmanager
     async def hold(self, session_id: str, *, queue: bool, ahead: bool = False) -> AsyncIterator[None]:
-        """Have the session to oneself, as with `take`, and pass it on."""
+        """Lock the session as `take` does, and pass it on at the end."""
         await self.take(session_id, queue=queue, ahead=ahead)
         try:
             yield

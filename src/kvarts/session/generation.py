@@ -1,4 +1,4 @@
-"""A generation under way: from the tokens of requests to the updates of a stream."""
+"""A generation in progress: from the tokens of a request to the updates of a stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["AppendTurn", "GenerationTurn"]
 
 
 class AppendTurn:
-    """A Listener of a request that only computes: `done` is called when it has ended, with an error or None."""
+    """A Listener of a request that only computes. `done` is called at its end, with an error or None."""
 
     def __init__(
         self, turns: Turns, session: Session, loop: EngineLoop, done: Callable[[BaseException | None], object]
@@ -36,7 +36,7 @@ class AppendTurn:
         self._request: Request | None = None
 
     def begin(self, engine: LLMEngine) -> int | None:
-        """Begin the request, between steps; None if all is computed already."""
+        """Begin the request, between steps; None if everything is computed already."""
         self._request = self._turns.begin_append(engine, self._session)
         if self._request is None:
             self._done(None)
@@ -44,14 +44,14 @@ class AppendTurn:
         return self._request.index
 
     def cancel(self, engine: LLMEngine) -> None:
-        """End the request at a token boundary, between steps; the tokens stay, some of them not computed."""
+        """End the request at a token boundary, between steps. The tokens stay, some of them not computed."""
         _end(self._loop, self._session, self._request)
 
     def update(self, generation: Generation) -> None:
         """Do nothing: only the end matters."""
 
     def end(self, completion: Completion) -> None:
-        """Note the end."""
+        """Record the end."""
         assert self._request is not None
         self._turns.end(self._session, self._request)
         if completion.error is not None:
@@ -60,16 +60,16 @@ class AppendTurn:
             self._done(CancelledError() if completion.finish_reason == "cancelled" else None)
 
     def fail(self, error: BaseException) -> None:
-        """Note that it will never end."""
+        """Report an error that prevents the end."""
         self._done(error)
 
 
 class GenerationTurn:
-    """A Listener of a generation: sends Truncated, tokens and Done to `stream`.
+    """A Listener of a generation that sends Truncated, tokens and Done to `stream`.
 
-    `max_positions`: how long the history may become; None: as long as it gets. `priority`: of the request. `write`:
-    writes tokens to disk, given the length of the history before; they are sent when they are there. `begun` is told of
-    the request. When the last token is sampled, its KV is computed before the end is told.
+    `max_positions`: maximum length of the history; None: unlimited. `priority`: the request's. `write`: writes tokens
+    to disk, given the previous length of the history; they are sent once they are written. `begun` is called with the
+    request. After the last token is sampled, its KV is computed before the end is sent.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GenerationTurn:
         self._ends_truncated = False
 
     def begin(self, engine: LLMEngine) -> int | None:
-        """Begin the request, between steps; None if there is no place for a token."""
+        """Begin the request, between steps; None if the history cannot take another token."""
         session = self._session
         if not session.history_length:
             raise SessionNotReadyError("nothing was appended yet", field="session_id", hint="Append tokens first.")
@@ -127,11 +127,11 @@ class GenerationTurn:
         return self._request.index
 
     def cancel(self, engine: LLMEngine) -> None:
-        """End the request at a token boundary, between steps; what was generated stays."""
+        """End the request at a token boundary, between steps. Generated tokens stay."""
         _end(self._loop, self._session, self._request)
 
     def update(self, generation: Generation) -> None:
-        """Send the tokens of a step."""
+        """Send the new tokens of a step."""
         logprobs: Logprobs | None = None
         if self._params.logprobs:
             assert self._engine is not None
@@ -139,7 +139,7 @@ class GenerationTurn:
         self._send(generation.tokens, logprobs)
 
     def end(self, completion: Completion) -> None:
-        """Send the rest, and compute the KV of the last token."""
+        """Send the remaining tokens, and compute the KV of the last one."""
         assert self._request is not None
         session, tokens = self._session, completion.tokens
         self._turns.end(session, self._request)
@@ -159,11 +159,11 @@ class GenerationTurn:
         first_ns = self._first_ns or now_ns
         done = Done(reason, len(tokens), (first_ns - self._began_ns) / 1e9, (now_ns - self._began_ns) / 1e9)
         num_left = session.history_length - session.num_computed
-        # Cancelled before its first token, it has a prompt to compute: that is left to the next operation.
+        # If cancelled before its first token, the prompt is not computed; that is left to the next operation.
         if session.pages is None or num_left <= 0 or (num_left > 1 and reason is StopReason.CANCELLED):
             self._finish(done)
             return
-        session.state = "generating"  # still: an idle one might be gone before its last token is computed
+        session.state = "generating"  # not idle, or it could be evicted before its last token is computed
         last = AppendTurn(
             self._turns, session, self._loop, lambda error: self._finish(done if error is None else error)
         )
@@ -201,7 +201,7 @@ class GenerationTurn:
         self._num_sent = len(tokens)
 
     def _sent(self, future: Future[Any], tokens: list[Token]) -> None:
-        """Send tokens that are on disk. If they could not be written, end the generation; that is its end then."""
+        """Send tokens that are on disk. If the write failed, end the generation with that error."""
         error = future.exception()
         if error is None:
             _put(self._stream, *tokens)
@@ -212,12 +212,12 @@ class GenerationTurn:
 
 
 def _put(stream: UpdateStream, *items: Update | BaseException) -> None:
-    """Send updates from a thread in which nothing can be raised."""
+    """Send updates from a thread that must not raise."""
     with suppress(Gone):
         stream.put(*items)
 
 
 def _end(loop: EngineLoop, session: Session, request: Request | None) -> None:
-    """End `request`, if it is the one of `session` that is under way."""
+    """End `request` if it is the current one of `session`."""
     if request is not None and session.request == request.index:
         loop.end(request.index)

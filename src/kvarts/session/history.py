@@ -1,7 +1,7 @@
 """The histories of sessions on disk, and the thread that writes them.
 
-An operation is on disk before its future has a result. All operations that wait while a transaction is written to disk
-go into the next one together, so many sessions share one sync of the disk.
+An operation is on disk before its future has a result. All operations that wait while a transaction is being written
+are combined in the next one, so many sessions share one disk sync.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Append(msgspec.Struct, frozen=True):
-    """Tokens for one session. `expected_length`: of its history before."""
+    """Tokens for one session. `expected_length`: previous length of its history."""
 
     session_id: str
     expected_length: int
@@ -42,16 +42,16 @@ class Append(msgspec.Struct, frozen=True):
 class Histories:
     """Sessions, their tokens and their tombstones, in a file of `directory`. May be called from any thread.
 
-    Promises: operations are done in the order of the calls. When a future has a result, what it stands for is on disk,
-    and a process that is killed at any moment has lost nothing of it and doubled nothing. A future with an error has
-    changed nothing. An operation that was cancelled before its turn is not done.
+    Promises: operations are executed in the order of the calls. When a future has a result, its operation is on disk,
+    and a process killed at any time neither loses nor repeats any part of it. A future with an error has changed
+    nothing. An operation cancelled before its execution is not executed.
 
-    Errors of futures: UnknownSessionError; SessionNotReadyError for a length that does not fit; SessionValueError for
-    values that cannot be; InputError where the file is damaged; OutputError where it cannot be written, of every
-    operation in the transaction.
+    Errors of futures: UnknownSessionError; SessionNotReadyError for an unexpected length; SessionValueError for invalid
+    values; InputError if the file is damaged; OutputError, for every operation of the transaction, if it cannot be
+    written.
 
-    Raises ConfigError if another process has the directory, InputError for a file that is none of ours, is damaged or
-    has another version, OutputError where there can be no file.
+    Raises ConfigError if another process has the directory, InputError for a foreign, damaged or incompatible file,
+    OutputError if the file cannot be created.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -63,13 +63,13 @@ class Histories:
         self._tables = HistoryTables(self._file)
         self._waiting: SimpleQueue[_Operation | None] = SimpleQueue()
         self._lock = Lock()
-        """Nothing is put behind the None that ends the thread."""
+        """Ensures that nothing is queued after the None that ends the thread."""
         self._is_closed = False
         self._thread = Thread(target=self._serve, name="kvarts-histories", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Do what was asked for, and let others have the directory."""
+        """Complete all queued operations, and release the directory."""
         with self._lock:
             is_first = not self._is_closed
             self._is_closed = True
@@ -88,7 +88,7 @@ class Histories:
     # Operations -------------------------------------------------------------------------------------------
 
     def create(self, session: StoredSession) -> Future[None]:
-        """Add a session without tokens, whatever its `length` says."""
+        """Add a session without tokens, ignoring its `length`."""
         return self._submit(lambda tables: tables.create(session))
 
     def append(
@@ -96,7 +96,7 @@ class Histories:
     ) -> Future[int]:
         """Append tokens to a history of `expected_length` tokens, and return its new length.
 
-        A history of another length is refused: what is tried again after its answer was lost is not appended twice.
+        Any other length is refused, so that a retry after a lost response does not append twice.
         """
         try:
             data = packed(tokens)
@@ -105,7 +105,7 @@ class Histories:
         return self._submit(lambda tables: tables.append(session_id, expected_length, data))
 
     def append_many(self, appends: Sequence[Append]) -> Future[list[int | KvartsError]]:
-        """Append to many sessions; return, for each, its new length or the error that left it as it was."""
+        """Append to many sessions; return, for each, its new length, or the error that left it unchanged."""
 
         def outcome(tables: HistoryTables, append: Append) -> int | KvartsError:
             length, refusal = _attempt(tables, lambda tables: _append(tables, append))
@@ -117,13 +117,13 @@ class Histories:
         return self._submit(lambda tables: [outcome(tables, append) for append in appends])
 
     def truncate(self, session_id: str, length: int) -> Future[int]:
-        """Forget the tokens from `length` on, and return it."""
+        """Remove the tokens from `length` on, and return it."""
         return self._submit(lambda tables: tables.truncate(session_id, length))
 
     def fork(self, parent_id: str, child: StoredSession) -> Future[int]:
         """Add `child` with the first `child.length` tokens of `parent_id`; return their number.
 
-        The tokens are copied: the child needs its parent no more.
+        The tokens are copied, so the child does not depend on its parent.
         """
         return self._submit(lambda tables: tables.fork(parent_id, msgspec.structs.replace(child, parent=parent_id)))
 
@@ -132,25 +132,25 @@ class Histories:
         return self._submit(lambda tables: tables.note(session_id, usage))
 
     def end(self, session_id: str, reason: EndReason, ended_s: float) -> Future[int]:
-        """Remove a session with its tokens, leave a tombstone, and return the length that its history had."""
+        """Remove a session with its tokens, leave a tombstone, and return the previous length of its history."""
         return self._submit(lambda tables: tables.end(session_id, reason, ended_s))
 
     def forget(self, before_s: float) -> Future[int]:
-        """Remove tombstones of sessions that ended before `before_s` (Unix time), and return how many."""
+        """Remove tombstones of sessions that ended before `before_s` (Unix time), and return their number."""
         return self._submit(lambda tables: tables.forget(before_s))
 
     # Queries ----------------------------------------------------------------------------------------------
 
     def load(self) -> list[StoredSession]:
-        """Return all sessions, the oldest first. Raise InputError if the tokens of one are not all there."""
+        """Return all sessions, the oldest first. Raise InputError if tokens of one are missing."""
         return self._submit(HistoryTables.sessions).result()
 
     def tombstones(self) -> list[Tombstone]:
-        """Return what is known of ended sessions, in the order in which they ended."""
+        """Return the tombstones of ended sessions, in order of their end."""
         return self._submit(HistoryTables.tombstones).result()
 
     def ended_violations(self) -> tuple[int, int]:
-        """Return the violations of both invariants that were counted in sessions that have ended, ever."""
+        """Return the violations of both invariants counted in all sessions that have ended."""
         return self._submit(HistoryTables.ended_violations).result()
 
     def tokens(self, session_id: str, start: int = 0, end: int | None = None) -> Future[npt.NDArray[np.uint32]]:
@@ -180,7 +180,7 @@ class Histories:
             self._write([operation for operation in group if operation is not None])
 
     def _write(self, group: Sequence[_Operation]) -> None:
-        """Do operations in one transaction, and hand over their results when it is on disk."""
+        """Execute operations in one transaction, and set their results once it is on disk."""
         group = [operation for operation in group if operation.future.set_running_or_notify_cancel()]
         if not group:
             return
@@ -188,7 +188,7 @@ class Histories:
             self._file.begin()
             outcomes = [_attempt(self._tables, operation.run) for operation in group]
             self._file.commit()
-        except BaseException as error:  # every waiting caller gets it
+        except BaseException as error:  # passed to every waiting caller
             try:
                 self._file.rollback()
             except KvartsError as second:
@@ -204,7 +204,7 @@ class Histories:
 
 
 class _Operation:
-    """Something to do inside a transaction, and where its result goes."""
+    """An operation inside a transaction, and the future of its result."""
 
     def __init__(self, run: Callable[[HistoryTables], Any]) -> None:
         self.run = run
@@ -214,7 +214,7 @@ class _Operation:
 def _attempt(tables: HistoryTables, run: Callable[[HistoryTables], T]) -> tuple[T | None, KvartsError | None]:
     """Return the result of an operation, or its refusal.
 
-    Raise what is of the whole transaction: a disk that cannot be written, a bug, or damage found after a change.
+    Raise errors that concern the whole transaction: an unwritable disk, a bug, or damage found after a change.
     """
     before = tables.num_changes
     try:
@@ -232,7 +232,7 @@ def _append(tables: HistoryTables, append: Append) -> int:
 
 
 def packed(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> bytes:
-    """Return token ids as little-endian uint32. Raise SessionValueError for one that is none."""
+    """Return token ids as little-endian uint32. Raise SessionValueError for an invalid id."""
     try:
         given = np.asarray(tokens if len(tokens) else np.zeros(0, np.uint32))
     except (OverflowError, ValueError, TypeError) as error:

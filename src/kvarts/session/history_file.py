@@ -1,4 +1,4 @@
-"""The SQLite file of session histories: opening it for this process alone, transactions, and errors with names."""
+"""The SQLite file of session histories: exclusive access, transactions, and translation of errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvarts.errors import ConfigError, InputError, KvartsError, OutputError
 __all__ = ["HistoryFile"]
 
 APPLICATION_ID = 0x6B767368
-"""In the header of the file: `kvsh`."""
+"""In the file's header; the ASCII text `kvsh`."""
 SCHEMA_VERSION = 1
 
 SCHEMA = (
@@ -55,17 +55,17 @@ MOVE_AWAY = "Move the file away, or give another directory."
 
 
 class HistoryFile:
-    """The one connection to a file. Used by one thread at a time; one object at a time, on the whole machine.
+    """The only connection to a file. Used by one thread at a time; at most one such object exists per machine and file.
 
-    The lock is that of SQLite on the file: it is of the operating system, and ends with the process however that ends.
-    Raises ConfigError if another process has the file, InputError for a file that is none of ours or is damaged,
-    OutputError where there can be no file.
+    It is locked through SQLite by an operating system lock, which ends with the process, even if that is killed. Raises
+    ConfigError if another process has the file, InputError for a foreign or damaged file, OutputError if it cannot be
+    created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # SQLite gives the files beside it, the log and its index, the mode of this one.
+            # SQLite creates its log and index next to the file, with the same mode.
             for file in (path, *(each for each in _beside(path) if each.exists())):
                 os.close(open_private(file, os.O_RDWR | os.O_CREAT))
         except OSError as error:
@@ -84,7 +84,7 @@ class HistoryFile:
     def _open(self) -> None:
         run = self.connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
-        run("BEGIN EXCLUSIVE")  # takes the lock, and writes nothing: the file may be of others
+        run("BEGIN EXCLUSIVE")  # takes the lock without writing, since the file may not be ours
         application_id, version, num_tables = (
             run(query).fetchone()[0]
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
@@ -105,7 +105,7 @@ class HistoryFile:
                 raise self.damaged(found)
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = FULL")
-        run("PRAGMA fullfsync = ON")  # without it, macOS leaves data in the cache of the drive
+        run("PRAGMA fullfsync = ON")  # otherwise macOS leaves data in the drive's cache
         run("PRAGMA secure_delete = FAST")
         if is_new:
             run("BEGIN")
@@ -119,23 +119,23 @@ class HistoryFile:
             self.connection.execute("BEGIN")
 
     def commit(self) -> None:
-        """End the transaction; what it wrote is on disk. Raise OutputError if it is not."""
+        """Commit the transaction; its changes are then on disk. Raise OutputError if they are not."""
         with self.named_errors():
             self.connection.execute("COMMIT")
 
     def rollback(self) -> None:
-        """End the transaction as if it had not been begun; do nothing if there is none."""
+        """Undo the transaction, if one is open."""
         if self.connection.in_transaction:
             with self.named_errors():
                 self.connection.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Close the file, and let others have it."""
+        """Close the file and release its lock."""
         self.connection.close()
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Turn errors of SQLite into ours."""
+        """Convert SQLite errors to ours."""
         try:
             yield
         except KvartsError:
@@ -154,7 +154,7 @@ class HistoryFile:
             raise self.damaged(str(error)) from error
 
     def damaged(self, what: str) -> InputError:
-        """Return the error of a file that is damaged."""
+        """Return the error for a damaged file."""
         return InputError(f"is damaged: {what}", path=self.path, hint=MOVE_AWAY)
 
 

@@ -1,11 +1,12 @@
 """Operations on the histories of sessions, inside a transaction.
 
-A history is stored in segments of SEGMENT_TOKENS tokens, the last of which is shorter: packed little-endian uint32,
-each with a checksum, because SQLite has none. An append rewrites at most one segment, which is less than a page of the
-file, and adds others, so it costs what it appends; a history that grew token by token has no more rows than another.
+A history is stored in segments of SEGMENT_TOKENS tokens (the last may be shorter), packed as little-endian uint32, each
+with a checksum, because SQLite stores none. An append rewrites at most one segment, which is smaller than a page of the
+file, and adds others, so its cost is proportional to the tokens appended. A history that grew token by token has no
+more rows than any other.
 
-A fork copies the tokens of its parent: 4 bytes a token, once. Sharing them would save that, and would make every
-rollback and end of a session ask which others still need its rows.
+A fork copies the tokens of its parent, once, at 4 bytes per token. Sharing them would save that, but every rollback and
+end of a session would have to check which others still need its rows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Tokens = npt.NDArray[np.uint32]
 class HistoryTables:
     """The operations on one HistoryFile, between its `begin` and `commit`. Used by one thread at a time.
 
-    An operation that raises a KvartsError has changed nothing, but where the file cannot be read or written.
+    An operation that raises a KvartsError has changed nothing, unless the file could not be read or written.
     """
 
     def __init__(self, file: HistoryFile) -> None:
@@ -43,20 +44,20 @@ class HistoryTables:
 
     @property
     def num_changes(self) -> int:
-        """Return how many rows were changed since the file was opened."""
+        """Return the number of rows changed since the file was opened."""
         return self._file.connection.total_changes
 
     # Operations -------------------------------------------------------------------------------------------
 
     def create(self, session: StoredSession) -> None:
-        """Add a session without tokens. Raise SessionValueError if there is one of its id."""
+        """Add a session without tokens. Raise SessionValueError if its id exists."""
         with self._file.named_errors():
             self._add(session, 0)
 
     def append(self, session_id: str, expected_length: int, data: bytes) -> int:
         """Append packed tokens, and return the new length.
 
-        Raise SessionNotReadyError if the history has another length than `expected_length`.
+        Raise SessionNotReadyError if the length of the history is not `expected_length`.
         """
         with self._file.named_errors():
             serial, length = self._find(session_id)
@@ -71,7 +72,7 @@ class HistoryTables:
             return self._set_length(serial, start + len(data) // TOKEN_BYTES)
 
     def truncate(self, session_id: str, length: int) -> int:
-        """Forget the tokens from `length` on, and return it. Raise SessionNotReadyError if there are fewer tokens."""
+        """Remove the tokens from `length` on, and return it. Raise SessionNotReadyError if there are fewer tokens."""
         with self._file.named_errors():
             serial, present = self._find(session_id)
             if not 0 <= length <= present:
@@ -85,9 +86,9 @@ class HistoryTables:
             return self._set_length(serial, length)
 
     def fork(self, parent_id: str, child: StoredSession) -> int:
-        """Add `child` with the first `child.length` tokens of its parent, and return how many.
+        """Add `child` with the first `child.length` tokens of its parent, and return their number.
 
-        Raise SessionNotReadyError if the parent has fewer, SessionValueError if there is a session of its id.
+        Raise SessionNotReadyError if the parent has fewer, SessionValueError if the child's id exists.
         """
         with self._file.named_errors():
             parent, present = self._find(parent_id)
@@ -130,14 +131,14 @@ class HistoryTables:
             return length
 
     def forget(self, before_s: float) -> int:
-        """Remove tombstones of sessions that ended before `before_s`, and return how many."""
+        """Remove tombstones of sessions that ended before `before_s`, and return their number."""
         with self._file.named_errors():
             return self._run("DELETE FROM tombstones WHERE ended_s < ?", (before_s,)).rowcount
 
     # Queries ----------------------------------------------------------------------------------------------
 
     def sessions(self) -> list[StoredSession]:
-        """Return all sessions, the oldest first. Raise InputError if the tokens of one are not all there."""
+        """Return all sessions, the oldest first. Raise InputError if tokens of one are missing."""
         with self._file.named_errors():
             stored = dict(self._run("SELECT serial, SUM(length(tokens)) FROM segments GROUP BY serial"))
             found = []
@@ -152,7 +153,7 @@ class HistoryTables:
             return found
 
     def tombstones(self) -> list[Tombstone]:
-        """Return what is known of ended sessions, in the order in which they ended."""
+        """Return the tombstones of ended sessions, in order of their end."""
         with self._file.named_errors():
             rows = self._run("SELECT * FROM tombstones ORDER BY ended_s, session_id")
             return [
@@ -160,7 +161,7 @@ class HistoryTables:
             ]
 
     def ended_violations(self) -> tuple[int, int]:
-        """Return the violations of both invariants that were counted in sessions that have ended, ever."""
+        """Return the violations of both invariants counted in all sessions that have ended."""
         with self._file.named_errors():
             inv1, inv2 = self._run("SELECT * FROM ended").fetchone()
             return inv1, inv2
@@ -249,7 +250,7 @@ class HistoryTables:
         return data
 
     def _write(self, serial: int, start: int, data: bytes) -> None:
-        """Write tokens from the beginning of a segment on."""
+        """Write tokens, starting at the beginning of a segment."""
         size = SEGMENT_TOKENS * TOKEN_BYTES
         parts = ((start + at // TOKEN_BYTES, data[at : at + size]) for at in range(0, len(data), size))
         self._file.connection.executemany(

@@ -1,4 +1,4 @@
-"""An independent look at what the pages of a session hold: at what was written, not at what is counted."""
+"""Independent check of the pages of a session, based on the record of actual writes instead of counters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["count_retained", "holds_what_it_should"]
 
 
 def count_retained(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> list[int]:
-    """Return how many of the first `num_computed` tokens each page table holds, where a later token can see them."""
+    """Return, per page table, how many of the first `num_computed` tokens it holds that a later token can see."""
     return [_count(slots, table, page_size, num_computed) for table in pages.tables]
 
 
 def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, num_computed: int) -> bool:
-    """Return whether every token that a later one can see is in its slot, and pages are no more than the bound."""
+    """Return whether all tokens that later ones can see are in their slots, and no table exceeds its page limit."""
     return all(
         _count(slots, table, page_size, num_computed) == table.retained.num_retained(num_computed)
         and len(table.page_ids) <= table.retained.most_pages(page_size)
@@ -27,7 +27,7 @@ def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, 
 def _count(slots: PageSlots, table: SessionTable, page_size: int, num_computed: int) -> int:
     """Return how many tokens a page table holds that a later token can see.
 
-    A token counts once, if it was written to its own slot: to the place that page table and position give it.
+    A token counts only if it was written to its own slot, the one given by page table and position.
     """
     held = slots.positions(table.page_ids)
     if not held.size:

@@ -1,4 +1,4 @@
-"""Sessions on disk: histories before they are acknowledged, and the KV of bounded sessions when a turn has ended."""
+"""Persistence of sessions: histories are written before they are acknowledged, KV of bounded sessions after turns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Keeper"]
 
 
 class Keeper:
-    """The sessions of `table` in `directory`. `say` is told what could not be kept or read, a line each.
+    """The sessions of `table` in `directory`. `say` receives one line per item that could not be kept or read.
 
-    Opened before the first session is made: it brings back those that are there. A session comes back with the KV of
-    its checkpoint where that fits, and is computed again from its tokens where it does not. One for which there is no
-    room, or that the model cannot have, stays on disk.
+    It is opened before the first session is created, and restores the stored ones. A session is restored with the KV of
+    its checkpoint if that is valid, else its KV is computed again from its tokens. A session without room, or with
+    settings that the model does not support, stays on disk.
     """
 
     def __init__(self, table: SessionTable, directory: Path, say: Callable[[str], object]) -> None:
@@ -40,13 +40,13 @@ class Keeper:
         self._say = say
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._to_save_again: set[str] = set()
-        """Sessions with KV that is being written, and that have another by now."""
+        """Sessions whose KV is being written and has changed since."""
         self._forgot_s = 0.0
 
-    # At the start -----------------------------------------------------------------------------------------
+    # At startup -------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Bring back all sessions, between steps."""
+        """Restore all sessions, between steps."""
         stored = self.histories.load()
         for path in self._checkpoints.sweep([session.session_id for session in stored]):
             self._say(f"{path} belongs to no session, and was removed")
@@ -95,7 +95,7 @@ class Keeper:
         violations = session.inv1_violations
         self._table.look(session)
         if session.inv1_violations > violations:
-            # It does not hold what it says.
+            # The pages do not contain the KV described by the header.
             session.inv1_violations = violations
             session.pages.release()
             session.num_computed = session.furthest = 0
@@ -104,10 +104,10 @@ class Keeper:
                 f"the checkpoint of session {session.session_id} does not hold what it says; it is computed again"
             )
 
-    # While it runs ----------------------------------------------------------------------------------------
+    # In operation -----------------------------------------------------------------------------------------
 
     def stored(self, session: Session) -> StoredSession:
-        """Return what is written of a session beside its tokens."""
+        """Return the stored form of a session, without its tokens."""
         return StoredSession(
             session_id=session.session_id,
             owner=session.owner,
@@ -127,7 +127,7 @@ class Keeper:
             raise
 
     async def catch_up(self, session: Session) -> None:
-        """Bring the history on disk to that of an idle session, after a write that failed. Raise what fails again."""
+        """Bring the history on disk up to date with an idle session, after a failed write. Raise if it fails again."""
         if session.is_written:
             return
         session_id, length = session.session_id, session.history_length
@@ -140,9 +140,9 @@ class Keeper:
         session.is_written = True
 
     def save_kv(self, session: Session) -> None:
-        """Write the KV of a session on which nothing is under way, beside what happens next. For the event loop.
+        """Start writing the KV of an idle session in the background. Called in the event loop.
 
-        While it is being written, any number of calls are one more.
+        Any number of calls during a write cause one further write.
         """
         session_id = session.session_id
         if session_id in self._saving:
@@ -165,10 +165,10 @@ class Keeper:
         finally:
             del self._saving[session_id]
             if not self._table.has(session):
-                self.forget_kv(session_id)  # it went meanwhile
+                self.forget_kv(session_id)  # the session ended in the meantime
 
     def _take(self, session: Session) -> tuple[CheckpointHeader, dict[str, npt.NDArray[Any]]] | None:
-        """Return a copy of the KV of an idle session, between steps; None if it has none, or has gone on."""
+        """Return a copy of the KV of an idle session, between steps; None without KV, or if it is busy again."""
         pages = session.pages
         if pages is None or session.request is not None or not session.num_computed or not self._table.has(session):
             return None
@@ -185,20 +185,20 @@ class Keeper:
         return header, arrays
 
     def forget_kv(self, session_id: str) -> None:
-        """Remove the file of a session that is gone; if it is being written, when that has ended."""
+        """Remove the file of a session that has ended; if it is being written, after that."""
         if session_id not in self._saving:
             with suppress(OutputError):  # the next start tries again
                 self._checkpoints.remove(session_id)
 
     def forget_old(self) -> None:
-        """Remove tombstones that are too old to be told of, once in that time."""
+        """Remove tombstones past their time to live; at most once per such period."""
         now_s, ttl_s = time.time(), self._table.config.tombstone_ttl_s
         if now_s - self._forgot_s >= ttl_s:
             self._forgot_s = now_s
             self.histories.forget(now_s - ttl_s)
 
     async def close(self) -> None:
-        """Write what is to be written."""
+        """Wait for all pending writes."""
         while self._saving:
             await asyncio.wait(list(self._saving.values()))
         await asyncio.to_thread(self.histories.close)
@@ -217,7 +217,7 @@ class Keeper:
 
 
 def usage_of(session: Session) -> Usage:
-    """Return the counters of a session as they are written."""
+    """Return the counters of a session for storage."""
     return Usage(
         last_used_s=time.time(),
         num_turns=session.num_turns,

@@ -1,4 +1,4 @@
-"""The memory that bounded sessions have of an engine: whole pages, or blocks of a model with KV groups."""
+"""The memory of an engine available to bounded sessions: pages, or blocks for a model with KV groups."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["SessionMemory"]
 
 
 class SessionMemory:
-    """What sessions take of an engine with `total` pages, or blocks of `groups`, in which all counts then are."""
+    """Memory needs of sessions on an engine with `total` pages. With `groups`, all counts are in blocks instead."""
 
     def __init__(self, total: int, page_size: int, groups: GroupMemory | None = None) -> None:
         self.total = total
         self.page_size = page_size
         self.unit = "pages" if groups is None else "blocks"
-        """The word for what is counted."""
+        """The name of the unit of counts."""
         self._groups = groups
         self._page_blocks = 1 if groups is None else groups.page_bytes // groups.block_bytes
 
     def most_tokens(self, count: int) -> int:
-        """Return how many tokens of chunks `count` of them hold, in whole pages."""
+        """Return the number of tokens of chunks that fit in `count` of them, in whole pages."""
         return count // self._page_blocks * self.page_size
 
     def most_pages(self, keeps: SinkWindow) -> int:
-        """Return the most that a session holds between steps. Raise ConfigError, see retained_by_group."""
+        """Return the most that a session holds between steps. Raise ConfigError as retained_by_group does."""
         if self._groups is None:
             return keeps.most_pages(self.page_size)
         return most_blocks(self._groups, keeps, self.page_size)
@@ -38,7 +38,7 @@ class SessionMemory:
         return ChunkRoom(num_pages * self._page_blocks, self.page_size, self._page_blocks)
 
     def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> SessionPages:
-        """Return the pages of a session, of which it has none yet. Raise ConfigError as `most_pages` does."""
+        """Return an empty set of pages for a session. Raise ConfigError as `most_pages` does."""
         if self._groups is None:
             return SessionPages(keeps, reserve, room)
         kept = retained_by_group(self._groups, keeps)

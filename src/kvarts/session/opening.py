@@ -1,4 +1,4 @@
-"""Opens a session runtime: on a model of transformers, or on a mock."""
+"""Opens a session runtime on a transformers model or on a mock."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from kvarts.units import parse_bytes
 __all__ = ["mock_host", "open_sessions", "open_virtual_target", "sessions_on"]
 
 Record = Callable[..., EventReader | None]
-"""Answers with a reader of steps, or None: of an engine with this configuration, and so many pages in each tier; of a
-model with KV groups, by keyword, `num_blocks` and what is said of its `memory`."""
+"""Returns a reader of steps, or None, for an engine with this configuration and this many pages in each tier; for a
+model with KV groups also the keywords `num_blocks` and `memory`, a description."""
 
 MakeMock = Callable[..., ModelHost]
 
 MOCK_VOCAB_SIZE = 151_936
 MOCK_TOKEN_BYTES = 114_688
-"""Those of Qwen3-0.6B in bfloat16: 28 layers x 8 KV heads x 128 x 2 x 2 bytes."""
+"""The vocabulary and KV size of Qwen3-0.6B in bfloat16: 28 layers x 8 KV heads x 128 x 2 x 2 bytes."""
 
 
 def mock_host(
@@ -59,7 +59,7 @@ def mock_host(
     readers: Sequence[EventReader] = (),
     audit: bool = False,
 ) -> ModelHost:
-    """Return a model that takes as long as `cost` says, by default as llama-3.1-8b on an H100, and computes nothing."""
+    """Return a mock model that takes the time given by `cost`, by default that of llama-3.1-8b on an H100."""
     clock = WallClock() if clock is None else clock
     executor = MockExecutor(
         config,
@@ -119,12 +119,13 @@ def open_sessions(
     """Return sessions on the model in the directory `model`, or on a mock.
 
     `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. The other settings are those of
-    SessionsConfig and of kvarts.LLM; `kv_memory` of a mock is 4 GiB unless it is given. `state_dir`: where sessions are
-    kept beyond the end of the process; `say` is told what could not be kept or read. `host_memory`: memory below the
-    pages, for unbounded sessions that are kept there. `record` is asked for a reader of the engine's events.
-    `make_mock`: makes another mock than mock_host, from the same arguments. `shares`: of owners, see Capacity.
+    SessionsConfig and of kvarts.LLM; the default `kv_memory` of a mock is 4 GiB. `state_dir`: directory in which
+    sessions outlive the process; `say` receives one line per item that could not be kept or read. `host_memory`:
+    memory below the pages, for unbounded sessions that are kept there. `record` returns a reader of the engine's
+    events. `make_mock`: creates another mock than mock_host, from the same arguments. `shares`: of owners, see
+    Capacity.
 
-    Raise ConfigError for settings that exclude each other, or that leave no room for a session.
+    Raise ConfigError for settings that exclude each other or leave no room for a session.
     """
     if mock == (model is not None):
         raise ConfigError("is needed, or a mock, and not both", field="model")
@@ -188,8 +189,8 @@ def sessions_on(
     state_dir: str | Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> Sessions:
-    """Return sessions on a model that may do other things as well. Raise what `open_sessions` raises."""
-    # Room for chunks is taken from sessions: of a small memory, less.
+    """Return sessions on a model that may also serve other requests. Raise as `open_sessions` does."""
+    # Room for chunks reduces that for sessions, so with little memory it is limited.
     memory = memory_of(host)
     total = memory.total if config.max_pages is None else min(config.max_pages, memory.total)
     most_tokens = max(host.config.page_size, memory.most_tokens(total // 4))
@@ -205,7 +206,7 @@ def sessions_on(
 
 @asynccontextmanager
 async def open_virtual_target(*, sink: int, window: int, record: Record | None = None) -> AsyncIterator[SessionsTarget]:
-    """Yield sessions on a mock on a virtual clock, to be soaked: waiting takes no time. `record`: see open_sessions."""
+    """Yield sessions on a mock with a virtual clock, for a soak without real waiting. `record`: see open_sessions."""
     clock = VirtualClock()
     sessions = open_sessions(mock=True, defaults=SessionSettings(sink=sink, window=window), clock=clock, record=record)
     try:
@@ -216,13 +217,13 @@ async def open_virtual_target(*, sink: int, window: int, record: Record | None =
 
 
 def _eager(host_memory: str | int) -> Any:
-    """Return the settings of host memory that every page is copied to as soon as it is complete."""
+    """Return settings for host memory with eager stores: every page is copied as soon as it is complete."""
     num_bytes = parse_bytes(host_memory) if isinstance(host_memory, str) else host_memory
     return from_room("offload.config", "OffloadConfig", field="host_memory")(host_memory=num_bytes, policy="eager")
 
 
 def _attention(attention: str, device: str) -> str:
-    """Return the backend: of those for a GPU only one reads a sink and a window."""
+    """Return the attention backend. On a GPU, only one supports a sink and a window."""
     if attention in ("flash", "flex"):
         check_combination({"fused": "attention", "windows": "window"})
     if attention == "auto" and device != "cpu":

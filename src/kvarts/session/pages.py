@@ -1,4 +1,4 @@
-"""The pages of one bounded session: a page table for each block of a page."""
+"""The pages of one bounded session: one page table for each block of a page."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from kvarts.kv.sink_window import PageTable, SinkWindow
 __all__ = ["ChunkRoom", "Retained", "SessionPages", "SessionTable", "TableLayout"]
 
 TableLayout = tuple[int, int, int]
-"""Of a page table between steps: its pages, how many were dropped after those of the sink, and those of the sink."""
+"""A page table between steps: number of its pages, of pages dropped after the sink, and of pages of the sink."""
 
 
 class Retained(Protocol):
-    """What a sequence retains in the layers of a page table, see SinkWindow; GroupKeeps has another answer to it."""
+    """What a sequence retains in the layers of a page table. Implemented by SinkWindow and GroupKeeps."""
 
     @property
     def sink(self) -> int:
-        """The first tokens that are kept apart from the last ones."""
+        """Number of first tokens that are kept separately from the last ones."""
 
     @property
     def window(self) -> int:
-        """The last tokens before its own that a token attends to at most."""
+        """The largest number of preceding tokens that a token attends to, besides the sink."""
 
     def first_seen(self, position: int) -> int:
         """Return the first position after the sink that the token at `position` attends to."""
 
     def sink_seen(self, position: int) -> int:
-        """Return the tokens of the sink that are kept for the token at `position` and later ones."""
+        """Return how many tokens of the sink are kept for the token at `position` and later ones."""
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens are kept for later ones."""
 
     def num_sink_pages(self, page_size: int) -> int:
-        """Return the pages that hold the sink."""
+        """Return the number of pages that hold the sink."""
 
     def num_dropped(self, position: int, page_size: int) -> int:
-        """Return how many pages after those of the sink no token at `position` or later can see."""
+        """Return how many pages after the sink no token at `position` or later can see."""
 
     def places(self, page_size: int) -> set[int]:
-        """Return the places in a page at which a token no longer needs a page that the token before it needed."""
+        """Return the offsets in a page at which a token no longer needs a page that the previous token needed."""
 
     def most_pages(self, page_size: int) -> int:
         """Return the most pages that a sequence holds between steps."""
 
 
 class ChunkRoom:
-    """The pages that chunks of sessions may hold within one step, beyond what sessions hold between steps.
+    """The pages that chunks of sessions may hold within one step, beyond those that sessions hold between steps.
 
-    A page of tokens takes one, or of a model with KV groups as many blocks as there are page tables.
+    A page of tokens takes one page or, for a model with KV groups, one block per page table.
     """
 
     def __init__(self, num_pages: int, page_size: int, num_tables: int = 1) -> None:
@@ -60,35 +60,35 @@ class ChunkRoom:
         self.page_size = page_size
         self._num_tables = num_tables
         self.num_used = 0
-        """Pages used in the step under way."""
+        """Pages in use in the current step."""
 
     @property
     def most_tokens(self) -> int:
-        """Return how many tokens certainly fit now: one more does, for which no session needs a page of these."""
+        """Return how many tokens certainly fit now. At least 1: a single token never needs these pages."""
         return max(1, (self.num_pages - self.num_used) // self._num_tables * self.page_size)
 
 
 class SessionTable:
-    """One page table of a session, with ids from `reserve`.
+    """One page table of a session, with page ids from `reserve`.
 
-    The reserve has as many pages for it as `retained.most_pages`, and those of `room` in addition.
+    The reserve contains `retained.most_pages` pages for it, in addition to those of `room`.
     """
 
     def __init__(self, retained: Retained, reserve: PageReserve, room: ChunkRoom) -> None:
         self.retained = retained
-        """What of the sequence the layers see that have the table."""
+        """The tokens retained by the layers that use the table."""
         self.num_dropped = 0
-        """Pages that were dropped so far, after those of the sink."""
+        """Number of pages dropped so far after those of the sink."""
         self._reserve = reserve
         self._room = room
         self._page_size = room.page_size
         self._most_pages = retained.most_pages(room.page_size)
         self.num_sink_pages = retained.num_sink_pages(room.page_size)
-        """The first of its pages, which stay when those after them are dropped."""
+        """Number of its first pages, which stay when later ones are dropped."""
         self._page_ids: list[PageId] = []
         self._copies: list[tuple[PageId, PageId]] = []
         self._num_borrowed = 0
-        """Pages of `room` that it uses in the step under way."""
+        """Number of pages of `room` in use by it in the current step."""
 
     @property
     def page_ids(self) -> Sequence[PageId]:
@@ -114,7 +114,7 @@ class SessionTable:
         return loses_sink or num_dropped > 0
 
     def _drop_sink(self) -> None:
-        """Let pages of the sink be as others: those before the window are dropped."""
+        """Treat pages of the sink like all others: drop those before the window."""
         if self.num_dropped:
             for page_id in self._page_ids[: self.num_sink_pages]:
                 self._reserve.release(page_id)
@@ -125,7 +125,7 @@ class SessionTable:
     def grow(self, start: int, end: int) -> bool:
         """Make tokens [start, end) writable; return whether that took a page.
 
-        A page that is shared with a fork, and that has some of these tokens, is copied first.
+        A page shared with a fork that contains some of these tokens is copied first.
         """
         page_ids, reserve, size = self._page_ids, self._reserve, self._page_size
         took = False
@@ -147,12 +147,12 @@ class SessionTable:
         return took
 
     def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
-        """Return the pages to be copied, and forget them."""
+        """Return the pages to copy, and clear the list."""
         copies, self._copies = self._copies, []
         return copies
 
     def can_shorten(self, num_tokens: int) -> bool:
-        """Return whether everything is there that the last of the first `num_tokens` tokens sees.
+        """Return whether everything is present that the last of the first `num_tokens` tokens can see.
 
         That token is computed again before the next one is sampled.
         """
@@ -166,7 +166,7 @@ class SessionTable:
     def shorten(self, num_tokens: int) -> None:
         """Release pages beyond the first `num_tokens` tokens, between steps."""
         if num_tokens <= self.num_sink_pages * self._page_size:
-            self.num_dropped = 0  # what came after pages that were dropped goes as well
+            self.num_dropped = 0  # pages after the dropped ones are released too
         num_pages = -(-num_tokens // self._page_size) - self.num_dropped
         for page_id in self._page_ids[num_pages:]:
             self._reserve.release(page_id)
@@ -175,7 +175,7 @@ class SessionTable:
             self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
 
     def fork(self) -> SessionTable:
-        """Return pages that are shared with these, between steps."""
+        """Return a table that shares these pages, between steps."""
         other = copy(self)
         other._page_ids = list(self._page_ids)
         other._copies = []
@@ -185,11 +185,11 @@ class SessionTable:
         return other
 
     def layout(self) -> TableLayout:
-        """Return what the pages are, for `restore`."""
+        """Return the layout of the pages, for `restore`."""
         return len(self._page_ids), self.num_dropped, self.num_sink_pages
 
     def restore(self, layout: TableLayout) -> None:
-        """Take pages for KV that was kept elsewhere, where nothing is computed yet."""
+        """Take pages for KV that was saved elsewhere. The table must be empty."""
         assert not self._page_ids
         num_pages, self.num_dropped, self.num_sink_pages = layout
         self._page_ids = [self._reserve.take() for _ in range(num_pages)]
@@ -204,10 +204,10 @@ class SessionTable:
 
 
 class SessionPages:
-    """OwnPages of a session that keeps a sink and a window. Changes other than those of OwnPages are between steps.
+    """OwnPages of a session with a sink and a window. Methods other than those of OwnPages are called between steps.
 
-    `retained`: what each page table keeps, one for each block of a page; unless given, there is one, which keeps what
-    the session does. The tables of one KV group have the same pages.
+    `retained`: the tokens retained by each page table, one table per block of a page; by default, a single table that
+    retains the same as the session. The tables of one KV group have the same pages.
     """
 
     def __init__(
@@ -216,10 +216,10 @@ class SessionPages:
         self.keeps = keeps
         self.tables = [SessionTable(one, reserve, room) for one in ((keeps,) if retained is None else retained)]
         self.places = set().union(*(table.retained.places(room.page_size) for table in self.tables))
-        """The places in a page at which a token no longer needs a page that the token before it needed."""
+        """The offsets in a page at which a token no longer needs a page that the previous token needed."""
         self._room = room
         self.most_held = 0
-        """The most pages it has held, within a step."""
+        """The most pages held so far, including within steps."""
 
     @property
     def page_ids(self) -> Sequence[PageId]:
@@ -261,11 +261,11 @@ class SessionPages:
         return took
 
     def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
-        """Return the pages to be copied, and forget them."""
+        """Return the pages to copy, and clear the list."""
         return [copied for table in self.tables for copied in table.take_copies()]
 
     def can_shorten(self, num_tokens: int) -> bool:
-        """Return whether everything is there that the last of the first `num_tokens` tokens sees."""
+        """Return whether everything is present that the last of the first `num_tokens` tokens can see."""
         return all(table.can_shorten(num_tokens) for table in self.tables)
 
     def shorten(self, num_tokens: int) -> None:
@@ -274,7 +274,7 @@ class SessionPages:
             table.shorten(num_tokens)
 
     def fork(self) -> SessionPages:
-        """Return pages that are shared with these."""
+        """Return pages shared with these."""
         other = copy(self)
         other.tables = [table.fork() for table in self.tables]
         other.most_held = 0
@@ -282,11 +282,11 @@ class SessionPages:
         return other
 
     def layout(self) -> tuple[TableLayout, ...]:
-        """Return what the pages are, table by table, for `restore`."""
+        """Return the layout of the pages, table by table, for `restore`."""
         return tuple(table.layout() for table in self.tables)
 
     def restore(self, layout: Sequence[TableLayout]) -> Sequence[PageId]:
-        """Take pages for KV that was kept elsewhere, where nothing is computed yet; return them, table by table."""
+        """Take pages for KV that was saved elsewhere, and return them, table by table. All tables must be empty."""
         for table, of_table in zip(self.tables, layout, strict=True):
             table.restore(of_table)
         self._note_held()

@@ -1,4 +1,4 @@
-"""What doors ask of a session runtime."""
+"""The interface of a session runtime, used by doors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["SessionRuntime"]
 class SessionRuntime(Protocol):
     """Sessions of many owners on one engine. For one event loop.
 
-    Promises: an owner knows of no session of another, and gets UnknownSessionError for one. One operation at a time is
-    under way on a session: another raises SessionBusyError, or waits for its turn if `queue` is set. What raises has
-    changed nothing. A call that is cancelled leaves the session as it is at a token boundary, and idle; but an append
-    goes on, once its tokens are there, and the session is busy until their KV is. An operation is over when it has
-    ended, whether its last update was read or not.
+    Promises: sessions of other owners are invisible and raise UnknownSessionError. One operation at a time is in
+    progress on a session; a second one raises SessionBusyError, or waits if `queue` is set. A call that raises has
+    changed nothing. A cancelled call leaves the session at a token boundary, and idle. The exception is an append: once
+    its tokens are in the history it continues, and the session is busy until their KV is computed. An operation ends
+    regardless of whether its last update was read.
     """
 
     @property
     def defaults(self) -> SessionSettings:
-        """The settings of a session for which none are given."""
+        """The settings of sessions created without any."""
 
     async def create(self, owner: str, settings: SessionSettings | None = None) -> str:
-        """Return the id of a new session: 32 hexadecimal digits. Raise SessionsExhaustedError where it does not fit."""
+        """Return the id of a new session: 32 hexadecimal digits. Raise SessionsExhaustedError if it does not fit."""
 
     async def append(
         self,
@@ -37,13 +37,13 @@ class SessionRuntime(Protocol):
         expected_length: int | None = None,
         queue: bool = False,
     ) -> int:
-        """Append tokens; return the length of the history when their KV is in pages.
+        """Append tokens; return the length of the history once their KV is in pages.
 
-        Raise asyncio.CancelledError if `cancel` or `close` ended it: the tokens are there, and what is not computed of
-        them is computed by the next operation.
+        Raise asyncio.CancelledError if `cancel` or `close` ended it: the tokens are in the history then, and those not
+        yet computed are computed by the next operation.
 
-        `expected_length`: the length of the history before; raise SessionNotReadyError if it has another. Raise
-        SessionValueError for ids that the vocabulary lacks.
+        `expected_length`: the length of the history before; raise SessionNotReadyError if it differs. Raise
+        SessionValueError for ids outside the vocabulary.
         """
 
     def generate(
@@ -55,13 +55,13 @@ class SessionRuntime(Protocol):
         """
 
     async def cancel(self, owner: str, session_id: str) -> bool:
-        """End the operation under way at a token boundary, and keep the session; return whether there was one."""
+        """End the current operation at a token boundary, and keep the session; return whether there was one."""
 
     async def info(self, owner: str, session_id: str) -> SessionInfo:
-        """Return a session as it is now, also while it generates."""
+        """Return the current state of a session, even while it generates."""
 
     async def close(self, owner: str, session_id: str) -> int:
-        """End a session, and what is under way on it; return the length of its history."""
+        """End a session and its current operation; return the length of its history."""
 
     async def fork(self, owner: str, session_id: str, *, label: str = "", queue: bool = False) -> str:
         """Return the id of a new session with the same history and settings; pages are shared until they differ."""
@@ -73,4 +73,4 @@ class SessionRuntime(Protocol):
         """Return the sessions of `owner`, the oldest first."""
 
     async def shut_down(self) -> None:
-        """End what is under way, at token boundaries, and write what is to be kept."""
+        """End all operations at token boundaries, and write everything that is to be kept."""

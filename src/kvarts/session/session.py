@@ -1,4 +1,4 @@
-"""One session, as the thread of the engine knows it."""
+"""One session, as used in the engine's thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Session"]
 class Session:
     """A history of tokens, and the KV that is kept of it. Written by SessionTable and Turns.
 
-    `content`: the whole history. `num_computed`: tokens of it that were computed. `pages`: its own pages, where it is
-    bounded. `pin`: what keeps its pages in use, where it is not and asks for that. `request`: the index of the request
-    under way, or None. `touched_ns`: when something last happened to it.
+    `content`: the whole history. `num_computed`: number of its tokens that were computed. `pages`: its own pages, if it
+    is bounded. `pin`: the pin of its pages, if it is unbounded and pins them. `request`: the index of the current
+    request, or None. `touched_ns`: time of its last activity.
     """
 
     __slots__ = (
@@ -62,16 +62,16 @@ class Session:
         self.pin: int | None = None
         self.num_computed = 0
         self.furthest = 0
-        """The most tokens that were computed of the history as it is now."""
+        """The most tokens computed of the present history."""
         self.num_turns = 0
         self.num_computed_tokens = 0
         self.num_counted = 0
-        """Tokens of the history that the account of its owner has. Written by Capacity."""
+        """Tokens of the history counted in its owner's account. Written by Capacity."""
         self.inv1_violations = 0
         self.inv2_violations = 0
         self.restored: str | None = None
         self.is_written = True
-        """Whether its history on disk, if it has one, is what it is here; False after a write that failed."""
+        """Whether its history on disk, if any, equals this one; False after a failed write."""
 
     @property
     def history_length(self) -> int:

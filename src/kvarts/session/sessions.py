@@ -1,4 +1,4 @@
-"""The session runtime on one engine: a SessionRuntime for one event loop, beside the thread of the engine."""
+"""The session runtime on one engine: a SessionRuntime for one event loop, next to the engine's thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["Sessions"]
 T = TypeVar("T")
 
 INFOS_AT_ONCE = 64
-"""Sessions of a list that are looked at between two steps: a millisecond, or less."""
+"""Sessions of a list that are read between two steps; this takes at most about a millisecond."""
 
 
 class _Held:
@@ -51,25 +51,25 @@ class _Held:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that wait."""
+        """The number of waiting tokens."""
         return len(self.packed) // UNIT_BYTES
 
     def drop(self) -> None:
-        """Forget them: the history has them."""
+        """Drop the tokens, which are in the history now."""
         self.packed = b""
 
 
 class Sessions:
-    """A SessionRuntime over `table`. Everything but waiting happens in the thread of the engine, between steps.
+    """A SessionRuntime over `table`. Everything except waiting happens in the engine's thread, between steps.
 
-    With a `keeper`, what is answered is on disk.
+    With a `keeper`, results are on disk before they are returned.
     """
 
     def __init__(self, table: SessionTable, keeper: Keeper | None = None) -> None:
         self._table = table
         self._keeper = keeper
         self._ending: dict[str, Future[int]] = {}
-        """By session that was closed: what is done when that is on disk."""
+        """For each closed session, a future that completes when its end is on disk."""
         self._is_closing = False
         if keeper is not None:
             table.on_removed = self._removed
@@ -90,7 +90,7 @@ class Sessions:
 
     @property
     def defaults(self) -> SessionSettings:
-        """The settings of a session for which none are given."""
+        """The settings of sessions created without any."""
         return self._table.config.defaults
 
     async def create(self, owner: str, settings: SessionSettings | None = None) -> str:
@@ -111,15 +111,15 @@ class Sessions:
         expected_length: int | None = None,
         queue: bool = False,
     ) -> int:
-        """Append tokens; return the length of the history when their KV is in pages."""
+        """Append tokens; return the length of the history once their KV is in pages."""
         self._check_open()
-        # Each wait below may be long, and many calls may wait: none keeps more of the tokens than it needs.
+        # Each wait below may be long, and many calls may wait, so none holds more copies of the tokens than needed.
         held = _Held(self._packed(tokens))
         del tokens
         with self._pending(owner, held):
             session = await self._get(owner, session_id)
             await self._take(session, queue=queue)
-            # What was appended is there, whether its client waits for the KV or not.
+            # Appended tokens stay in the history even if the client stops waiting for their KV.
             appending = asyncio.get_running_loop().create_task(self._append(owner, session, held, expected_length))
             appending.add_done_callback(lambda task: task.cancelled() or task.exception())
             return await asyncio.shield(appending)
@@ -138,9 +138,9 @@ class Sessions:
     ) -> AsyncGenerator[Update, None]:
         """Yield Truncated, if tokens were dropped, then every token, then Done.
 
-        `tokens` are appended before, in the same step, as with `append`. `priority`: the larger, the earlier; what has
-        pages of its own is never preempted, and waits for no page. `begun` is told of the request in the thread of the
-        engine.
+        `tokens` are appended first, in the same step, as with `append`. `priority`: larger values run earlier. Sessions
+        with their own pages are never preempted, and never wait for pages. `begun` is called with the request, in the
+        engine's thread.
         """
         self._check_open()
         packed = self._packed(tokens)
@@ -174,12 +174,12 @@ class Sessions:
                 if isinstance(update, Done):
                     return
         finally:
-            if not over.done():  # it is not read any more
+            if not over.done():  # the reader has stopped early
                 self._host.loop.post(turn.cancel)
                 await settled(over)
 
     async def cancel(self, owner: str, session_id: str) -> bool:
-        """End the operation under way at a token boundary; return whether there was one."""
+        """End the current operation at a token boundary; return whether there was one."""
         await self._get(owner, session_id)
         operation = self._under_way.get(session_id)
         if operation is None:
@@ -189,20 +189,20 @@ class Sessions:
         return True
 
     async def info(self, owner: str, session_id: str) -> SessionInfo:
-        """Return a session as it is now."""
+        """Return the current state of a session."""
         return await self._call(lambda: self._table.info(self._table.get(owner, session_id)))
 
     async def named(self, owner: str, name: str) -> str | None:
-        """Return the id of the session of `owner` with this id or label; None if there is none."""
+        """Return the id of the session of `owner` with this id or label; None if not found."""
         session = await self._call(lambda: self._table.named(owner, name))
         return None if session is None else session.session_id
 
     def counts(self) -> SessionCounts:
-        """Return what all sessions are and hold now."""
+        """Return the totals over all sessions."""
         return self._table.counts()
 
     async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return how many of `tokens`, from the first, the history of a session begins with, and how long that is."""
+        """Return the length of the common prefix of `tokens` and a session's history, and that history's length."""
         asked = np.array(tokens, np.uint64)
 
         def compare() -> tuple[int, int]:
@@ -214,7 +214,7 @@ class Sessions:
         return await self._call(compare)
 
     async def close(self, owner: str, session_id: str) -> int:
-        """End a session, and what is under way on it; return the length of its history."""
+        """End a session and its current operation; return the length of its history."""
         session = await self._get(owner, session_id)
         operation = self._under_way.get(session_id)
         if operation is not None:
@@ -280,7 +280,7 @@ class Sessions:
         return infos
 
     async def reap(self) -> int:
-        """Let sessions expire that were idle for too long; return how many."""
+        """Remove sessions that were idle for too long; return their number."""
 
         def reap() -> int:
             expired = self._table.expired()
@@ -293,14 +293,14 @@ class Sessions:
         return await self._call(reap)
 
     async def shut_down(self) -> None:
-        """End what is under way, at token boundaries."""
+        """End all operations at token boundaries, and complete pending writes."""
         if self._reaper is not None:
             self._reaper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._reaper
             self._reaper = None
         self._is_closing = True
-        while self._exclusive.num_busy:  # what waited for its turn begins, and ends as well
+        while self._exclusive.num_busy:  # operations that wait for their turn begin now, and are ended as well
             under_way = list(self._under_way.values())
             for operation in under_way:
                 self._host.loop.post(operation.cancel)
@@ -321,7 +321,7 @@ class Sessions:
             def deliver() -> None:
                 self._end(session)
                 if done.done():
-                    return  # its client has gone; what was appended is there all the same
+                    return  # the client has left; the tokens stay in the history
                 if error is None:
                     done.set_result(None)
                 else:
@@ -362,7 +362,7 @@ class Sessions:
                 self._waiting.pop(name, None)
 
     async def _write_ahead(self, session: Session, packed: bytes, expected_length: int | None) -> None:
-        """Have tokens on disk before they are appended, of a session that this has; if it fails, pass that on."""
+        """Write tokens to disk before they are appended. The caller holds the session; a failure passes it on."""
         if self._keeper is None or not packed:
             return
         num_tokens = len(packed) // UNIT_BYTES
@@ -374,7 +374,7 @@ class Sessions:
             raise
 
     async def _take(self, session: Session, *, queue: bool) -> None:
-        """Wait for the turn of an operation that goes on with the history."""
+        """Wait for the session, for an operation that continues its history."""
         await self._exclusive.take(session.session_id, queue=queue)
         try:
             await self._catch_up(session)
@@ -383,26 +383,26 @@ class Sessions:
             raise
 
     async def _catch_up(self, session: Session) -> None:
-        """See to it that the history on disk is what it is here."""
+        """Make sure that the history on disk equals this one."""
         if self._keeper is not None:
             await self._keeper.catch_up(session)
 
     def _begin(self, session_id: str, cancel: Callable[[LLMEngine], None]) -> asyncio.Future[None]:
-        """Note an operation that has its turn; return what is done when it has ended."""
+        """Register an operation that has the session; return a future that completes when it has ended."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._under_way[session_id] = UnderWay(cancel, over)
         return over
 
     def _end(self, session: Session) -> None:
-        """Note the end of an operation, and pass the turn on."""
+        """Record the end of an operation, and pass the session on."""
         self._write_rest(session)
         self._under_way.pop(session.session_id).over.set_result(None)
         self._exclusive.pass_on(session.session_id)
 
     async def _make(self, make: Callable[[], Session], write: Callable[[Keeper, Session], Future[Any]]) -> str:
-        """Return the id of the session that `make` returns, when `write` has it on disk.
+        """Return the id of the session returned by `make`, once `write` has stored it.
 
-        One that cannot be there, or that is not waited for any more, goes at once.
+        If it cannot be stored, or the caller has stopped waiting, it is removed again.
         """
         made: list[Session] = []
         try:
@@ -415,13 +415,13 @@ class Sessions:
         return made[0].session_id
 
     def _write_rest(self, session: Session) -> None:
-        """Write what an operation has left, beside what happens next."""
+        """Store the counters and KV after an operation, in the background."""
         if self._keeper is not None:
             self._keeper.histories.note(session.session_id, usage_of(session))
             self._keeper.save_kv(session)
 
     def _removed(self, session: Session, reason: EndReason) -> None:
-        """Write that a session is gone. In the thread of the engine."""
+        """Store the end of a session. In the engine's thread."""
         assert self._keeper is not None
         ending = self._keeper.histories.end(session.session_id, reason, time.time())
         if reason == "closed":
@@ -434,14 +434,14 @@ class Sessions:
         self._start_reaper()
 
     def _infos(self, owner: str, sessions: Sequence[Session]) -> Sequence[SessionInfo]:
-        """Return those that are still there."""
+        """Return the state of the sessions that still exist."""
         return [
             self._table.info(session) for session in sessions if self._table.find(owner, session.session_id) is session
         ]
 
     def _forget(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            if self._table.has(session):  # else it was evicted for another meanwhile
+            if self._table.has(session):  # otherwise it has been evicted in the meantime
                 self._table.remove(session, "closed")
             self._ending.pop(session.session_id, None)
 
@@ -450,7 +450,7 @@ class Sessions:
         given = np.asarray(tokens) if len(tokens) else np.zeros(0, np.uint64)
         if given.dtype.kind in "iu":
             wrong = np.flatnonzero((given < 0) | (given >= vocab_size)).tolist()
-        else:  # above what 8 bytes hold, or no numbers at all
+        else:  # values above 64 bits, or not numbers
             wrong = [place for place, token in enumerate(tokens) if not 0 <= token < vocab_size]
         if wrong:
             raise SessionValueError(
@@ -460,11 +460,11 @@ class Sessions:
         return given.astype(np.uint64, copy=False).tobytes()
 
     async def _get(self, owner: str, session_id: str) -> Session:
-        session = self._table.find(owner, session_id)  # nothing changes, so it need not wait for the end of a step
+        session = self._table.find(owner, session_id)  # a read only, so it need not wait for the end of a step
         return await self._call(lambda: self._table.get(owner, session_id)) if session is None else session
 
     async def _call(self, task: Callable[[], T]) -> T:
-        """Run `task` in the thread of the engine, between steps."""
+        """Run `task` in the engine's thread, between steps."""
         return await asyncio.wrap_future(self._host.loop.post(lambda _: task()))
 
     def _streams(self) -> Outbox:
@@ -480,5 +480,5 @@ class Sessions:
     async def _reap_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._table.config.reap_every_s)
-            with suppress(EngineDeadError):  # others tell
+            with suppress(EngineDeadError):  # other calls report it
                 await self.reap()

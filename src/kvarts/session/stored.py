@@ -1,4 +1,4 @@
-"""What is on disk of sessions: of those that go on, and of those that have ended."""
+"""The stored form of sessions on disk, both current and ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session without its tokens. `length`: how many there are; `created_s`: Unix time; `parent`: of a fork."""
+    """A session without its tokens. `length`: their number; `created_s`: Unix time; `parent`: origin of a fork."""
 
     session_id: str
     owner: str
@@ -36,7 +36,7 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that has ended: why, when (Unix time), and how long its history was."""
+    """A session that has ended: the reason, the time (Unix time), and the length of its history."""
 
     session_id: str
     owner: str

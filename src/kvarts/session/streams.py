@@ -1,4 +1,4 @@
-"""Updates that go from the thread of an engine to the coroutines of one event loop."""
+"""Streams of updates from an engine's thread to coroutines of one event loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["UpdateStream"]
 
 
 class UpdateStream:
-    """The updates of one generation, in the event loop. An error is raised where the next update would be.
+    """The updates of one generation, in the event loop. An error is raised in place of the next update.
 
-    `on_end` is called when Done or an error has come, whether it is read or not.
+    `on_end` is called when Done or an error arrives, whether it is read or not.
     """
 
     def __init__(self, outbox: Outbox, on_end: Callable[[], None]) -> None:
@@ -35,7 +35,7 @@ class UpdateStream:
             self._outbox.mark(self)
 
     def wake(self) -> None:
-        """Take what has arrived, in the event loop."""
+        """Move arrived updates to the reader, in the event loop."""
         while self._arrived:
             item = self._arrived.popleft()
             self._items.append(item)
@@ -46,7 +46,7 @@ class UpdateStream:
             self._wakes.set_result(None)
 
     async def next(self) -> Update:
-        """Return the next update, or raise the error that came instead."""
+        """Return the next update, or raise the error that arrived instead."""
         while not self._items:
             self._wakes = asyncio.get_running_loop().create_future()
             try:

@@ -1,4 +1,4 @@
-"""The sessions of one engine: their owners, their pages, and which of them go."""
+"""The sessions of one engine: their owners and pages, and the eviction of sessions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def random_id() -> str:
 
 
 class SessionTable:
-    """Owner of all sessions, and of the pages that bounded ones have of the engine's. For the thread of the engine.
+    """Owner of all sessions, and of the engine's pages that bounded ones hold. For the engine's thread.
 
-    A bounded session is admitted if the most that it holds between steps fits beside that of all others; the room for
-    chunks is there once for all. So none ever waits for memory. `shares`: of owners, see Capacity.
+    A bounded session is admitted if its maximum between steps fits next to that of all others; the room for chunks is
+    reserved once for all. So no bounded session ever waits for memory. `shares`: of owners, see Capacity.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SessionTable:
         self.host = host
         self.config = config
         self.on_removed: Callable[[Session, EndReason], object] | None = None
-        """Is told of a session that was removed, and why."""
+        """Called with a session that was removed, and the reason."""
         self.tombstones = Tombstones(ttl_s=config.tombstone_ttl_s)
         self._new_id = new_id
         self._page_size = host.config.page_size
@@ -59,7 +59,7 @@ class SessionTable:
         self._room = self._memory.room(config.chunk_tokens)
         self.capacity = Capacity(config, self._most_pages() - self._room.num_pages, shares or {})
         self._salts: dict[str, str] = {}
-        """A random name of each owner with a session: events name the owner of pages so, to all that read them."""
+        """A random salt for each owner with a session. Events show it to their readers, instead of the owner's name."""
         self._sessions: dict[str, Session] = {}
         self._num_bounded = 0
         self._num_made = 0
@@ -68,7 +68,7 @@ class SessionTable:
     # Finding ----------------------------------------------------------------------------------------------
 
     def get(self, owner: str, session_id: str) -> Session:
-        """Return a session of `owner`. Raise UnknownSessionError if there is none, which says what became of it."""
+        """Return a session of `owner`. Raise UnknownSessionError if not found, with its end if that is known."""
         session = self.find(owner, session_id)
         if session is None:
             raise self.tombstones.error(owner, session_id)
@@ -84,14 +84,14 @@ class SessionTable:
         return [session for session in self._sessions.values() if session.owner == owner]
 
     def named(self, owner: str, name: str) -> Session | None:
-        """Return the session of `owner` with this id or, if there is none, the oldest with this label; or else None."""
+        """Return the session of `owner` with this id; else the oldest with this label; else None."""
         session = self.find(owner, name)
         if session is not None:
             return session
         return next((each for each in self.of_owner(owner) if each.settings.label == name), None)
 
     def counts(self) -> SessionCounts:
-        """Return what all sessions are and hold. From any thread."""
+        """Return the totals over all sessions. From any thread."""
         sessions = list(self._sessions.values())
         return SessionCounts(
             num_sessions=len(sessions),
@@ -101,14 +101,14 @@ class SessionTable:
         )
 
     def has(self, session: Session) -> bool:
-        """Return whether a session is still here."""
+        """Return whether a session still exists."""
         return self._sessions.get(session.session_id) is session
 
     def now_ns(self) -> int:
         """Return the time."""
         return self.host.clock.now_ns()
 
-    # Coming and going -------------------------------------------------------------------------------------
+    # Creation and removal ---------------------------------------------------------------------------------
 
     def create(
         self,
@@ -121,8 +121,8 @@ class SessionTable:
     ) -> Session:
         """Return a new session with a history of `tokens`, 8 bytes each.
 
-        Raise SessionsExhaustedError if it does not fit, and no other may or can go for it. Raise ConfigError for
-        settings that the model cannot have.
+        Raise SessionsExhaustedError if it does not fit, even after evictions where these are allowed. Raise ConfigError
+        for settings that the model does not support.
         """
         keeps = self._keeps(settings)
         self._make_room(owner, keeps, may_evict=may_evict)
@@ -133,7 +133,7 @@ class SessionTable:
         return self._add(owner, settings, pages, session_id, tokens)
 
     def fork(self, session: Session, label: str) -> Session:
-        """Return a new session with the history and settings of `session`, and its pages, which they share."""
+        """Return a new session with the history and settings of `session`; the two share its pages."""
         keeps = None if session.pages is None else session.pages.keeps
         settings = session.settings
         if label:
@@ -151,7 +151,7 @@ class SessionTable:
         return other
 
     def remove(self, session: Session, reason: EndReason) -> None:
-        """Forget a session on which nothing is under way; its pages are free at once."""
+        """Remove an idle session; its pages become free immediately."""
         assert session.request is None, f"{session!r} has a request under way"
         del self._sessions[session.session_id]
         self._ended_by_reason[reason] = self._ended_by_reason.get(reason, 0) + 1
@@ -177,7 +177,7 @@ class SessionTable:
             self.on_removed(session, reason)
 
     def pin(self, session: Session) -> None:
-        """Keep the full pages of an unbounded session in use until its next turn, as long as requests let it."""
+        """Pin the full pages of an unbounded session until its next turn, as long as no request needs them."""
         pins = self.host.core.scheduler.pins
         if pins is None or session.settings.retention != "pin" or session.pages is not None:
             return
@@ -187,14 +187,14 @@ class SessionTable:
             pins.remove(before)
 
     def unpin(self, session: Session) -> None:
-        """Let the pages of a session go."""
+        """Unpin the pages of a session."""
         pins = self.host.core.scheduler.pins
         if pins is not None and session.pin is not None:
             pins.remove(session.pin)
         session.pin = None
 
     def expired(self) -> list[Session]:
-        """Return sessions that have been idle for too long."""
+        """Return sessions that have been idle for longer than their `ttl_s`."""
         now_ns = self.now_ns()
         return [
             session
@@ -205,7 +205,7 @@ class SessionTable:
         ]
 
     def shorten(self, session: Session, length: int) -> None:
-        """Cut a history to `length` tokens, for which its KV is there: nothing that a token would see was dropped."""
+        """Cut a history to `length` tokens. `can_shorten` must hold: no token needed to continue was dropped."""
         content = session.content
         units = bytes(content.units[: length * 8])
         session.content = Content(
@@ -219,20 +219,20 @@ class SessionTable:
             session.pages.shorten(session.num_computed)
 
     def can_shorten(self, session: Session, length: int) -> bool:
-        """Return whether the KV for going on after `length` tokens is there."""
+        """Return whether the KV needed to continue after `length` tokens is present."""
         return session.pages is None or length >= session.num_computed or session.pages.can_shorten(length)
 
-    # What is said of one ----------------------------------------------------------------------------------
+    # State ------------------------------------------------------------------------------------------------
 
     def look(self, session: Session) -> int:
-        """Check the pages of a session with the record of what was written to them, and count violations.
+        """Check the pages of a session against the record of writes to them, and count violations.
 
-        Return how many of its tokens are computed, those of a request under way included.
+        Return the number of its computed tokens, including those of its current request.
         """
         num_computed = session.num_computed
         if (generation := self._under_way(session)) is not None:
             running, request = self.host.core.scheduler.running, generation.request
-            # Preempted, it computes again what it had: no position fell.
+            # A preempted request recomputes tokens, which does not mean that its position decreased.
             num_computed = max(num_computed, running.num_computed(request), request.furthest_computed)
         if num_computed < session.furthest:
             session.inv2_violations += 1
@@ -244,12 +244,12 @@ class SessionTable:
         return num_computed
 
     def info(self, session: Session) -> SessionInfo:
-        """Return a session as it is now."""
+        """Return the current state of a session."""
         host, pages = self.host, session.pages
         num_computed = self.look(session)
         length = session.history_length
         if (generation := self._under_way(session)) is not None:
-            # Sampled tokens enter the content some at a time.
+            # Sampled tokens are added to the content in batches.
             length = generation.request.num_prompt_tokens + len(generation.tokens)
         page_bytes = host.token_bytes * self._page_size
         if pages is None:
@@ -287,7 +287,7 @@ class SessionTable:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _under_way(self, session: Session) -> Generation | None:
-        """Return the request of a session that is under way, with its tokens; None if there is none."""
+        """Return the current generation of a session, with its tokens; None if it has none."""
         return None if session.request is None else self.host.loop.generation(session.request)
 
     def _keeps(self, settings: SessionSettings) -> SinkWindow | None:
@@ -300,7 +300,7 @@ class SessionTable:
         return SinkWindow(settings.sink, settings.window, rotates_late=settings.positions == "cache")
 
     def _num_wanted(self, keeps: SinkWindow | None) -> int:
-        """Return the pages that the reserve has to grow by for one more session."""
+        """Return the number of pages by which the reserve must grow for one more session."""
         if keeps is None:
             return 0
         return self._memory.most_pages(keeps) + (0 if self._num_bounded else self._room.num_pages)
@@ -308,12 +308,12 @@ class SessionTable:
     def _make_room(
         self, owner: str, keeps: SinkWindow | None, spare: Session | None = None, *, may_evict: bool = True
     ) -> None:
-        """See to it that one more session fits, and evict idle ones for that where that is wanted, and helps."""
+        """Make room for one more session, evicting idle ones if that is allowed and sufficient; else raise."""
         scheduler, capacity = self.host.core.scheduler, self.capacity
         num_wanted = self._num_wanted(keeps)
         if scheduler.pins is not None:
             scheduler.pins.give_up(num_wanted)
-        # A request that is here already must fit beside what is reserved, or it would wait for ever.
+        # A request already here must fit next to the reserved pages, or it would wait for ever.
         most_pages = min(self._most_pages(), self._memory.total - scheduler.most_pages_needed())
         num_free = min(most_pages - self._reserve.num_pages, scheduler.cache.num_free)
         num_missing = num_missing_of_owner = 0
@@ -357,7 +357,7 @@ class SessionTable:
             self.remove(session, "evicted")
 
     def _num_reserved(self, pages: SessionPages | None) -> int:
-        """Return the pages that are reserved for a session with these."""
+        """Return the number of pages reserved for a session with `pages`."""
         return 0 if pages is None else self._memory.most_pages(pages.keeps)
 
     def _most_pages(self) -> int:
@@ -380,7 +380,7 @@ class SessionTable:
             bytearray(tokens),
             num_tokens=len(tokens) // 8,
             page_size=self._page_size,
-            owner=-1 - self._num_made,  # no request has it
+            owner=-1 - self._num_made,  # never the index of a request
             salt=self._salt_of(owner),
         )
         session = Session(
@@ -392,7 +392,7 @@ class SessionTable:
         return session
 
     def _salt_of(self, owner: str) -> str | None:
-        """Return the salt of an owner's pages: the same for all of its sessions, as long as it has one."""
+        """Return the salt of an owner's pages, which is the same for all of its sessions as long as it has one."""
         if not owner:
             return None
         if owner not in self._salts:
@@ -401,13 +401,13 @@ class SessionTable:
 
 
 def memory_of(host: ModelHost) -> SessionMemory:
-    """Return what sessions take of the memory of a model."""
+    """Return the memory of a model from which sessions take their pages."""
     num_pages, page_size, groups = host.config.num_pages, host.config.page_size, host.memory
     return SessionMemory(num_pages if groups is None else groups.num_blocks(num_pages), page_size, groups)
 
 
 def check_settings(config: SessionsConfig, host: ModelHost) -> None:
-    """Raise ConfigError if no session of the default settings fits, or if memory is bounded that has no bytes."""
+    """Raise ConfigError if no session with default settings fits, or a limit in bytes cannot be converted to pages."""
     settings = config.defaults
     if config.memory_bytes is not None and not host.token_bytes:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is remembered of sessions that are gone."""
+"""Memory of sessions that have ended."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Tombstones"]
 
 
 class Tombstones:
-    """Owner of at most `most` tombstones, each for `ttl_s` seconds."""
+    """Owner of at most `most` tombstones, each valid for `ttl_s` seconds."""
 
     def __init__(self, *, most: int = 10_000, ttl_s: float = 3600.0) -> None:
         self._most = most
         self._ttl_s = ttl_s
         self._by_id: OrderedDict[str, Tombstone] = OrderedDict()
         self.num_gone = {"closed": 0, "evicted": 0, "expired": 0}
-        """By reason, since the beginning."""
+        """Number of ended sessions by reason, since the start."""
         self.inv1_violations = 0
         self.inv2_violations = 0
 
     def add(self, tombstone: Tombstone) -> None:
-        """Remember a session that is gone."""
+        """Remember a session that has ended."""
         self._by_id[tombstone.session_id] = tombstone
         self.num_gone[tombstone.reason] += 1
         self.inv1_violations += tombstone.inv1_violations
@@ -33,7 +33,7 @@ class Tombstones:
             self._by_id.popitem(last=False)
 
     def error(self, owner: str, session_id: str) -> UnknownSessionError:
-        """Return what to tell `owner` of a session that is not there: no more than that, if it was another's."""
+        """Return the error for a session that does not exist; it gives details only to the session's former owner."""
         tombstone = self._by_id.get(session_id)
         now_s = time.time()
         if tombstone is not None and now_s - tombstone.ended_s > self._ttl_s:
@@ -53,5 +53,5 @@ class Tombstones:
 
 
 def _shown(session_id: str) -> str:
-    """Return an id as it may stand in one line, whatever a client sent."""
+    """Return an id for use in a one-line message, whatever a client sent."""
     return repr(session_id if len(session_id) <= 40 else session_id[:40] + "...")

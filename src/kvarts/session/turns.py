@@ -1,4 +1,4 @@
-"""What becomes of a session's turns: appends and generations as requests of the engine."""
+"""Turns of sessions as requests of the engine: appends and generations."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ COMPUTE_ONLY = SamplingParams(max_tokens=1)
 
 
 class Turns:
-    """Begins and ends the requests of sessions. For the thread of the engine.
+    """Begins and ends the requests of sessions. For the engine's thread.
 
-    Between turns the KV of the whole history is in pages, of a bounded session. A generation computes the last token
-    again, for its logits, which are not kept; its pages still have what that token sees.
+    Between turns, the KV of the whole history of a bounded session is computed. A generation computes the last token
+    again, for its logits, which are not kept; the pages still contain everything that this token sees.
     """
 
     def __init__(self, table: SessionTable) -> None:
         self._table = table
 
     def begin_append(self, engine: LLMEngine, session: Session) -> Request | None:
-        """Begin to compute what is not computed of the history; return the request, or None if that is nothing."""
+        """Begin to compute the rest of the history; return the request, or None if all is computed."""
         self._take(session, "appending")
         length = session.history_length
         if session.num_computed >= length:
@@ -77,18 +77,18 @@ class Turns:
         return request
 
     def end(self, session: Session, request: Request) -> None:
-        """Note what a request that has ended computed, and look at the pages that it left."""
+        """Record the work of a request that has ended, and check the pages that it left."""
         session.request = None
         session.state = "idle"
         session.touched_ns = self._table.now_ns()
-        session.content.trim()  # it may be idle for long
+        session.content.trim()  # the session may be idle for long
         self._table.capacity.recount(session)
         if session.pages is not None:
             start, end = request.start, max(request.num_computed, request.start)
             session.num_computed = max(session.num_computed, end)
             session.num_computed_tokens += end - start
         else:
-            # Preempted, or not admitted at all, it may end with less than was computed before.
+            # A preempted or never admitted request may end with fewer computed tokens than before.
             session.num_computed = max(session.num_computed, request.num_computed, request.furthest_computed)
             self._table.pin(session)
             session.num_computed_tokens += max(0, request.num_computed - request.cached_tokens)

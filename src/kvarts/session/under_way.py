@@ -1,4 +1,4 @@
-"""What is under way in a session, and how to wait for its end."""
+"""The current operation of a session, and waiting for its end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["UnderWay", "settled"]
 
 
 class UnderWay(NamedTuple):
-    """An append or a generation: what ends it, in the thread of the engine, and what is done when it has ended."""
+    """An append or a generation. `cancel` ends it, in the engine's thread; `over` completes when it has ended."""
 
     cancel: Callable[[LLMEngine], None]
     over: asyncio.Future[None]
 
 
 async def settled(over: asyncio.Future[None]) -> None:
-    """Wait for `over`, also while this task is cancelled; that is raised then."""
+    """Wait for `over`, even if this task is cancelled meanwhile; the cancellation is raised afterwards."""
     cancelled = None
     while not over.done():
         try:

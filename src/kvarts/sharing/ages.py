@@ -53,7 +53,7 @@ class AgedOrder:
     @property
     def num_next_pages(self) -> int:
         """Pages of that run."""
-        node = self.next_run()
+        node: Node = self.next_run()
         return node.end - node.start
 
     def __iter__(self) -> Iterator[Node]:

@@ -182,7 +182,12 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         else:
             part = register(
                 parts=open_group_cache(
-                    of_model, of_model.memory, num_blocks=num_counted, tell=log.tell_details, with_ids=False
+                    of_model,
+                    of_model.memory,
+                    num_blocks=num_counted,
+                    tell=log.tell_details,
+                    with_ids=False,
+                    make_order=of_model.eviction,
                 )
             )
         engine = build_engine(

@@ -120,7 +120,7 @@ class Arrivals(Informed):
         self.router.withdraw(request)
         request.become(RequestState.CANCELLED)
         request.cancelled_ns = now_ns
-        self._note_cancelled(request, row, NO_REPLICA)
+        self.note_cancelled(request, row, NO_REPLICA)
 
     def submit(self, request: Request, row: TraceRequest, index: int, now_ns: int) -> str | None:
         """Queue `request` in an engine, at `now_ns`; or return the reason why it can never run."""
@@ -150,11 +150,12 @@ class Arrivals(Informed):
         """Take note that `request` was dropped by an engine, because its client gave it up."""
         if self.router.is_told:
             self.router.ended(request.index)
-        self._note_cancelled(request, row, index)
+        self.note_cancelled(request, row, index)
 
-    def _note_cancelled(self, request: Request, row: TraceRequest, index: int) -> None:
+    def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
+        """Log `request`, which was dropped, and let its client send it again. `more`: see RequestLog."""
         end_ns = request.last_token_ns if request.cancelled_ns < 0 else request.cancelled_ns
-        self.log.cancel(request, row, index, end_ns)
+        self.log.cancel(request, row, index, end_ns, more)
         if self._sessions is not None:
             self._sessions.end(request, row, end_ns, is_refused=True)
         timeout_ns = self._timeout_ns

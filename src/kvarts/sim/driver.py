@@ -293,11 +293,7 @@ class Driver:
             if request not in self._in_engines:
                 return
             self._look_again(index, now_ns)
-        runner = self._runners[index]
-        if runner.is_pausing:
-            self._ends_ns[index] = NEVER_NS
-        runner.wake(now_ns)
-        self._roused.add(index)
+        runner = self._rouse(index, now_ns)
         self._given_up.add(request)
         if runner.drop(request, of_model.engines[engine], now_ns):
             self._end(index, [request])
@@ -328,11 +324,7 @@ class Driver:
         if not self._is_reactive:
             self._run_alone(index, now_ns)
             self._look_again(index, now_ns)
-        runner = self._runners[index]
-        if runner.is_pausing:
-            self._ends_ns[index] = NEVER_NS
-        runner.wake(now_ns)
-        self._roused.add(index)
+        self._rouse(index, now_ns)
         reason = of_model.submit(request, row, engine, now_ns)
         if reason is None:
             self._in_engines[request] = of_model, row, engine
@@ -342,6 +334,15 @@ class Driver:
         else:
             of_model.reject(request, row, engine, reason, now_ns)
             self._tell(1)
+
+    def _rouse(self, index: int, now_ns: int) -> Runner:
+        """Return the runner with this index, which looks at `now_ns` at what has changed for it."""
+        runner = self._runners[index]
+        if runner.is_pausing:
+            self._ends_ns[index] = NEVER_NS
+        runner.wake(now_ns)
+        self._roused.add(index)
+        return runner
 
     def _expect(self, of_model: Arrivals, request: Request, row: TraceRequest, now_ns: int) -> None:
         deadline_ns = of_model.gives_up_ns(request, row)

@@ -1,4 +1,4 @@
-"""What arrives when: traces, workloads, arrival processes. Knows no engine."""
+"""Traffic: traces, workloads and arrival processes. Independent of the engine."""
 
 from __future__ import annotations
 

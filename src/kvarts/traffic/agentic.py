@@ -1,13 +1,13 @@
-"""Reader and lines of Dynamo's agentic traces, `dynamo.agentic_mooncake` of version 2: requests that wait for requests.
+"""Reads and writes Dynamo's agentic traces, `dynamo.agentic_mooncake` version 2: requests that wait for requests.
 
 The first line is a header with `block_size` and `hash_id_scope`. A row has `request_id`, `play_id`, `session_id`,
-`input_length`, `output_length`, `hash_ids`, `not_before_ms`, and `dependencies`: each names a `request_id`, a `trigger`
-(its `dispatch` or its `completion`) and `delay_ms` after that. A request is sent when all of these are over, and not
-before its time. Ids of scope `local` mean something in their play only. With `cancel_after_ms`, its client gives a
-request up so long after sending it. Other fields are left alone. An `output_length`
-of 0 is read as 1: a prompt that is computed yields a token.
+`input_length`, `output_length`, `hash_ids`, `not_before_ms`, and `dependencies`. Each dependency has a `request_id`, a
+`trigger` (its `dispatch` or its `completion`) and a `delay_ms` after that. A request is sent when all of its
+dependencies have passed, and not before `not_before_ms`. Ids of scope `local` are only valid within their play. With
+`cancel_after_ms`, the client abandons a request that long after sending it. Other fields are ignored. An
+`output_length` of 0 is read as 1, because computing a prompt yields a token.
 
-Rows of the first version have no header: they are Mooncake's, with a `wait_for` (traffic/mooncake.py).
+The first version lacks a header: its rows are Mooncake's, with a `wait_for` (traffic/mooncake.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Row(msgspec.Struct, gc=False):
 
 
 def load_agentic(path: Path | str | TraceFile) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
     file = TraceFile.of(path)
     records = file.records()
     header_line, data = next(records, (1, b""))
@@ -164,9 +164,10 @@ def _request(
 
 
 def _placed(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Return requests no earlier than those they wait for, in which order they stand then.
+    """Return the requests sorted by arrival, after delaying each to no earlier than those it waits for.
 
-    A request that waits for none is not a turn after others of its session.
+    A request without dependencies loses its session unless it is the session's first, since it does not wait for the
+    turn before it.
     """
     arrivals = [request.arrival_ns for request in requests]
     waiters: dict[int, list[int]] = {}
@@ -174,7 +175,7 @@ def _placed(requests: list[TraceRequest]) -> list[TraceRequest]:
         for each in request.after:
             waiters.setdefault(each.row, []).append(request.row)
     moved = list(range(len(requests)))
-    for _ in requests:  # a chain has at most as many links
+    for _ in requests:  # no chain of dependencies is longer than this
         moved = [waiter for row in moved for waiter in waiters.get(row, ()) if arrivals[waiter] < arrivals[row]]
         if not moved:
             break
@@ -190,9 +191,9 @@ def _placed(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def agentic_lines(trace: Trace) -> Iterator[bytes]:
-    """Return a header, and a line for each request. Ids are of scope `local`, unless plays share some of them.
+    """Return a header, then a line per request. Ids have scope `local`, unless plays share some of them.
 
-    Turns that wait for the turn before them have it as a dependency. If the time of a request does not matter, it is 0.
+    A turn that waits for the previous turn depends on it. An arrival time without effect is written as 0.
     """
     requests = trace.requests or list(trace)
     plays = components(requests)
@@ -244,7 +245,7 @@ def _line(trace: Trace, request: TraceRequest, play: int, waits: list[After]) ->
 
 
 def _share_ids(trace: Trace, requests: list[TraceRequest], plays: list[int]) -> bool:
-    """Return whether two plays have an id in common, so that it has to mean the same in both."""
+    """Return whether two plays share an id, so that ids must be global."""
     play_of: dict[int, int] = {}
     for request, play in zip(requests, plays, strict=True):
         for name in np.unique(np.frombuffer(spell(request.units), np.uint64)).tolist():

@@ -1,8 +1,8 @@
-"""Answers that a trace does not have and the next turn's prompt tells.
+"""Recovers answers that are missing from a trace from the prompt of the next turn.
 
-The prompt of a turn begins with the whole blocks of the turn before it, and is at least as long as that and its answer:
-then what follows there is the answer. A prompt's last id, of a block that it does not fill, is replaced by the id of
-that block in the next prompt, unless other prompts end with it as well.
+This works where the next prompt begins with the whole blocks of this turn's prompt and is at least as long as this
+prompt and its answer: the tokens after the prompt are then the answer. The last id of a prompt, which stands for a
+partial block, is replaced by the id of that block in the next prompt, unless several prompts contain it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["with_implied_answers"]
 
 
 def with_implied_answers(trace: Trace) -> Trace:
-    """Return `trace` with the answers that later turns of sessions tell, where it has none; itself for other traces."""
+    """Return `trace` with missing answers taken from later turns of sessions; unchanged if it does not apply."""
     requests = trace.requests
     if requests is None or trace.has_output_tokens or not trace.has_sessions or not trace.knows_prefixes:
         return trace
@@ -44,7 +44,7 @@ def with_implied_answers(trace: Trace) -> Trace:
 
 
 def _answered(request: TraceRequest, following: TraceRequest, unit_tokens: int, shared: set[int]) -> bytes | None:
-    """Return the units of a prompt and its answer, from the prompt of the turn after it; None if that does not tell."""
+    """Return the units of a prompt and its answer, taken from the next turn's prompt; None if that does not match."""
     num_tokens = request.num_prompt_tokens + request.num_output_tokens
     mine, theirs = request.units, following.answered_units or following.units
     if not isinstance(mine, bytes) or not isinstance(theirs, bytes) or following.num_prompt_tokens < num_tokens:
@@ -60,7 +60,7 @@ def _answered(request: TraceRequest, following: TraceRequest, unit_tokens: int, 
 
 
 def _shared_ids(requests: list[TraceRequest]) -> set[int]:
-    """Return the last ids of prompts that several prompts have."""
+    """Return the last ids of prompts that occur more than once in the trace."""
     lasts = np.array([_last_id(request) for request in requests], np.uint64)
     ids = [request.units for request in requests if isinstance(request.units, bytes)]
     every = np.frombuffer(b"".join(ids), np.uint64)

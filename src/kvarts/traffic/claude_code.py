@@ -1,19 +1,21 @@
 """Reader for session files of Claude Code: JSON lines, one file per session and per sub-agent, or a directory of them.
 
-Of lines of `type` `assistant`, `timestamp`, `requestId` and `message` are read, with `usage` (`input_tokens`,
-`cache_creation_input_tokens`, `cache_read_input_tokens`, `output_tokens`). A request writes a line for each block of
-its answer: its last line ends it, and it was sent when the line that its first one answers (`parentUuid`) was written.
+The reader uses lines of `type` `assistant`, with their `timestamp`, `requestId` and `message`, whose `usage` has
+`input_tokens`, `cache_creation_input_tokens`, `cache_read_input_tokens` and `output_tokens`. A request has one line per
+block of its answer. It ends at its last line, and was sent at the time of the line that its first line answers
+(`parentUuid`).
 
-How this becomes requests of a trace:
+Conversion to requests of a trace:
 
-- A prompt has all three kinds of input tokens. What is in it is not written, and inferred: as each request sends the
-  whole conversation, a prompt that is as long as the one before it and its answer begins with both, and one that is at
-  least as long as the one before it begins with that. After a compaction it begins with as much as was read from the
-  cache; so does the first prompt of a session, of what sessions with that model have in common.
-- Lines with `isSidechain` are requests of sub-agents, by `agentId` or else by the line that began them, and requests of
-  another model than most of their session are a session of their own. Which request waits for which is found from the
-  times, as `traffic/graph.py` says.
-- Requests that failed are left out, and those that another file has as well, where a session was resumed.
+- The length of a prompt is the sum of the three kinds of input tokens. Its contents are not recorded but inferred. Each
+  request sends the whole conversation, so a prompt at least as long as the previous prompt and its answer begins with
+  both, and one at least as long as the previous prompt begins with that. A shorter one, after a compaction, begins with
+  as many tokens of it as were read from the cache. The first prompt of a session begins with as many tokens shared by
+  all sessions with its model.
+- Lines with `isSidechain` are requests of sub-agents, identified by `agentId`, or else by the line that began them. A
+  sub-agent is a separate session; so are requests of another model than most of the session. Dependencies between
+  requests are inferred from the times, see `traffic/graph.py`.
+- Requests that failed are left out, as are those that another file also contains, where a session was resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from kvarts.traffic.trace_request import After
 __all__ = ["load_claude_code"]
 
 COMMON = 1 << 60
-"""Ids of what sessions have in common begin here, 2**40 for each model; those of sessions are below."""
+"""First id of tokens that sessions share, 2**40 per model; ids of single sessions are below."""
 CHAIN_BITS = 36
 INFERRED = "the files do not say what prompts have in common: it is inferred from their lengths and from cache reads"
 
@@ -74,17 +76,17 @@ class _Line(msgspec.Struct, gc=False, rename="camel"):
 
 
 class _Call(msgspec.Struct):
-    """One request, of which a file has several lines."""
+    """One request; a file has several lines for it."""
 
     start_ns: int
     end_ns: int
     usage: _Usage
     chain: tuple[str, str, str]
-    """The session, the sub-agent or nothing, and the model."""
+    """The session, the sub-agent or "", and the model."""
 
 
 def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read one session file, or all `.jsonl` below a directory. Lines that are not requests are passed over.
+    """Read one session file, or all `.jsonl` files below a directory. Lines that are not requests are ignored.
 
     Raise MissingFileError, or InputError with line and field.
     """
@@ -112,9 +114,9 @@ def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = Fal
 
 
 def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, skip_bad_lines: bool) -> int:
-    """Add the requests of a file to `calls`, by their names; return how many lines were skipped."""
+    """Add the requests of a file to `calls`, by name; return the number of lines skipped."""
     times: dict[str, int] = {}
-    begun: dict[str, str] = {}  # by uuid, the line that began the chain
+    begun: dict[str, str] = {}  # uuid of a line -> uuid of the line that began its chain
     of_file: dict[str, _Call] = {}
     repeated: set[str] = set()
     num_skipped = 0
@@ -165,7 +167,7 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
 def _decoded(
     decoder: msgspec.json.Decoder[_Line], of_message: msgspec.json.Decoder[_Message], data: bytes
 ) -> tuple[_Line, _Message | None]:
-    """Return a line, and its message if it is of an answer."""
+    """Return a line, and its message if it is an answer."""
     try:
         line = decoder.decode(data)
         if line.type != "assistant":
@@ -185,7 +187,7 @@ def _decoded(
 
 
 def _requests(calls: list[_Call]) -> list[TraceRequest]:
-    """Return the requests of all sessions, with what they wait for and what their prompts begin with."""
+    """Return the requests of all sessions, with their dependencies and the shared beginnings of their prompts."""
     calls.sort(key=lambda call: call.start_ns)
     chains: dict[tuple[str, str, str], list[int]] = {}
     for row, call in enumerate(calls):
@@ -219,7 +221,7 @@ def _requests(calls: list[_Call]) -> list[TraceRequest]:
 def _linked(
     calls: list[_Call], chains: dict[tuple[str, str, str], list[int]]
 ) -> tuple[dict[tuple[str, str, str], str], dict[int, tuple[After, ...]]]:
-    """Return the name of each chain, and what its requests wait for: the longest of a session is the main one."""
+    """Return the name of each chain, and the dependencies of requests; a session's longest main chain is its parent."""
     sessions: dict[str, list[tuple[str, str, str]]] = {}
     for chain in chains:
         sessions.setdefault(chain[0], []).append(chain)
@@ -237,9 +239,9 @@ def _linked(
 
 
 def _contents(calls: list[_Call], number: int, common: int) -> Iterator[tuple[tuple[range, ...], range]]:
-    """Return the tokens of each prompt and of its answer, of requests that were sent one after the other.
+    """Yield the tokens of each prompt and of its answer, for consecutive requests of one chain.
 
-    New tokens of a chain are numbered one after the other, so that a conversation that grows is one range.
+    New tokens of a chain are numbered consecutively, so a growing conversation is a single range.
     """
     next_token = number << CHAIN_BITS
     before: tuple[range, ...] = ()
@@ -265,7 +267,7 @@ def _contents(calls: list[_Call], number: int, common: int) -> Iterator[tuple[tu
 
 
 def _first(runs: tuple[range, ...], count: int) -> tuple[range, ...]:
-    """Return the first `count` tokens of some runs, or all if there are fewer."""
+    """Return the first `count` tokens of `runs`, or all if there are fewer."""
     first = []
     for run in runs:
         if count <= 0:

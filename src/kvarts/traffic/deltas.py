@@ -1,4 +1,4 @@
-"""Turns of sessions: do they have whole prompts, or only what is new; and whole prompts made of what is new."""
+"""Whether turns of sessions have whole prompts or only deltas, and conversion of deltas to whole prompts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvarts.traffic.trace_request import TraceRequest, Units
 __all__ = ["BrokenSession", "accumulated", "broken_sessions"]
 
 KNOWN_OUTPUT, FIRST_OUTPUT = 1 << 61, 1 << 62
-"""Ids of answers begin here: with tokens that the file has, and with others. Ids of prompts are far below."""
+"""First ids of answers: with token ids from the file, and without. Ids of prompts are far below both."""
 
 
 NOTHING: tuple[tuple[range, ...], int] = ((), 0)
 
 
 class BrokenSession(msgspec.Struct, frozen=True):
-    """A session of which no later turn shares its first id with the turn before. `shrinks`: some turn is shorter."""
+    """A session in which no turn shares its first id with the turn before. `shrinks`: some prompt is shorter."""
 
     session_id: str
     shrinks: bool
 
 
 def broken_sessions(requests: Iterable[TraceRequest]) -> tuple[list[BrokenSession], int]:
-    """Return the broken sessions, and how many have several turns. `requests` are in the order of their turns."""
+    """Return the broken sessions, and the number of sessions with several turns. `requests` must be in turn order."""
     turns: dict[str, list[TraceRequest]] = {}
     for request in requests:
         if request.session_id is not None:
@@ -50,10 +50,10 @@ def _first_id(units: Units) -> object:
 
 
 def accumulated(requests: list[TraceRequest], unit_tokens: int, path: Path) -> list[TraceRequest]:
-    """Return `requests` with whole prompts, token by token, if later turns of sessions have only what is new.
+    """Return `requests` with whole prompts, token by token, given later turns that contain only new tokens.
 
-    The prompt of a turn is that of the turn before, its answer, and then the tokens of the turn's own ids. So answers
-    are known as well. Raise InputError for a prompt that becomes too long.
+    The prompt of a turn is the previous prompt, its answer, and then the turn's own tokens. Answers are therefore known
+    too. Raise InputError for a prompt that becomes too long.
     """
     numbers: dict[int, int] = {}
     known: dict[str, tuple[tuple[range, ...], int]] = {}
@@ -76,7 +76,7 @@ def accumulated(requests: list[TraceRequest], unit_tokens: int, path: Path) -> l
 
 
 def _answer(request: TraceRequest) -> tuple[range, ...]:
-    """Return the tokens of an answer: those of the file, or tokens that no other answer has."""
+    """Return the tokens of an answer: those of the file, or else unique ones."""
     if isinstance(request.output_units, bytes):
         ids = memoryview(request.output_units).cast("Q").tolist()
         return tuple(range(KNOWN_OUTPUT + token, KNOWN_OUTPUT + token + 1) for token in ids)
@@ -85,7 +85,7 @@ def _answer(request: TraceRequest) -> tuple[range, ...]:
 
 
 def _tokens(request: TraceRequest, unit_tokens: int, numbers: dict[int, int]) -> tuple[range, ...]:
-    """Return the tokens of a row's own ids: equal ids stand for equal tokens."""
+    """Return the tokens of a row's own ids; equal ids stand for equal tokens."""
     assert isinstance(request.units, bytes)
     ids = memoryview(request.units).cast("Q").tolist()
     runs: list[range] = []

@@ -1,8 +1,8 @@
-"""Reader for Dynamo's request traces.
+"""Reader for Dynamo's request traces, `dynamo.request.trace.v1`.
 
-They are `dynamo.request.trace.v1`, JSON lines: of `request_end` records, `request.request_received_ms`,
-`request.output_tokens` and `request.replay` with `trace_block_size`, `input_length` and `input_sequence_hashes`, one
-hash for each block and all before it; `agent_context.session_id` where there is one. Other records are passed over.
+They are JSON lines. The reader uses `request_end` records: `request.request_received_ms`, `request.output_tokens`, and
+`request.replay` with `trace_block_size`, `input_length` and `input_sequence_hashes`, one hash per block that covers all
+blocks before it; also `agent_context.session_id` if present. Other records are ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Record(msgspec.Struct, gc=False):
 
 
 def load_dynamo(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
     block_size = 0
     decoder = msgspec.json.Decoder(_Ended)
 

@@ -1,4 +1,4 @@
-"""Traces made from traces: parts, mixtures, other rates, other names. Every one in arrival order, from time 0."""
+"""Traces derived from traces: slices, merges, other rates, other names. All are in arrival order and start at 0."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def sliced(
     first: int = 0,
     count: int | None = None,
 ) -> Trace:
-    """Return the requests that arrive in [begin, end), and of these `count` from the place `first` on.
+    """Return the requests that arrive in [begin, end), limited to `count` requests from the one at `first` on.
 
-    A session of which the first turns are cut off begins with the first one that is left. Raise ConfigError where
-    nothing is left.
+    A session whose first turns are cut off begins with its first remaining turn. Raise ConfigError if no request
+    remains.
     """
     found = [
         request
@@ -42,9 +42,9 @@ def sliced(
 
 
 def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
-    """Return all requests of `traces`, each at its time. `same_ids`: equal ids of two traces stand for equal tokens.
+    """Return all requests of `traces` at their own times. `same_ids`: equal ids in different traces mean equal tokens.
 
-    Raise ConfigError for traces of which the ids stand for different numbers of tokens.
+    Raise ConfigError for traces whose ids stand for different numbers of tokens.
     """
     first = traces[0]
     requests: list[TraceRequest] = []
@@ -73,7 +73,7 @@ def merged(traces: Sequence[Trace], *, same_ids: bool = False) -> Trace:
 
 
 def scaled(trace: Trace, rate: float) -> Trace:
-    """Return the same requests at `rate` times their rate: times and delays are divided by it."""
+    """Return the same requests at `rate` times their rate: times and delays are divided by `rate`."""
     check_number(rate, "rate", least=0.0, most=MOST_SECONDS, above=True)
     latest_ns = max(max(request.arrival_ns, request.delay_ns or 0) for request in known(trace))
     if latest_ns / rate > LATEST_NS:
@@ -95,7 +95,7 @@ def scaled(trace: Trace, rate: float) -> Trace:
 
 
 def repeated(trace: Trace, copies: int) -> Trace:
-    """Return `copies` of each request at its time, with ids and sessions of their own: users that share nothing."""
+    """Return `copies` of each request at its time, with separate ids and sessions, like users that share nothing."""
     check_whole(copies, "copies", most=max(1, MOST_REQUESTS // max(1, len(known(trace)))))
     numbers = _Numbers()
     num_rows = 1 + max(request.row for request in known(trace))
@@ -110,10 +110,10 @@ def repeated(trace: Trace, copies: int) -> Trace:
 
 
 def spread(trace: Trace, duration_ns: int) -> Trace:
-    """Return the same with sessions that begin evenly over `duration_ns`, in the order in which they begin now.
+    """Return the trace with session starts spread evenly over `duration_ns`, in their present order.
 
-    Requests without a session keep their times. A session named PARENT/CHILD, and one that waits for another, keeps its
-    distance from that.
+    Requests without a session keep their times. A session named PARENT/CHILD, and one that waits for another session,
+    keeps its distance from that session.
     """
     requests = known(trace)
     plays = components(requests, by_name=True)
@@ -133,9 +133,9 @@ def spread(trace: Trace, duration_ns: int) -> Trace:
 
 
 def anonymized(trace: Trace) -> Trace:
-    """Return the same with ids, sessions, tenants and requests numbered in the order in which they first appear.
+    """Return the trace with ids, sessions and tenants numbered by first appearance, and without request names.
 
-    Times begin at 0, lengths stay, and what is the same as what stays, so every replay and every plan stays the same.
+    Times begin at 0. Lengths and equality of contents are preserved, so replays and plans give the same results.
     """
     numbers = _Numbers()
     sessions: dict[str, str] = {}
@@ -157,7 +157,7 @@ def anonymized(trace: Trace) -> Trace:
 
 
 def known(trace: Trace) -> list[TraceRequest]:
-    """Return the requests of a trace. Raise InputError for one that is read as it is needed."""
+    """Return the requests of a trace. Raise InputError for a stream."""
     requests = trace.requests
     if requests is None:
         raise InputError("must be known as a whole", path=trace.name)
@@ -165,20 +165,20 @@ def known(trace: Trace) -> list[TraceRequest]:
 
 
 class _Numbers:
-    """Numbers ids in the order in which they first appear; those of one trace or copy are unlike those of any other."""
+    """Numbers ids by first appearance. Equal ids from different sources get different numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def of(self, source: int, units: Units) -> bytes:
-        """Return the numbers of the ids of `source`, 8 bytes each."""
+        """Return the numbers of the ids of `source`, in 8 bytes each."""
         numbers = self._numbers
         ids = np.frombuffer(spell(units), np.uint64).tolist()
         return pack_units(numbers.setdefault((source, name), len(numbers)) for name in ids)
 
 
 def _apart(request: TraceRequest, source: int, numbers: _Numbers) -> TraceRequest:
-    """Return `request` with ids, a session and a name that only `source` has."""
+    """Return `request` with ids, session and name that are unique to `source`."""
     return msgspec.structs.replace(
         request,
         units=numbers.of(source, request.units),
@@ -190,7 +190,7 @@ def _apart(request: TraceRequest, source: int, numbers: _Numbers) -> TraceReques
 
 
 def _moved(request: TraceRequest, num_rows: int) -> TraceRequest:
-    """Return `request` with its row, and those that it waits for, `num_rows` further down."""
+    """Return `request` with its row, and the rows it waits for, shifted by `num_rows`."""
     after = tuple(msgspec.structs.replace(each, row=each.row + num_rows) for each in request.after)
     return msgspec.structs.replace(request, row=request.row + num_rows, after=after)
 
@@ -208,9 +208,9 @@ def _like(
     name: str | None = None,
     warnings: Sequence[str] | None = None,
 ) -> Trace:
-    """Return `requests` as a trace like `trace`: in arrival order, the first at 0, and first turns without a delay.
+    """Return `requests` as a trace like `trace`: in arrival order, starting at 0, first turns without a delay.
 
-    What waited only for requests that are not there any more arrives at its time.
+    A request whose dependencies were all removed arrives at its own time.
     """
     first_ns = min(request.arrival_ns for request in requests)
     requests = sorted(requests, key=lambda request: request.arrival_ns)

@@ -1,4 +1,4 @@
-"""Reading a trace of any form that is known."""
+"""Reads a trace of any known form."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvarts.traffic.trace_file import TraceFile
 __all__ = ["load_trace"]
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".gz")
-"""Of the files that are looked at in a directory."""
+"""Suffixes of the files considered in a directory."""
 MOST_NAMES, MOST_SHOWN = 12, 40
-"""Of the fields of an unknown form, how many are shown, and how much of each."""
+"""Most fields of an unknown form to show in an error, and most characters of each."""
 
 
 def load_trace(
@@ -29,14 +29,14 @@ def load_trace(
     skip_bad_lines: bool = False,
     session_turns: Turns | None = None,
 ) -> Trace:
-    """Read a trace of any form in `kvarts.traffic.forms`, which its content tells. Files may be packed with gzip.
+    """Read a trace of any form in `kvarts.traffic.forms`, recognised by its content. Files may be gzipped.
 
-    `sample:mooncake` is a bundled one, see `kvarts.samples`.
+    `sample:mooncake` is a bundled trace, see `kvarts.samples`.
 
-    `trace_block_size`: tokens that a hash id stands for: 512 in Mooncake's form unless given, 16 in Qwen-Bailian's.
-    `skip_bad_lines`: leave out and count lines that cannot be read. `session_turns`: of Mooncake's sessions, whether
-    later turns have whole prompts or only `deltas`. Raise MissingFileError, InputError with file and place, also for a
-    file of no known form, or ConfigError for an option that its form does not take.
+    `trace_block_size`: tokens that a hash id stands for; default 512 in Mooncake's form, 16 in Qwen-Bailian's.
+    `skip_bad_lines`: skip and count malformed lines. `session_turns`: whether later turns of Mooncake's sessions have
+    `whole` prompts or only `deltas`. Raise MissingFileError; InputError, with file and place, also for an unknown form;
+    ConfigError for an option that the form does not accept.
     """
     if Path(path).suffix == ".toml":
         raise ConfigError("is a configuration, not a trace", path=path, hint="Use --config FILE.")
@@ -63,7 +63,7 @@ def load_trace(
 
 
 def _form(file: TraceFile) -> Form:
-    """Return the form of a file. Raise InputError with the forms that are known and what came nearest."""
+    """Return the form of a file. Raise InputError, listing the known forms and the nearest one."""
     if file.is_directory:
         return _form_of_directory(file)
     form = form_of(file)
@@ -88,7 +88,7 @@ def _form(file: TraceFile) -> Form:
 
 
 def _form_of_directory(directory: TraceFile) -> Form:
-    """Return the form of the first file that could be a trace. Raise InputError if it has none, or is not read so."""
+    """Return the form of the first candidate file. Raise InputError without one, or if its form is a single file."""
     with reading(directory.path):
         files = sorted(path for path in directory.path.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
     if not files:
@@ -108,7 +108,7 @@ def _form_of_directory(directory: TraceFile) -> Form:
 
 
 def _warn_of_broken_sessions(trace: Trace, turns: Turns | None) -> None:
-    """Warn if later turns share no first id with those before: they may be read as what they are not."""
+    """Warn if later turns never share their first id with the turn before: the trace may have been misread."""
     if not trace.knows_prefixes or not trace.has_sessions:
         return
     broken, num_sessions = broken_sessions(trace)

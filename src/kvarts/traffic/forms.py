@@ -1,6 +1,6 @@
-"""The forms that traces come in: how each is recognised, an example of it, and its reader.
+"""The known forms of traces: how each is recognised, an example, and its reader.
 
-A form is recognised by the names of the fields of its first records, or of its columns, never by the name of the file.
+A form is recognised by the field names of its first records, or by its columns, never by the file name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SKIPPING, BLOCK_SIZE, TURNS = "skip_bad_lines", "trace_block_size", "session_tur
 class Form(msgspec.Struct, frozen=True, kw_only=True):
     """One form of traces.
 
-    `signs`: it is recognised by all fields of any of these. `example`: the first record as it is published, or the
-    header and a row. `reader`: MODULE:FUNCTION below `kvarts.traffic`. `takes`: options of `load_trace` for it;
-    `refuses`: why others are refused.
+    `signs`: sets of field names; the form is recognised if all fields of one set are present. `example`: the first
+    record as published, or the header and a row. `reader`: MODULE:FUNCTION below `kvarts.traffic`. `takes`: options of
+    `load_trace` that apply; `refuses`: reasons why others do not.
     """
 
     name: str
@@ -263,7 +263,7 @@ FORMS: tuple[Form, ...] = (
 
 
 def form_of(file: TraceFile) -> Form | None:
-    """Return the form of a file, or that of the first file of a directory; None for one that is none of them."""
+    """Return the form of a file, or of a directory's first file; None if unknown."""
     records = _names(file)
     for form in FORMS:
         if form.is_table == bool(file.header) and any(sign <= names for sign in form.signs for names in records):
@@ -272,7 +272,7 @@ def form_of(file: TraceFile) -> Form | None:
 
 
 def is_stream(file: TraceFile) -> bool:
-    """Return whether a file can be read as it comes: requests by themselves, with hash ids, in Mooncake's form."""
+    """Return whether a file can be read as a stream: in Mooncake's form, with hash ids and without sessions."""
     if file.is_directory or not file.path.is_file():
         return False
     form = form_of(file)
@@ -282,7 +282,7 @@ def is_stream(file: TraceFile) -> bool:
 
 
 def nearest(file: TraceFile) -> tuple[Form, frozenset[str]] | None:
-    """Return the form of which most fields are there, and those that are missing; None if no form has one of them."""
+    """Return the form with the largest share of its fields present, and its missing fields; None without a match."""
     found = [
         (-len(sign & names) / len(sign), form, sign - names)
         for form in FORMS

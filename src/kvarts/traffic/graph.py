@@ -1,7 +1,7 @@
-"""Graphs of requests: which ones belong together, and what recorded times say of which waited for which.
+"""Graphs of requests: connected components, and dependencies inferred from recorded times.
 
-No request waits for another that had not ended when it was sent. So a sub-agent begins after the last request of its
-parent that had been sent by then, and the parent's next request waits for it if it was sent after the sub-agent's end.
+A request cannot have waited for a request that had not ended when it was sent. So a sub-agent is taken to begin after
+the latest request of its parent sent before it, and the parent's first request after the sub-agent's end waits for it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["Recorded", "components", "linked"]
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """When a request was sent and had ended, in nanoseconds of the recording; the end is None where it is not known.
+    """Times at which a request was sent and ended, in nanoseconds of the recording. The end is None if unknown.
 
-    `wait_ns`: how long the client waited after the request before it, where the recording says so by itself.
+    `wait_ns`: delay by the client after the previous request, if the recording contains it explicitly.
     """
 
     row: int
@@ -29,17 +29,17 @@ class Recorded(msgspec.Struct, frozen=True):
 
     @property
     def known_end_ns(self) -> int:
-        """The end, or else the start, before which it cannot have ended."""
+        """The end, or if unknown the start, which is a lower bound."""
         return self.start_ns if self.end_ns is None else self.end_ns
 
 
 def linked(main: Sequence[Recorded], children: Iterable[Sequence[Recorded]]) -> dict[int, tuple[After, ...]]:
-    """Return what each request waits for, by row, from recorded times; first requests that wait for nothing have none.
+    """Return the dependencies of each request, by row, inferred from recorded times. First requests may have none.
 
     `main` and each of `children` are requests that were sent one after the other. The first request of a child waits
-    for the last one of `main` that was sent before, from its end, or from its arrival if it had not ended. A request of
-    `main` waits for all children that had ended before it was sent and had begun after the request before it. It is
-    sent as long after the last of these ends as it was in the recording.
+    for the latest request of `main` that was sent before it: for its end, or for its arrival if it had not ended. A
+    request of `main` waits for all children that began after the request before it and ended before it was sent. It is
+    sent as long after the last of these ends as in the recording.
     """
     after: dict[int, tuple[After, ...]] = {}
     starts = [request.start_ns for request in main]
@@ -58,7 +58,7 @@ def linked(main: Sequence[Recorded], children: Iterable[Sequence[Recorded]]) -> 
 
 
 def _after(before: Recorded, request: Recorded) -> After:
-    """Return how `request` follows `before`: its end if that came first, else its arrival."""
+    """Return the dependency of `request` on `before`: on its end if that was earlier, else on its arrival."""
     if before.known_end_ns <= request.start_ns:
         return After(before.row, request.start_ns - before.known_end_ns)
     return After(before.row, request.start_ns - before.start_ns, of_arrival=True)
@@ -67,7 +67,7 @@ def _after(before: Recorded, request: Recorded) -> After:
 def _chain(
     requests: Sequence[Recorded], joined: dict[int, list[Recorded]], after: dict[int, tuple[After, ...]]
 ) -> None:
-    """Let each request wait for the one before, and for those in `joined` by its place."""
+    """Make each request wait for the one before it, and for the requests in `joined` at its index."""
     for place in range(1, len(requests)):
         before, request = requests[place - 1], requests[place]
         others = joined.get(place, [])
@@ -82,9 +82,9 @@ def _chain(
 
 
 def components(requests: Sequence[TraceRequest], *, by_name: bool = False) -> list[int]:
-    """Return for each request the number of its play: those that wait for each other, in order of their first.
+    """Return the number of each request's play: a connected component of dependencies, numbered by first request.
 
-    Requests of one session belong together. `by_name`: so do sessions with one name before a slash.
+    Requests of one session are connected. `by_name`: so are sessions with the same name before a slash.
     """
     parents = list(range(len(requests)))
 

@@ -1,4 +1,4 @@
-"""`kvarts.trace_info`: what is in a trace, and what it tells of prefixes and answers."""
+"""`kvarts.trace_info`: the contents of a trace, and whether it records prefixes and answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_SIZE = 16
 
 
 class TraceInfo(msgspec.Struct, frozen=True):
-    """What is in a trace: `values` by name, JSON-able, and what a reader should know of it: `warnings`."""
+    """Contents of a trace: `values` by name, JSON-able, and `warnings` for the reader."""
 
     values: dict[str, Any]
     warnings: list[str]
@@ -48,9 +48,9 @@ class TraceInfo(msgspec.Struct, frozen=True):
 
 
 def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
-    """Return what is in `traffic`: requests, tokens, sessions, working set, and whether it tells shared prefixes.
+    """Return statistics of `traffic`: requests, tokens, sessions, working set, and whether prefixes are known.
 
-    Raise ConfigError for a trace without requests, or one that is read as a stream; InputError for a file.
+    Raise ConfigError for a trace without requests or a stream; InputError for a file.
     """
     import numpy as np
 
@@ -88,7 +88,7 @@ def trace_info(traffic: Trace | Workload | Path | str) -> TraceInfo:
 
 
 def _duration_s(requests: Sequence[TraceRequest]) -> float:
-    """Return the time from the first arrival to the last, which of turns that only have delays is at least so long."""
+    """Return the time from first to last arrival; a lower bound for turns that only have delays."""
     ends: dict[str, int] = {}
     last_ns = 0
     for request in requests:

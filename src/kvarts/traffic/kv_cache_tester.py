@@ -1,23 +1,23 @@
-"""Reader for the traces of kv-cache-tester and AgentX: real sessions of coding agents, a JSON object each.
+"""Reader for the traces of kv-cache-tester and AgentX: real sessions of coding agents, one JSON object each.
 
-A session has `id`, `block_size`, `hash_id_scope` and `requests`. kv-cache-tester writes it to a file of its own, AgentX
-has one per line. A request has `t` (seconds
-from the start of the session), `type` (`s` or `n`: streamed or not), `in`, `out` and `hash_ids`, one for each whole
-block of `block_size` prompt tokens, and may have `api_time` and `think_time`. An entry of type `subagent` holds the
-requests of an agent that ran beside the session. Other fields are left alone.
+A session has `id`, `block_size`, `hash_id_scope` and `requests`. kv-cache-tester writes one file per session, AgentX
+one line. A request has `t` (seconds from the start of the session), `type` (`s` or `n`: streamed or not), `in`, `out`
+and `hash_ids`, one for each whole block of `block_size` prompt tokens, and may have `api_time` and `think_time`. An
+entry of type `subagent` contains the requests of an agent that ran concurrently with the session. Other fields are
+ignored.
 
-How this becomes requests of a trace:
+Conversion to requests of a trace:
 
-- A session's requests are its turns: each waits for the one before it, and then for as long as the client took.
-- A sub-agent is a session of its own, `ID/AGENT_ID`. Its first request waits for the last request of its parent that
-  had been sent before it, and the parent's next request after its end waits for it: for as long as in the recording.
-- Times in a sub-agent are those of the session (AgentX), or count from its beginning (kv-cache-tester): then its own
-  `t` is when it was done, and it began `duration_ms` before that. They are read as of the session if no sub-agent of
-  the input would begin before the request that it follows.
-- Ids of scope `local` mean something in their session only, and get its number: two sessions share nothing.
-- The prompt tokens after the last whole block have no id: no other prompt can hit them. Generated tokens can be hit
-  only after they have come back as part of a prompt.
-- An `out` of 0 (the request was broken off) is read as 1: a prompt that is computed yields a token.
+- A session's requests are its turns: each waits for the one before it, and then for the delay of the client.
+- A sub-agent is a separate session, `ID/AGENT_ID`. Its first request waits for the latest request of its parent sent
+  before it, and the parent's first request after its end waits for it; delays are those of the recording.
+- Times in a sub-agent count from the start of the session (AgentX) or of the sub-agent (kv-cache-tester). In the second
+  case its own `t` is its end, and its start is `duration_ms` earlier. The first case is assumed if no sub-agent of the
+  input would then begin before the request that it follows.
+- Ids of scope `local` are only valid in their session. They are prefixed with its number: sessions share nothing.
+- The prompt tokens after the last whole block have no id, so no other prompt can hit them. Generated tokens can be hit
+  only once they are part of a later prompt.
+- An `out` of 0 (an aborted request) is read as 1, because computing a prompt yields a token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 ID_BITS = 40
-"""Ids of a session are below 2**40; the number of the session stands above them."""
+"""Ids in the file are below 2**40; the session's number is put in the bits above."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
@@ -83,10 +83,10 @@ class _Play(msgspec.Struct, gc=False):
 
 
 def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
-    """Read one session or several, a JSON object each, of a file or of every .json and .jsonl of a directory, by name.
+    """Read sessions from a file, or from all .json and .jsonl files of a directory in order of name.
 
-    All sessions begin at 0: the files do not say when one began beside another. Raise MissingFileError, and InputError
-    with file, line and field for what cannot be read.
+    All sessions begin at 0, because the files do not record when they began relative to each other. Raise
+    MissingFileError; InputError, with file, line and field, for malformed input.
     """
     file = TraceFile.of(path)
     files = [TraceFile(each) for each in sorted(_files(file.path))] if file.is_directory else [file]
@@ -123,7 +123,7 @@ def load_kv_cache_tester(path: Path | str | TraceFile) -> Trace:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a session stands: a file, and the line if the file has one session per line."""
+    """Location of a session: a file, and the line if the file has one session per line."""
 
     path: Path
     line: int | None
@@ -146,7 +146,7 @@ def _plays(files: Iterable[TraceFile]) -> Iterator[tuple[_Place, _Play]]:
 
 
 def _has_session_times(plays: Iterable[_Play]) -> bool:
-    """Return whether times in sub-agents are those of their sessions, for all of an input."""
+    """Return whether sub-agents' times count from the start of their session; one answer for the whole input."""
     is_later = False
     for play in plays:
         before_s = 0.0
@@ -182,7 +182,7 @@ def _decoded(file: TraceFile, line: int | None, data: bytes, decoder: msgspec.js
 
 
 class _Session:
-    """Turns what one JSON object says into requests. `num_empty`: sub-agents without requests."""
+    """Converts one JSON object to requests. `num_empty`: number of sub-agents without requests."""
 
     def __init__(self, place: _Place, block_size: int, *, first_id: int, has_session_times: bool) -> None:
         self._place = place
@@ -192,7 +192,7 @@ class _Session:
         self.num_empty = 0
 
     def read(self, play: _Play, requests: list[TraceRequest]) -> list[str]:
-        """Append all requests of `play`, and return the ids of its sessions: its own, and one a sub-agent."""
+        """Append all requests of `play`; return its session ids: the main session's, and one per sub-agent."""
         own: list[tuple[str, _Turn]] = []
         session_ids = [play.id]
         agents: list[tuple[str, _SubAgent]] = []
@@ -232,7 +232,7 @@ class _Session:
 
     @staticmethod
     def _link(requests: list[TraceRequest], first_row: int, after: dict[int, tuple[After, ...]]) -> None:
-        """Say what requests wait for, where it is not just the turn before them."""
+        """Set the dependencies of requests that do not simply wait for the previous turn."""
         for row in range(first_row, len(requests)):
             request, waits = requests[row], after.get(row, ())
             is_next_turn = row > first_row and requests[row - 1].session_id == request.session_id
@@ -242,7 +242,7 @@ class _Session:
     def _append(
         self, requests: list[TraceRequest], session_id: str, turns: list[tuple[str, _Turn]], *, begin_ns: int
     ) -> list[Recorded]:
-        """Append one session that begins at `begin_ns`, and return its times. Turns have their fields, for errors."""
+        """Append a session that begins at `begin_ns`; return its recorded times. Turns carry field names for errors."""
         before: _Turn | None = None
         recorded = []
         for field, turn in turns:
@@ -274,7 +274,7 @@ class _Session:
         return recorded
 
     def _units(self, row: int, field: str, turn: _Turn) -> bytes:
-        """Return the ids of the whole blocks, and one of its own for the tokens after them."""
+        """Return the ids of the whole blocks, plus a unique id for the tokens after them."""
         num_whole, num_rest = divmod(turn.num_input, self._block_size)
         if len(turn.hash_ids) != num_whole:
             raise self._place.error(
@@ -290,11 +290,10 @@ class _Session:
 
 
 def _delay_ns(before: _Turn, turn: _Turn) -> int:
-    """Return how long the client took from the end of `before` until it sent `turn`.
+    """Return the client's delay between the end of `before` and the sending of `turn`.
 
-    That is `think_time`, where `before` has a recorded end. Where it has none, `think_time` counts from the last end
-    that is known, an earlier turn's: then the time since `before` was sent is the best there is, and too long by what
-    `before` took.
+    If `before` has a recorded end, this is `think_time`. Otherwise `think_time` counts from the last known end, that of
+    an earlier turn, so the time since `before` was sent is used instead. It is too long by the duration of `before`.
     """
     if before.api_time is None:
         return _ns(turn.t) - _ns(before.t)

@@ -1,13 +1,13 @@
-"""Readers for logs of what was served: Qwen-Bailian's traces, OpenAI-style responses, and LiteLLM's spend logs.
+"""Readers for logs of served requests: Qwen-Bailian's traces, OpenAI-style responses, and LiteLLM's spend logs.
 
 Qwen-Bailian (usage traces of Alibaba): `chat_id`, `parent_chat_id` (-1 for a first turn), `timestamp` in seconds,
-`input_length`, `output_length`, `hash_ids` of 16 tokens each. A chat that has a parent is a later turn of its session.
+`input_length`, `output_length`, `hash_ids` of 16 tokens each. A chat with a parent is a later turn of its session.
 
-A log of responses: `created` (seconds) and `usage` with `prompt_tokens` and `completion_tokens`, as responses of the
-OpenAI API have them. A spend log: `startTime`, `prompt_tokens`, `completion_tokens`, `status`, `session_id`. Neither
-says what was in a prompt: every prompt is unlike any other, but for `prompt_tokens_details`, which is left alone.
+A log of responses: `created` (seconds) and `usage` with `prompt_tokens` and `completion_tokens`, as in responses of the
+OpenAI API. A spend log: `startTime`, `prompt_tokens`, `completion_tokens`, `status`, `session_id`. Neither records the
+contents of prompts, so no two prompts share a prefix; `prompt_tokens_details` is ignored.
 
-Other fields are left alone.
+Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Spend(msgspec.Struct, gc=False):
 def load_bailian(
     path: Path | str | TraceFile, *, trace_block_size: int | None = None, skip_bad_lines: bool = False
 ) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
     unit_tokens = trace_block_size or BAILIAN_TOKENS
     first_turns: dict[int, int] = {}
 
@@ -91,12 +91,12 @@ def load_bailian(
 
 
 def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
 
     def request(row: int, response: _Response) -> TraceRequest:
         usage = response.usage
         units = unlike_any_other(row, usage.prompt_tokens)
-        # A request that was broken off had its prompt computed, and that yields a token.
+        # The prompt of an aborted request was computed, which yields a token.
         num_output = max(1, usage.completion_tokens)
         return TraceRequest(row, round(response.created * 1e9), units, usage.prompt_tokens, num_output)
 
@@ -104,9 +104,9 @@ def load_usage_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
 
 
 def load_spend_log(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read.
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input.
 
-    Rows with the `status` `failure`, and those without prompt tokens (images, audio), are left out and counted.
+    Rows with the `status` `failure`, and rows without prompt tokens (images, audio), are left out and counted.
     """
 
     def request(row: int, spend: _Spend) -> TraceRequest | str:

@@ -1,10 +1,9 @@
 """Reader for Mooncake traces: JSON lines with `timestamp`, `input_length`, `output_length`, `hash_ids`.
 
-Read as well, where a row has them: `session_id` and `delay` (ms after the session's turn before), `priority`,
-`output_token_ids`, `request_id`, `tenant` (tenants share no page), `cancel_after_ms` (how long after sending it the
-client gives a request up), and `wait_for` with `tool_wait_ms`, as the first version of Dynamo's agentic traces has
-them. Other fields are left alone. A hash id stands for `trace_block_size` equal
-tokens. A row without `hash_ids` shares nothing with any other.
+Optional fields: `session_id` and `delay` (ms after the session's previous turn), `priority`, `output_token_ids`,
+`request_id`, `tenant` (tenants share no pages), `cancel_after_ms` (time after sending at which the client abandons a
+request), and `wait_for` with `tool_wait_ms`, as in the first version of Dynamo's agentic traces. Other fields are
+ignored. A hash id stands for `trace_block_size` equal tokens. A row without `hash_ids` shares nothing with any other.
 """
 
 from __future__ import annotations
@@ -33,18 +32,19 @@ __all__ = ["BLOCK_TOKENS", "MooncakeReader", "Turns", "load_mooncake"]
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLOCK_TOKENS = 512
-"""Tokens that an id of Mooncake's own traces stands for."""
+"""Tokens per hash id in Mooncake's own traces."""
 
 Turns = Literal["whole", "deltas"]
-"""Whether a later turn of a session has its whole prompt, or only what is new in it."""
+"""Whether a later turn of a session has its whole prompt, or only its new tokens."""
 
 
 class MooncakeReader:
-    """Iterates over the rows of one file as TraceRequests, a block of lines at a time, in the order of the file.
+    """Iterates over the rows of one file as TraceRequests, a block of lines at a time, in file order.
 
-    Times are as in the file, in nanoseconds; a row with a `delay` and no `timestamp` has -1. Raises InputError with
-    file, line and field for a row that cannot be read, or counts it in `num_skipped` with `skip_bad_lines`. More ids
-    than the prompt has room for are an error, unless `trace_block_size` is given: then they are counted and left out.
+    Times are those of the file, in nanoseconds; a row with a `delay` and no `timestamp` has -1. A malformed row raises
+    InputError with file, line and field, or is counted in `num_skipped` with `skip_bad_lines`. A row with more ids than
+    its prompt has room for is malformed, unless `trace_block_size` is given; then its surplus ids are dropped and it is
+    counted.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MooncakeReader:
         self.has_output_tokens = False
         self.has_sessions = False
         self.waits: dict[int, MooncakeRow] = {}
-        """Rows that wait for requests by their names, by row number; `load_mooncake` finds these."""
+        """Rows with a `wait_for`, by row number; `load_mooncake` resolves the names."""
         self._refuse_too_many = trace_block_size is None
         self._decoder = msgspec.json.Decoder(MooncakeRow)
 
@@ -111,13 +111,13 @@ class MooncakeReader:
             rows = self._decoder.decode_lines(block)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._decode_by_line(first_line, block)
-        # Blank lines shift the count of lines.
+        # With blank lines, line numbers cannot be taken from positions in `rows`.
         if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")):
             return enumerate(rows, first_line)
         return self._decode_by_line(first_line, block)
 
     def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, MooncakeRow]]:
-        """Return what the good lines say, and find the bad ones."""
+        """Decode line by line, to find the malformed ones."""
         for line, text in enumerate(block.split(b"\n"), first_line):
             if not text.strip():
                 continue
@@ -153,12 +153,12 @@ def load_mooncake(
     skip_bad_lines: bool = False,
     session_turns: Turns | None = None,
 ) -> Trace:
-    """Read a whole file, or a bundled one (`sample:mooncake`): every line is checked before anything is replayed.
+    """Read a whole file, or a bundled one (`sample:mooncake`). Every line is checked before any is replayed.
 
-    `session_turns`: `whole` if a session's later turns have their whole prompts, `deltas` if they have only what is new
-    since the turn before and its answer. Left out, a file is refused if later turns are shorter than those before and
-    share no first id with them. Rows are sorted by time, equals in the order of the file, and the first arrival becomes
-    0. Raise InputError, also for a file without rows.
+    `session_turns`: `whole` if later turns of a session have their whole prompts, `deltas` if they have only the tokens
+    after the previous turn and its answer. If omitted, a file is refused if later turns are shorter than earlier ones
+    and share no first id with them. Rows are stably sorted by time, and the first arrival becomes 0. Raise InputError,
+    also for a file without rows.
     """
     sample = None if isinstance(path, TraceFile) else sample_of(path)
     if sample is not None:
@@ -201,7 +201,7 @@ def load_mooncake(
 
 
 def _refuse_deltas(requests: list[TraceRequest], path: Path) -> None:
-    """Raise InputError if sessions look as if their later turns had only what is new."""
+    """Raise InputError if the later turns of sessions appear to be deltas."""
     broken, num_sessions = broken_sessions(requests)
     if len(broken) < num_sessions or not any(session.shrinks for session in broken):
         return
@@ -217,7 +217,7 @@ def _refuse_deltas(requests: list[TraceRequest], path: Path) -> None:
 
 
 def _with_waits(requests: list[TraceRequest], waits: dict[int, MooncakeRow], path: Path) -> list[TraceRequest]:
-    """Return `requests` with what rows with a `wait_for` wait for. Raise InputError for a name that no row has."""
+    """Return `requests` with dependencies set from `wait_for`. Raise InputError for an unknown name."""
     row_of = {request.request_id: request.row for request in requests if request.request_id is not None}
     waiting = []
     for request in requests:
@@ -246,7 +246,7 @@ def _with_waits(requests: list[TraceRequest], waits: dict[int, MooncakeRow], pat
 
 
 def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceRequest]:
-    """Return requests sorted by time; a request without a time stands right behind what it waits for."""
+    """Return requests sorted by time; a request without a time is placed directly after the one it waits for."""
     last_of_session: dict[str, int] = {}
     time_of_row: dict[int, int] = {}
     times = []

@@ -1,4 +1,4 @@
-"""What a line of a Mooncake trace says, checked."""
+"""Validates rows of a Mooncake trace and converts them to requests."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["has_too_many_ids", "request_of"]
 
 NS_PER_MS = 1_000_000
 SIZES = tuple(1 << power for power in range(13))
-"""Tokens that ids of published traces stand for are among these."""
+"""Numbers of tokens per id in published traces."""
 
 
 def has_too_many_ids(row: MooncakeRow, trace_block_size: int) -> bool:
-    """Return whether `row` has more hash ids than its prompt has room for."""
+    """Return whether `row` has more hash ids than its prompt has blocks."""
     return row.hash_ids is not None and (len(row.hash_ids) - 1) * trace_block_size >= row.input_length
 
 
 def request_of(
     row: MooncakeRow, row_number: int, trace_block_size: int, *, refuse_too_many: bool = False
 ) -> TraceRequest:
-    """Return the request that `row` says, with its time as in the file; -1 where it only has a delay.
+    """Return the request of `row`, with its time as in the file; -1 if it only has a delay.
 
-    Raise InputError, with the field, for one that cannot be. `refuse_too_many`: ids that the prompt has no room for
-    are an error as well; else they are left alone.
+    Raise InputError, with the field, for invalid values. `refuse_too_many`: more ids than the prompt has blocks are an
+    error too; otherwise the surplus is ignored.
     """
     input_length = row.input_length
     output_length = row.output_length
@@ -107,7 +107,7 @@ def request_of(
 
 
 def _too_many(num_ids: int, input_length: int, trace_block_size: int) -> InputError:
-    """Return the error for ids that a prompt has no room for, with the sizes that would fit."""
+    """Return the error for surplus ids, with the block sizes that would fit."""
     fits = [size for size in SIZES if num_ids == -(-input_length // size)]
     sizes = " or ".join(map(str, fits))
     hint = f"Ids of {sizes} tokens would fit: pass --trace-block-size {fits[0]}" if fits else "Pass --trace-block-size"

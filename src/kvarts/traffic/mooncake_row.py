@@ -1,4 +1,4 @@
-"""A line of a Mooncake trace, as its JSON has it."""
+"""Schema of a line of a Mooncake trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 
 
 class MooncakeRow(msgspec.Struct, gc=False):
-    """One request; traffic/mooncake.py says what its fields mean and checks them."""
+    """One request as decoded from JSON; traffic/mooncake.py documents the fields and checks their values."""
 
     input_length: Count
     hash_ids: list[int] | None = None

@@ -1,4 +1,4 @@
-"""Reader and rows of what a live engine recorded: JSON lines, one a request, with its tokens, in arrival order."""
+"""Reader and schema of runs recorded by a live engine: JSON lines, one request with its tokens per line, by arrival."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["RecordedRow", "load_recorded", "recorded_trace"]
 
 
 class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request. `output`: the tokens that it generated. `ended`: its state when the record was written.
+    """One request. `output`: the tokens it generated. `ended`: its state when the record was written.
 
-    A request that was refused, because it could never have its pages, generated nothing: `num_output_tokens` is what it
-    asked for, so that a replay refuses it as well. `began_ns`: when the run began, where it has other records as well.
+    A request that was refused because its pages could never fit generated nothing; its `num_output_tokens` is the
+    number it asked for, so that a replay refuses it too. `began_ns`: start of the run, in runs that have other records.
     """
 
     arrival_ns: int
@@ -58,9 +58,9 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
 def recorded_trace(
     rows: list[RecordedRow], *, name: str = "recorded", num_skipped_lines: int = 0, began_ns: int | None = None
 ) -> Trace:
-    """Return recorded rows as a trace, without requests that were cancelled before they had a token.
+    """Return recorded rows as a trace, without requests that were cancelled before their first token.
 
-    `began_ns`: where the trace begins; by default where the rows say, or else with the first of them.
+    `began_ns`: start of the trace; default: that given in the rows, else the first arrival.
     """
     first_ns = min((row.arrival_ns for row in rows), default=0) if began_ns is None else began_ns
     if began_ns is None and rows and isinstance(rows[0].began_ns, int):

@@ -1,17 +1,17 @@
-"""Results of load generators, request by request: traffic to replay, and measurements to fit a cost model to.
+"""Reads per-request results of load generators, as traffic to replay and as measurements to fit a cost model.
 
 - `vllm bench serve --save-detailed` and SGLang's `bench_serving --output-details`: `input_lens`, `output_lens`,
-  `start_times` (SGLang's has none), `ttfts` and `itls` in seconds, `errors`.
-- GuideLLM: of each of `benchmarks`, `requests.successful` with `prompt_tokens`, `output_tokens`, `request_start_time`
+  `start_times` (not in SGLang), `ttfts` and `itls` in seconds, `errors`.
+- GuideLLM: in each of `benchmarks`, `requests.successful` with `prompt_tokens`, `output_tokens`, `request_start_time`
   (`start_time` in earlier versions), `first_token_time`, `last_token_time`, or the `info.timings` of version 2, in
   seconds.
-- AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and of `metrics`
+- AIPerf's `profile_export.jsonl`: `metadata.request_start_ns` (`timestamp_ns` until October 2025), and in `metrics`
   `input_sequence_length`, `output_sequence_length`, `time_to_first_token` (`ttft`) and `request_latency`.
 
-None of them says what was in a prompt. Requests that failed, and those of a warm-up, are left out and counted. So are
-those that were cancelled, except where AIPerf says how long their prompts were (`error_isl`) and when they were
-cancelled (`cancellation_time_ns`): these are requests that their clients give up as long after sending them. How many
-tokens they would have got is not recorded; as many as the longest output of the file.
+None of them records the contents of prompts. Failed and warm-up requests are left out and counted. So are cancelled
+ones, except where AIPerf records the length of the prompt (`error_isl`) and the time of cancellation
+(`cancellation_time_ns`): these become requests that their clients abandon after the same time. Their output length is
+not recorded; the longest output of the file is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESULT_FIELDS = (
     frozenset({"input_lens", "output_lens"}),
     frozenset({"benchmarks"}),
 )
-"""A file with all fields of one of these is a result."""
+"""A file with all fields of one of these sets is a result file."""
 
 CANCELLED = "metadata.cancellation_time_ns"
 NS_PER_S = 1_000_000_000
@@ -52,9 +52,9 @@ KindT = TypeVar("KindT")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request that succeeded. Times are in nanoseconds, of the clock of the file; None where it has none.
+    """One successful request. Times are in nanoseconds of the file's clock; None if not recorded.
 
-    `line`: the line of the file, or the place among its requests, from 1. `token_field`: where its token times stand.
+    `line`: line in the file, or index among its requests from 1. `token_field`: name of the field with its token times.
     """
 
     line: int
@@ -68,12 +68,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Results(msgspec.Struct):
-    """Requests of a result file in its order, and what else it says. `rate`: requests per second that were sent."""
+    """Requests of a result file, in file order, with counts and warnings. `rate`: requests sent per second."""
 
     rows: list[Result]
     left_out: Counter[str]
     cancelled: list[Result] = []
-    """Requests that were cancelled, at their `last_token_ns`."""
+    """Requests that were cancelled, at `last_token_ns`."""
     warnings: list[str] = []
     rate: float = inf
     num_skipped: int = 0
@@ -174,9 +174,9 @@ class _Record(msgspec.Struct, gc=False):
 
 
 def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read the requests of a result file as traffic. Raise MissingFileError, or InputError with line and field.
+    """Read a result file as traffic. Raise MissingFileError, or InputError with line and field.
 
-    Requests of a file without start times arrive at the rate at which they were sent, evenly: a warning says so.
+    Requests without start times are spaced evenly at the rate at which they were sent, with a warning.
     """
     file = TraceFile.of(path)
     results = read_results(file, skip_bad_lines=skip_bad_lines)
@@ -218,9 +218,9 @@ def load_results(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) 
 
 
 def read_results(file: TraceFile, *, skip_bad_lines: bool = False) -> Results:
-    """Return the requests of a result file. Raise InputError with line and field for what cannot be read.
+    """Return the requests of a result file. Raise InputError, with line and field, for malformed input.
 
-    `skip_bad_lines`: leave out and count such lines of an AIPerf export.
+    `skip_bad_lines`: skip and count malformed lines of an AIPerf export.
     """
     results = Results([], Counter())
     names = file.first_fields[0] if file.first_fields else frozenset()
@@ -236,7 +236,7 @@ def read_results(file: TraceFile, *, skip_bad_lines: bool = False) -> Results:
 
 
 def _read_bench(file: TraceFile, line: int, bench: _Bench, results: Results) -> None:
-    """Add the requests of one run. Several runs in a file, one per line, follow each other in it."""
+    """Add the requests of one run. A file may contain several runs, one per line."""
     count = len(bench.input_lens)
     columns: dict[str, Sequence[object] | None] = {
         name: getattr(bench, name) for name in ("output_lens", "start_times", "ttfts", "itls", "errors")
@@ -308,7 +308,7 @@ def _read_guidellm(file: TraceFile, report: _Report, results: Results) -> None:
             results.rows.append(
                 _guidellm_result(file, request, f"{place_of}.successful[{place}]", len(results.rows) + 1)
             )
-    results.left_out = +results.left_out  # without zeros
+    results.left_out = +results.left_out  # drops zero counts
 
 
 def _guidellm_result(file: TraceFile, request: _Request, place_of: str, line: int) -> Result:
@@ -356,7 +356,7 @@ def _read_aiperf(file: TraceFile, results: Results, *, skip_bad_lines: bool) -> 
         (results.cancelled if row.token_field == CANCELLED else results.rows).append(row)
         if row.session_id is not None:
             sessions[row.session_id] += 1
-    # Each request of a benchmark without turns has a conversation of its own.
+    # A benchmark without turns gives each request a separate conversation id.
     results.rows, results.cancelled = (
         [
             msgspec.structs.replace(row, session_id=None) if row.session_id and sessions[row.session_id] == 1 else row
@@ -367,7 +367,7 @@ def _read_aiperf(file: TraceFile, results: Results, *, skip_bad_lines: bool) -> 
 
 
 def _aiperf_result(line: int, record: _Record) -> Result | str:
-    """Return the request of a record, or why it is left out."""
+    """Return the request of a record, or the reason why it is left out."""
     metadata, metrics = record.metadata, record.metrics
     start_ns = metadata.timestamp_ns if metadata.request_start_ns is None else metadata.request_start_ns
     if start_ns is None:
@@ -439,7 +439,7 @@ def _decoded(file: TraceFile, data: bytes, kind: type[KindT], line: int | None =
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         what = str(error)
     try:
-        value = json.loads(data)  # rates and percentiles may be Infinity or NaN, which JSON has not
+        value = json.loads(data)  # rates and percentiles may be Infinity or NaN, which standard JSON lacks
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, field = parts_of(error)

@@ -1,4 +1,4 @@
-"""What readers of rows share: JSON records that become requests, prompts of unknown content, and the first arrival."""
+"""Shared by all row readers: JSON records to requests, prompts of unknown content, and arrival order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 UNIT_TOKENS = 512
 NO_ID = 1 << 63
-"""Added to the number of a row: the unit of tokens that no other prompt has."""
+"""NO_ID plus the row number is a unit that no other prompt has."""
 SKIP_HINT = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
 
 TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
@@ -48,10 +48,10 @@ def load_rows(
     skip_bad_lines: bool,
     knows_prefixes: bool = True,
 ) -> Trace:
-    """Read the records of one file or several as a `kind` each; the first arrival becomes 0.
+    """Read the JSON records of one or several files, decoded as `kind`; the first arrival becomes 0.
 
-    `request_of` returns a request, or why a record is left out, which is counted, or None for a record of something
-    else. Raise InputError with line and field for what cannot be read, unless such lines are skipped and counted.
+    `request_of` returns a request; a reason to leave a record out, which is counted; or None for an unrelated record.
+    Raise InputError, with line and field, for malformed input, unless `skip_bad_lines`, which skips and counts it.
     """
     requests: list[TraceRequest] = []
     left_out: Counter[str] = Counter()
@@ -103,7 +103,7 @@ def _decoded(
 def nothing_left(
     file: TraceFile, left_out: Mapping[str, int] = MappingProxyType({}), num_skipped: int = 0
 ) -> InputError:
-    """Return the error for a file without a request, with what was left out of it."""
+    """Return the error for a file without requests, with the numbers of records left out."""
     counts = [f"{count:,} {reason}" for reason, count in left_out.items()]
     if num_skipped:
         counts.append(f"{num_skipped:,} that cannot be read")
@@ -116,7 +116,7 @@ def nothing_left(
 
 
 def by_arrival(requests: Sequence[TraceRequest], file: TraceFile) -> list[TraceRequest]:
-    """Return requests sorted by arrival, equals in their order, the first one at 0. Raise InputError for 73 years."""
+    """Return requests stably sorted by arrival, the first at 0. Raise InputError if they span more than 73 years."""
     first_ns = min(request.arrival_ns for request in requests)
     if max(request.arrival_ns for request in requests) - first_ns > LATEST_NS:
         raise InputError("has times more than 73 years apart", path=file.path)
@@ -139,6 +139,6 @@ def date_ns(text: str, field: str) -> int:
 
 
 def unlike_any_other(index: int, num_tokens: int, unit_tokens: int = UNIT_TOKENS, *, beside_ids: bool = False) -> bytes:
-    """Return units of `unit_tokens` tokens that no row has but `index`. `beside_ids`: other rows have hash ids."""
+    """Return units of `unit_tokens` tokens that only row `index` has. `beside_ids`: other rows have hash ids."""
     first = (NO_ID if beside_ids else 0) + (index << 32)
     return pack_units(range(first, first - (-num_tokens // unit_tokens)))

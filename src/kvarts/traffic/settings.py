@@ -1,4 +1,4 @@
-"""What is replayed, as files and options name it: a trace and how it is read, or a workload."""
+"""The traffic of a replay as settings: a trace and how to read it, or a workload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["SECTION", "TrafficSettings", "load_given", "reading_of"]
 
 
 class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is replayed, as a file says it, and how a trace is read. A trace is the argument of the command."""
+    """Traffic settings of a file. On the command line, the trace is an argument instead."""
 
     trace: Annotated[str | None, setting("Path of a trace, relative to this file.", flag=None)] = None
     trace_block_size: Annotated[
@@ -48,14 +48,14 @@ SECTION = Section(struct=TrafficSettings, title="Traffic")
 
 
 def reading_of(given: Given) -> dict[str, Any]:
-    """Return how traces are read, see load_trace."""
+    """Return the given options of `load_trace`."""
     return {key: given[key] for key in ("trace_block_size", "skip_bad_lines", "session_turns") if key in given}
 
 
 def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
-    """Load `trace`, or else what `given` names; None where it names nothing.
+    """Load `trace`, or else the traffic named in `given`; None if there is neither.
 
-    Raise ConfigError for a workload that is none, and for one beside a trace; InputError for a trace.
+    Raise ConfigError for an invalid workload or one given together with a trace; InputError for a trace.
     """
     if "workload" in given:
         if trace is not None or "trace" in given:
@@ -71,7 +71,7 @@ def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
 
 
 def _answered(trace: Trace, given: Given) -> Trace:
-    """Return a trace with the answers that the settings say."""
+    """Return the trace with implied answers, if the settings ask for them."""
     if "answers" not in given or given["answers"] == "recorded":
         return trace
     from kvarts.traffic.answers import with_implied_answers

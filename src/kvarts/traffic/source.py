@@ -1,7 +1,8 @@
-"""When the requests of a trace arrive: at their times (open loop), or when others are done (closed loop).
+"""Arrival of a trace's requests: at their times (open loop), or as others complete (closed loop).
 
-A source answers when the next request arrives and hands it out; it is told when one is done, because that may let
-another one in. In either loop a session's turn waits for the turn before it, and a request for those in its `after`.
+A source gives the time of the next arrival and hands out the request. It must be notified when a request is done, since
+that may admit another. In both loops a turn waits for the previous turn of its session, and a request for those in its
+`after`.
 """
 
 from __future__ import annotations
@@ -21,41 +22,40 @@ __all__ = ["ClosedLoop", "OpenLoop", "Source", "source_of"]
 class Source(Protocol):
     """Requests in the order in which they arrive.
 
-    Promises: times never go back, and a request reported as done at t brings no arrival before t.
+    Promises: times never decrease, and a request reported as done at t causes no arrival before t.
     """
 
     is_reactive: bool
-    """Whether the end of a request can bring an arrival."""
+    """Whether the end of a request can cause an arrival."""
 
     def next_ns(self) -> int | None:
-        """Return when the next request arrives; None if none is known to come."""
+        """Return the time of the next arrival; None if none is known."""
 
     def pop(self) -> TraceRequest:
         """Remove and return the request that arrives next."""
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """Take note that `request` ended, or was rejected, at `now_ns`."""
+        """Record that `request` ended or was rejected at `now_ns`."""
 
     def again(self, request: TraceRequest, now_ns: int) -> bool:
-        """Take note that the client of `request` gave it up at `now_ns`; return whether it sends it again."""
+        """Record that the client abandoned `request` at `now_ns`; return whether it will send it again."""
 
     def has_turns_after(self, request: TraceRequest) -> bool:
-        """Return whether a turn of its session waits for `request`."""
+        """Return whether a later turn of its session waits for `request`."""
 
 
 class _Waits:
-    """Requests that wait for others. Owner of how many each still waits for, and when it may arrive at the earliest.
+    """Requests that wait for others. Owner of how many each still waits for, and its earliest possible arrival.
 
-    Raises InputError for a row that is there twice, for one that waits for a row that is not there, and for requests
-    that wait for each other.
+    Raises InputError for a duplicate row, for a wait for a missing row, and for cyclic waits.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.requests = list(trace)
         self.roots: list[TraceRequest] = []
-        """Requests that wait for none, in order of the trace."""
+        """Requests that wait for none, in trace order."""
         self.places: dict[int, int] = {}
-        """By row, which of the requests that arrive at one time come first: the order of their sessions."""
+        """By row: order of simultaneous arrivals, which is that of their sessions in the trace."""
         self._waiting: dict[int, TraceRequest] = {}
         self._num_left: dict[int, int] = {}
         self._ready_ns: dict[int, int] = {}
@@ -96,7 +96,7 @@ class _Waits:
         self._check(trace)
 
     def _check(self, trace: Trace) -> None:
-        """Raise InputError for requests that can never arrive, since they wait for each other."""
+        """Raise InputError for requests that can never arrive, because they wait for each other in a cycle."""
         left = dict(self._num_left)
         ready = [request.row for request in self.roots]
         while ready:
@@ -114,17 +114,17 @@ class _Waits:
     def arrived(
         self, request: TraceRequest, now_ns: int, scaled: Callable[[int], int]
     ) -> list[tuple[int, TraceRequest]]:
-        """Take note of an arrival; return the requests that wait for nothing more, with the time they may arrive."""
+        """Record an arrival; return the requests that now wait for nothing, each with its earliest arrival."""
         if request.session_id is not None:
             self._turns_left[request.session_id] -= 1
         return self._released(self._on_arrival.pop(request.row, None), now_ns, scaled)
 
     def ended(self, request: TraceRequest, now_ns: int, scaled: Callable[[int], int]) -> list[tuple[int, TraceRequest]]:
-        """Take note of an end, and return as `arrived` does."""
+        """Record an end; return as `arrived` does."""
         return self._released(self._on_end.pop(request.row, None), now_ns, scaled)
 
     def has_turns_after(self, request: TraceRequest) -> bool:
-        """Return whether a turn of its session has yet to arrive."""
+        """Return whether later turns of its session have yet to arrive."""
         return request.session_id is not None and self._turns_left[request.session_id] > 0
 
     def _released(
@@ -142,27 +142,27 @@ class _Waits:
 
 
 class _Loop:
-    """What both loops share: the next request of the trace, and requests that waited and wait for nothing more.
+    """Common part of both loops: the next request of the trace, and requests whose waits are over.
 
-    At one time, requests that waited go first, in the order in which their sessions appear in the trace.
+    Among simultaneous arrivals, those that waited are first, in the order of their sessions in the trace.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._waits = _Waits(trace) if trace.has_sessions else None
-        # A turn may be due long before its row would be read, so with sessions all rows are read first.
+        # A turn may be due long before its row in the file, so with sessions all rows are read first.
         self._rows = iter(trace if self._waits is None else self._waits.roots)
         self._later: list[tuple[int, int, int, TraceRequest]] = []  # (arrival, place, row, request)
         self._upcoming: TraceRequest | None = None
         self._upcoming_ns = 0
 
     def next_ns(self) -> int | None:
-        """Return when the next turn or the next request of the trace arrives."""
+        """Return the time of the next turn or the next request of the trace."""
         if self._later and self._is_turn_next():
             return self._later[0][0]
         return None if self._upcoming is None else self._upcoming_ns
 
     def pop(self) -> TraceRequest:
-        """Remove and return the turn that is due, or else the next request of the trace."""
+        """Remove and return the next due turn, or else the next request of the trace."""
         arrival_ns, request = self._take()
         if self._waits is not None:
             for ready_ns, waiter in self._waits.arrived(request, arrival_ns, self._scaled):
@@ -179,29 +179,29 @@ class _Loop:
         return arrival_ns, request
 
     def again(self, request: TraceRequest, now_ns: int) -> bool:
-        """Return False: what is given up is not sent again."""
+        """Return False: an abandoned request is not sent again."""
         return False
 
     def has_turns_after(self, request: TraceRequest) -> bool:
-        """Return whether a turn of its session waits for `request`."""
+        """Return whether a later turn of its session waits for `request`."""
         return self._waits is not None and self._waits.has_turns_after(request)
 
     def _release(self, request: TraceRequest, now_ns: int) -> None:
-        """Let the requests that waited for `request`, and for none else, arrive when they are due."""
+        """Schedule the requests whose last wait was for `request`."""
         if self._waits is not None:
             for ready_ns, waiter in self._waits.ended(request, now_ns, self._scaled):
                 self._push(self._no_earlier(ready_ns, waiter), waiter)
 
     def _no_earlier(self, ready_ns: int, request: TraceRequest) -> int:
-        """Return when a request that is ready at `ready_ns` arrives, if its own time matters as well."""
+        """Return the arrival of a request whose waits end at `ready_ns`, taking its own time into account."""
         raise NotImplementedError
 
     def _scaled(self, time_ns: int) -> int:
-        """Return a delay of the trace as it is replayed."""
+        """Return a delay of the trace at the replay's speed."""
         return time_ns
 
     def _is_turn_next(self) -> bool:
-        """Return whether the first of the turns that are due, of which there are some, comes next."""
+        """Return whether the first due turn is next. There must be one."""
         return self._upcoming is None or self._later[0][0] <= self._upcoming_ns
 
     def _advance(self) -> None:
@@ -230,7 +230,7 @@ class _Loop:
 
 
 class OpenLoop(_Loop):
-    """Requests arrive at their times, divided by `speedup`; so are the delays after those that they wait for."""
+    """Requests arrive at their times. Times and delays are divided by `speedup`."""
 
     def __init__(self, trace: Trace, *, speedup: float = 1.0) -> None:
         super().__init__(trace)
@@ -239,7 +239,7 @@ class OpenLoop(_Loop):
         self._advance()
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """Let what waited for `request` arrive at its time, or after its delay."""
+        """Schedule the requests that waited for `request`."""
         self._release(request, now_ns)
 
     def _no_earlier(self, ready_ns: int, request: TraceRequest) -> int:
@@ -260,10 +260,10 @@ class OpenLoop(_Loop):
 
 
 class ClosedLoop(_Loop):
-    """`concurrency` plays are open at any time; when one is through, the next in order begins.
+    """`concurrency` plays are active at any time; when one ends, the next in order begins.
 
-    A play is a session, or all requests that wait for each other, or a request by itself. When it began in the trace
-    does not matter. A turn comes its delay after what it waits for, and the play keeps its place meanwhile.
+    A play is a session, a set of requests that depend on each other, or a single request. Its start time in the trace
+    is ignored. A turn arrives its delay after the requests it waits for; meanwhile the play keeps its slot.
     """
 
     is_reactive = True
@@ -273,7 +273,7 @@ class ClosedLoop(_Loop):
         self._num_free = concurrency
         self._play_of: dict[int, int] = {}
         self._num_left: dict[int, int] = {}
-        """Requests of each play that have not ended."""
+        """Number of requests of each play that have not ended."""
         self._other_roots: dict[int, list[TraceRequest]] = {}
         self._first_ns: dict[int, int] = {}
         self._begun_ns: dict[int, int] = {}
@@ -282,7 +282,7 @@ class ClosedLoop(_Loop):
         self._advance()
 
     def _plays(self, waits: _Waits) -> list[TraceRequest]:
-        """Return the request that begins each play; its other requests follow from that."""
+        """Return the first request of each play, which triggers the others."""
         begin: dict[int, TraceRequest] = {}
         for request, play in zip(waits.requests, components(waits.requests), strict=True):
             self._play_of[request.row] = play
@@ -296,13 +296,13 @@ class ClosedLoop(_Loop):
         return list(begin.values())
 
     def next_ns(self) -> int | None:
-        """Return when the next request arrives: a turn's time, or at once while a play may begin."""
+        """Return the time of the next arrival; a new play may begin at once if a slot is free."""
         if not self._num_free:
             return self._later[0][0] if self._later else None
         return super().next_ns()
 
     def _take(self) -> tuple[int, TraceRequest]:
-        """Take the next request; one that begins a play takes a place, and lets its other first requests come."""
+        """Take the next request. If it begins a play, it takes a slot, and the play's other roots are scheduled."""
         is_turn = bool(self._later) and self._is_turn_next()
         arrival_ns, request = super()._take()
         if not is_turn:
@@ -315,7 +315,7 @@ class ClosedLoop(_Loop):
         return arrival_ns, request
 
     def done(self, request: TraceRequest, now_ns: int) -> None:
-        """Let what waited for `request` arrive after its delay, or give back the place of its play."""
+        """Schedule the requests that waited for `request`; if it was the last of its play, free the slot."""
         self._release(request, now_ns)
         if self._waits is not None:
             play = self._play_of[request.row]
@@ -336,7 +336,7 @@ class ClosedLoop(_Loop):
 
 
 class Retrying:
-    """Another source, with clients that send a request again that they gave up: `after_ns` later, `most` times each."""
+    """A source whose clients send abandoned requests again, `after_ns` later, at most `most` times each."""
 
     is_reactive = True
 
@@ -351,21 +351,21 @@ class Retrying:
         self.has_turns_after = source.has_turns_after
 
     def next_ns(self) -> int | None:
-        """Return when the next request is sent, for the first time or again."""
+        """Return the time at which the next request is sent, first or again."""
         next_ns = self._source.next_ns()
         if self._later and (next_ns is None or self._later[0][0] <= next_ns):
             return self._later[0][0]
         return next_ns
 
     def pop(self) -> TraceRequest:
-        """Remove and return the request that is sent next."""
+        """Remove and return the next request to be sent."""
         next_ns = self._source.next_ns()
         if self._later and (next_ns is None or self._later[0][0] <= next_ns):
             return heappop(self._later)[-1]
         return self._source.pop()
 
     def again(self, request: TraceRequest, now_ns: int) -> bool:
-        """Send `request` again, unless that was done often enough."""
+        """Schedule `request` again, unless it was retried `most` times."""
         num_sent = self._num_sent.get(request.row, 0)
         if num_sent == self._most:
             return False
@@ -378,7 +378,7 @@ class Retrying:
 
 
 class Delayed:
-    """Another source, of which every request reaches an engine `delay_ns` after it was sent."""
+    """A source whose requests reach an engine `delay_ns` after they were sent."""
 
     def __init__(self, source: Source, delay_ns: int) -> None:
         self._source = source
@@ -390,7 +390,7 @@ class Delayed:
         self.has_turns_after = source.has_turns_after
 
     def next_ns(self) -> int | None:
-        """Return when the next request reaches an engine."""
+        """Return the time at which the next request reaches an engine."""
         next_ns = self._source.next_ns()
         return None if next_ns is None else next_ns + self._delay_ns
 
@@ -404,9 +404,9 @@ def source_of(
     retries: int = 0,
     retry_after_ns: int = 0,
 ) -> Source:
-    """Return a closed loop if a `concurrency` is given, else an open one; requests are `delay_ns` under way.
+    """Return a closed loop if `concurrency` is given, else an open one; requests arrive `delay_ns` after being sent.
 
-    `retries`: how often clients send again what they gave up, `retry_after_ns` later.
+    `retries`: how often clients repeat abandoned requests, each `retry_after_ns` later.
     """
     source: Source
     source = OpenLoop(trace, speedup=speedup) if concurrency is None else ClosedLoop(trace, concurrency=concurrency)

@@ -1,7 +1,7 @@
 """Readers for CSV files with a column of times and two of lengths.
 
-They say how long prompts and answers were, and nothing of what was in them: every prompt is unlike any other. Rows
-with no output tokens are requests that failed: they are left out and counted. Other columns are left alone.
+They record the lengths of prompts and answers but not the contents, so no two prompts share a prefix. Rows without
+output tokens are failed requests: they are left out and counted. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_S = 1e10
 
 
 class _Columns(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of the columns of one form."""
+    """Column names of one form."""
 
     time: str | None
     prompt: str
@@ -36,14 +36,14 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
     request: str | None = None
     one: str | None = None
-    """A column that has to be 1."""
+    """A column whose value must be 1."""
 
 
 def load_azure(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read an LLM inference trace of Azure: `TIMESTAMP`, of 2024 with an offset, `ContextTokens`, `GeneratedTokens`.
+    """Read an LLM inference trace of Azure: `TIMESTAMP` (with an offset in 2024), `ContextTokens`, `GeneratedTokens`.
 
-    The first arrival becomes 0, rows are sorted by time, equals in the order of the file. Raise MissingFileError, and
-    InputError with file, line and field for a row that cannot be read, or count it with `skip_bad_lines`.
+    The first arrival becomes 0, and rows are stably sorted by time. Raise MissingFileError; InputError, with file, line
+    and field, for a malformed row, which `skip_bad_lines` skips and counts instead.
     """
     columns = _Columns(time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", read_time=date_ns)
     return _load(TraceFile.of(path), columns, skip_bad_lines=skip_bad_lines)
@@ -52,7 +52,7 @@ def load_azure(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) ->
 def load_burstgpt(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read BurstGPT: `Timestamp` in seconds, `Request tokens`, `Response tokens`, and `Session ID` in later releases.
 
-    Requests with one `Session ID` are turns of a session: each arrives at its time, or when the one before is done.
+    Requests with one `Session ID` are turns of a session: each arrives at its time, or when the previous one is done.
     Raises as `load_azure` does.
     """
     columns = _Columns(
@@ -68,8 +68,8 @@ def load_burstgpt(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
 def load_vidur(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
     """Read Vidur's traces: `arrived_at` in seconds, `num_prefill_tokens`, `num_decode_tokens`.
 
-    Without `arrived_at`, which its traces of lengths do not have, all requests arrive at 0, and a warning says so.
-    Raises as `load_azure` does.
+    Without `arrived_at`, as in its traces of lengths, all requests arrive at 0, with a warning. Raises as `load_azure`
+    does.
     """
     file = TraceFile.of(path)
     columns = _Columns(
@@ -98,7 +98,7 @@ def load_splitwise(path: Path | str | TraceFile, *, skip_bad_lines: bool = False
 
 
 def _load(file: TraceFile, columns: _Columns, *, skip_bad_lines: bool) -> Trace:
-    # Lines end in \n, as in an editor that shows the line of an error; str.splitlines knows more ends.
+    # Lines end only in \n, as in the editor that shows an error's line; str.splitlines accepts other ends too.
     lines = csv.reader(StringIO(file.text()))
     requests: list[TraceRequest] = []
     left_out: Counter[str] = Counter()
@@ -138,7 +138,7 @@ def _load(file: TraceFile, columns: _Columns, *, skip_bad_lines: bool) -> Trace:
 
 
 class _Rows:
-    """Reads the rows below one header. Raises InputError for a column that is not there."""
+    """Reads the rows below one header. Raises InputError for a missing column."""
 
     def __init__(self, file: TraceFile, columns: _Columns, header: list[str]) -> None:
         self._columns = columns
@@ -190,7 +190,7 @@ def _seconds_ns(text: str, column: str) -> int:
 
 
 def _count(text: str, name: str, *, least: int) -> int:
-    """Return a number of tokens."""
+    """Return a validated number of tokens."""
     if not (text.isascii() and text.isdecimal()) or len(text) > 10 or not least <= int(text) <= MOST_COUNT:
         raise InputError(f"must be a whole number from {least} to {MOST_COUNT:,}, got {brief(text)}", field=name)
     return int(text)

@@ -1,11 +1,11 @@
-"""Readers for logs of caches, of which not all know answers: LMCache's lookups, and traces of Tair KVCache.
+"""Readers for logs of KV caches, some without answers: LMCache's lookups, and traces of Tair KVCache.
 
 - LMCache (`lmcache server --lookup-hash-log-dir`), a file or a directory of them: `timestamp` in seconds, `seq_len`,
   `chunk_size`, `chunk_hashes` of the whole chunks.
 - Tair's tokenizer (`tokenids_*.jsonl`): `timestamp` in seconds, `token_ids`.
 - Tair's optimizer: `timestamp_us`, `keys` of blocks, `input_len`, `output_len`.
 
-Records have no number of generated tokens, or 0: they are read as requests for one token, and a warning says so.
+Records without a number of generated tokens, or with 0, are read as requests for one token, with a warning.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Dialog(msgspec.Struct, gc=False):
 
 
 def load_lmcache(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read one log of lookups, or all `.jsonl` of a directory. Requests of different models share nothing.
+    """Read one log of lookups, or all `.jsonl` files of a directory. Requests to different models share nothing.
 
     Raise MissingFileError, or InputError with line and field.
     """
@@ -102,7 +102,7 @@ def load_lmcache(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) 
 
 
 def load_token_ids(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read what Tair's tokenizer writes. Raise MissingFileError, or InputError with line and field."""
+    """Read the output of Tair's tokenizer. Raise MissingFileError, or InputError with line and field."""
 
     def request(row: int, tokens: _Tokens) -> TraceRequest:
         units = _packed(tokens.token_ids, "token_ids")
@@ -118,7 +118,7 @@ def load_tair(
 ) -> Trace:
     """Read a trace of Tair's optimizer. Raise MissingFileError, or InputError with line and field.
 
-    `trace_block_size`: tokens of a key, 16 unless given.
+    `trace_block_size`: tokens per key, 16 by default.
     """
     unit_tokens = trace_block_size or TAIR_TOKENS
     num_without_output = 0

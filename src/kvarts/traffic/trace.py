@@ -1,7 +1,7 @@
-"""Recorded traffic, whatever file it came from.
+"""Traces: recorded traffic, independent of the file format.
 
-A trace is a sequence of requests in arrival order. Prompts are strings of units: hash ids that stand for
-`unit_tokens` tokens each, or single tokens. Nothing here knows an engine.
+A trace is a sequence of requests in arrival order. Prompts are sequences of units, which are either hash ids that stand
+for `unit_tokens` tokens each, or single tokens. This module is independent of the engine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NO_PREFIXES = (
 
 
 class Trace:
-    """Requests in arrival order, and what their units mean.
+    """Requests in arrival order, and the meaning of their units.
 
-    `requests` may be any iterable; what is no list is read as it is needed, so it must come in arrival order.
-    `has_output_tokens`: some request has `output_units`, so prompts have to be compared token by token.
-    `has_sessions`: some request has a `session_id`, or waits for others; found out by itself for a list.
-    `knows_prefixes`: the recording says what prompts have in common; if not, every prompt is unlike any other.
-    `left_out`: how many rows of the file are not requests here, by reason. `warnings`: what a report has to say of how
-    it was read.
+    `requests` may be any iterable. If it is not a list, it is read on demand and must be in arrival order.
+    `has_output_tokens`: some requests have `output_units`, so prompts must be compared token by token.
+    `has_sessions`: some requests have a `session_id` or wait for others; determined automatically for a list.
+    `knows_prefixes`: the trace records which prefixes prompts share; if not, no prompts share any.
+    `left_out`: number of rows of the file that are not requests here, by reason. `warnings`: notes on how the file was
+    read, which reports repeat.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Trace:
 
     @property
     def requests(self) -> list[TraceRequest] | None:
-        """All requests, if they are known beforehand."""
+        """All requests, if the trace is a list; None for a stream."""
         return self._requests if isinstance(self._requests, list) else None
 
     @property
     def tells_hits(self) -> bool:
-        """Whether hit ratios are exact: it says what prompts have in common, and all answers that could come back."""
+        """Whether hit ratios are exact: shared prefixes are known, and every answer that a later turn could contain."""
         if not self.knows_prefixes or not isinstance(self._requests, list):
             return False
         lasts = {request.session_id: request.row for request in self._requests}
@@ -88,7 +88,7 @@ class Trace:
         return f"<h4>Trace {escape(self.name)}</h4><table>{rows}</table>"
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Return what is in the trace, by name, for people."""
+        """Return a summary of the trace as names and texts."""
         requests = self.requests
         if requests is None:
             return [("requests", "read as they are needed")]
@@ -110,7 +110,7 @@ class Trace:
         return facts
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame with one row per request: times in s from the first arrival."""
+        """Return a pandas.DataFrame, one row per request; times in seconds from the first arrival."""
         from kvarts.columns import to_frame
 
         requests = list(self)
@@ -128,15 +128,15 @@ class Trace:
         )
 
     def said(self) -> list[str]:
-        """Return the warnings that a report repeats, with what hit ratios are worth."""
+        """Return the warnings for a report, with a note on the accuracy of hit ratios."""
         if self.knows_prefixes:
             return self.warnings
         return [*self.warnings, NO_PREFIXES]
 
     def content(self, request: TraceRequest, *, page_size: int, owner: int, know_output: bool = True) -> Content:
-        """Return what the pages of `request` will hold.
+        """Return the content of the pages of `request`.
 
-        `know_output`: its generated tokens too, if the trace has them.
+        `know_output`: include its generated tokens, if the trace has them.
         """
         num_tokens = request.num_prompt_tokens
         units, unit_tokens = request.units, self.unit_tokens
@@ -146,7 +146,7 @@ class Trace:
             num_tokens += request.num_output_tokens
         if self.has_output_tokens:
             if unit_tokens > 1:
-                # No more of the last unit than there are tokens of it.
+                # The last unit stands only for as many tokens as the prompt has left.
                 num_each = min(unit_tokens, num_tokens)
                 each = (units[place : place + UNIT_BYTES] * num_each for place in range(0, len(units), UNIT_BYTES))
                 units = b"".join(each)[: num_tokens * UNIT_BYTES]

@@ -1,4 +1,4 @@
-"""A file that a trace is read from: unpacked where it is packed, and a pipe is read once."""
+"""Input file of a trace: decompressed if needed; a pipe is read only once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ GZIP = b"\x1f\x8b"
 
 
 class TraceFile:
-    """Bytes of one file. Raises MissingFileError, or InputError for what cannot be read, when it is read.
+    """Bytes of one file. Reading raises MissingFileError, or InputError if the file is not readable.
 
-    A regular file is opened again for each use; a pipe or a device is read whole, once.
+    A regular file is opened again for each use; a pipe or a device is read completely, once.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -54,12 +54,12 @@ class TraceFile:
             return self.path.is_dir()
 
     def read(self) -> bytes:
-        """Return everything."""
+        """Return the whole content."""
         with self._open() as file, self._unpacking():
             return file.read()
 
     def text(self) -> str:
-        """Return everything as text; each kind of line end is one, as in `Path.read_text`."""
+        """Return the whole content as text; line ends are normalised, as in `Path.read_text`."""
         try:
             return io.TextIOWrapper(io.BytesIO(self.read()), encoding="utf-8-sig").read()
         except UnicodeDecodeError as error:
@@ -77,7 +77,7 @@ class TraceFile:
 
     @cached_property
     def is_json_lines(self) -> bool:
-        """Whether the file has one JSON value per line: its first line is one, or no value is the whole file."""
+        """Whether the file has one JSON value per line: its first line is one, or the whole file is not one."""
         if not self.is_json:
             return False
         if self._first_lines[0][1] is not None:
@@ -90,9 +90,9 @@ class TraceFile:
         return bool(self._first_lines) and self._first_lines[0][0].lstrip(b"\xef\xbb\xbf \t\r")[:1] in {b"{", b"["}
 
     def records(self) -> Iterator[tuple[int, bytes]]:
-        """Iterate over the JSON values of the file, each with its number from 1.
+        """Iterate over the JSON values of the file, with numbers from 1.
 
-        That is the number of its line in JSON lines, else its place in an array; a file that is one object has one.
+        The number is the line in JSON lines, or the position in an array. A file with a single object yields one value.
         """
         if self.is_json_lines:
             for line, row in enumerate(self.text().split("\n"), 1):
@@ -114,7 +114,7 @@ class TraceFile:
 
     @cached_property
     def first_fields(self) -> list[frozenset[str]]:
-        """Names of the fields of the first records that are JSON objects; none for another kind of file."""
+        """Field names of the first records that are JSON objects; empty for other kinds of files."""
         if not self.is_json:
             return []
         if self.is_json_lines:
@@ -130,7 +130,7 @@ class TraceFile:
         return [fields for fields in map(_fields, map(bytes, elements)) if fields]
 
     def malformed(self) -> InputError:
-        """Return the error for a file that begins as JSON and has no JSON object."""
+        """Return the error for a file that begins like JSON but contains no JSON object."""
         data = self.read()
         what, line = "has no JSON object", None
         try:
@@ -143,7 +143,7 @@ class TraceFile:
 
     @cached_property
     def header(self) -> tuple[str, ...]:
-        """Names of the columns in the first line; empty for JSON."""
+        """Column names in the first line; empty for JSON."""
         if self.is_json or not self._first_lines:
             return ()
         line = self._first_lines[0][0].removeprefix(b"\xef\xbb\xbf")
@@ -151,7 +151,7 @@ class TraceFile:
 
     @cached_property
     def _first_lines(self) -> list[tuple[bytes, frozenset[str] | None]]:
-        """The first lines that are not blank, each with its fields if it is a JSON object, None if it is not JSON."""
+        """The first non-blank lines, each with its field names if it is a JSON object, None if it is not JSON."""
         lines: list[tuple[bytes, frozenset[str] | None]] = []
         with self._open() as file, self._unpacking():
             while len(lines) < MOST_RECORDS:
@@ -183,7 +183,7 @@ class TraceFile:
 
 
 def _fields(data: bytes) -> frozenset[str] | None:
-    """Return the names of the fields of a JSON object, none for another JSON value; None for what is not JSON."""
+    """Return the field names of a JSON object; empty for another JSON value; None if `data` is not JSON."""
     try:
         return frozenset(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
     except (msgspec.ValidationError, RecursionError):
@@ -191,7 +191,7 @@ def _fields(data: bytes) -> frozenset[str] | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     try:
-        value = json.loads(data)  # with NaN and Infinity, which Python's writers make and JSON has not
+        value = json.loads(data)  # accepts NaN and Infinity, which Python writes but standard JSON lacks
     except (ValueError, RecursionError):
         return None
     return frozenset(value) if isinstance(value, dict) else frozenset()

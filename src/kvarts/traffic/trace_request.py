@@ -7,11 +7,11 @@ import msgspec
 __all__ = ["After", "TraceRequest", "Units"]
 
 Units = bytes | tuple[range, ...]
-"""Ids of 8 bytes each, or ranges of single token ids that are spelled out only while the request is alive."""
+"""Ids of 8 bytes each, or ranges of token ids that are expanded only while the request is alive."""
 
 
 class After(msgspec.Struct, frozen=True, gc=False):
-    """A request waits for the request of `row`: it arrives `delay_ns` after that is done, or at the earliest then.
+    """A wait for the request of `row`: the earliest arrival is `delay_ns` after that request is done.
 
     `of_arrival`: the delay counts from the arrival of that request, not from its end.
     """
@@ -22,11 +22,11 @@ class After(msgspec.Struct, frozen=True, gc=False):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One row of a trace. `row` is its place in the file, `arrival_ns` counted from the first arrival.
+    """One row of a trace. `row`: its position in the file. `arrival_ns`: time since the first arrival.
 
-    A turn of a session (`session_id`) waits for the turn before it, and then for `delay_ns`; without a delay it
-    arrives at its time, or when the turn before it is done, whichever is later. `after`: what it waits for instead of
-    the turn before it, each with its own delay; then a `delay_ns` of 0 says that its time does not matter.
+    A turn of a session (`session_id`) waits for the previous turn, and then for `delay_ns`; without a delay it arrives
+    at its own time, or when the previous turn is done, whichever is later. `after`: requests it waits for instead of
+    the previous turn, each with its own delay; a `delay_ns` of 0 then means that `arrival_ns` is ignored.
     """
 
     row: int
@@ -35,7 +35,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     num_output_tokens: int
     output_units: Units | None = None
-    """The tokens it generates, one a unit, where they are known: then later prompts can hit them."""
+    """The generated tokens, one per unit, if known; later prompts can then hit them."""
     priority: int = 0
     session_id: str | None = None
     delay_ns: int | None = None
@@ -43,6 +43,6 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     tenant: str | None = None
     after: tuple[After, ...] = ()
     cancel_after_ns: int | None = None
-    """Its client gives it up so long after it was sent, unless it has ended by then."""
+    """Time after sending at which the client abandons the request, unless it has ended."""
     answered_units: bytes | None = None
-    """Units of the prompt and what it generates, where a later prompt tells that: then later prompts can hit it."""
+    """Units of the prompt and its answer, if a later prompt reveals them; later prompts can then hit them."""

@@ -1,4 +1,4 @@
-"""The working set of a trace: how many pages would hold everything it computes, once."""
+"""The working set of a trace: the number of pages that would hold everything it computes, once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvarts.traffic.trace import Trace, TraceRequest, spell
 __all__ = ["working_set_pages"]
 
 SLAB = 20_000
-"""Prompts compared at once: bounds the memory it takes."""
+"""Number of prompts compared at once, to bound memory."""
 
 
 def working_set_pages(trace: Trace, page_size: int) -> int | None:
-    """Return the distinct full pages of all prompts, plus the pages that outputs add; None for a stream.
+    """Return the number of distinct full pages of all prompts, plus the pages of outputs; None for a stream.
 
-    Sorted by content and length, a prompt shares with all prompts before it just what it shares with the one right
-    before it.
+    In order of content and length, a prompt shares exactly as much with all prompts before it as with its direct
+    predecessor.
     """
     requests = trace.requests
     if not requests:
@@ -31,8 +31,8 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     )
     units = [spell(request.units) for request in requests]
     for members in _by_tenant(requests):
-        # The last unit may be cut short: equal units can be prompts of different lengths. Sorting keeps the order of
-        # equals, so two sorts do, and neither compares contents twice.
+        # The last unit may be partial, so equal units can be prompts of different lengths. Sorting is stable, so two
+        # sorts suffice, and neither compares contents twice.
         members.sort(key=lengths.__getitem__)
         members.sort(key=units.__getitem__)
         for start in range(1, len(members), SLAB):
@@ -47,7 +47,7 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
 
 
 def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
-    """Return the places of each tenant's requests."""
+    """Return the indices of each tenant's requests."""
     members: dict[str | None, list[int]] = {}
     if len({request.tenant for request in requests}) == 1:
         return [list(range(len(requests)))]
@@ -57,7 +57,7 @@ def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
 
 
 def _shared_pages(prompts: list[bytes], num_pages: list[int], unit_tokens: int, page_size: int) -> int:
-    """Return how many pages each prompt has in common with the one before it, summed up."""
+    """Return the total number of pages that each prompt shares with the one before it."""
     common = _common_of_many(prompts) if arrays_pay(sum(map(len, prompts)) // UNIT_BYTES) else _common(prompts)
     return sum(
         min(num_units * unit_tokens // page_size, before, after)
@@ -66,11 +66,11 @@ def _shared_pages(prompts: list[bytes], num_pages: list[int], unit_tokens: int, 
 
 
 def _common(prompts: list[bytes]) -> list[int]:
-    """Return how many units each prompt has in common with the one before it."""
+    """Return the number of units that each prompt shares with the one before it."""
     common = []
     for before, after in pairwise(prompts):
         low, high = 0, min(len(before), len(after)) // UNIT_BYTES
-        while low < high:  # the first `low` units are the same, and no more than `high`
+        while low < high:  # at least `low` first units are equal, and at most `high`
             middle = (low + high + 1) // 2
             part = slice(low * UNIT_BYTES, middle * UNIT_BYTES)
             if before[part] == after[part]:
@@ -82,19 +82,19 @@ def _common(prompts: list[bytes]) -> list[int]:
 
 
 def _common_of_many(prompts: list[bytes]) -> list[int]:
-    """Do what `_common` does, for all prompts at once."""
+    """Vectorised `_common`."""
     import numpy as np
 
     units = np.frombuffer(b"".join(prompts), np.uint64)
     num_units = np.fromiter(map(len, prompts), np.int64, len(prompts)) // UNIT_BYTES
-    # Lay each prompt, as far as it can agree, beside the one before it, and find where they first differ.
+    # Align each prompt with the one before it, over their common length, and find the first difference.
     starts = np.cumsum(num_units) - num_units
     compared = np.minimum(num_units[1:], num_units[:-1])
     offsets = np.cumsum(compared) - compared
     within = np.arange(compared.sum()) - np.repeat(offsets, compared)
     differs = units[np.repeat(starts[1:], compared) + within] != units[np.repeat(starts[:-1], compared) + within]
     common = compared.copy()
-    where = np.flatnonzero(differs)[::-1]  # of several for a prompt, the first is written last
+    where = np.flatnonzero(differs)[::-1]  # reversed, so the first difference of a prompt is written last
     pair = np.searchsorted(offsets, where, side="right") - 1
     common[pair] = within[where]
     shared: list[int] = common.tolist()

@@ -1,7 +1,7 @@
-"""Traffic that was not recorded: described by numbers, made from a seed.
+"""Synthetic traffic: described by numbers, generated from a seed.
 
-Every prompt is token by token: a group's shared prefix, then the session so far (prompts and answers), then new tokens.
-Token ids only say what is the same as what; they are no text.
+Prompts are defined token by token: a group's shared prefix, then the session so far (prompts and answers), then new
+tokens. Token ids only define which tokens are equal; they do not represent text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NS_PER_S = 1_000_000_000
 
 
 class FixedLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="fixed"):
-    """Always `tokens`."""
+    """A constant length of `tokens`."""
 
     tokens: int
 
@@ -36,7 +36,7 @@ class FixedLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class UniformLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="uniform"):
-    """Anything from `low` to `high` tokens, both included."""
+    """A uniform distribution from `low` to `high` tokens, both included."""
 
     low: int
     high: int
@@ -54,7 +54,7 @@ class UniformLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class LogNormalLength(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lognormal"):
-    """Log-normal with the given `median` in tokens and `sigma` of the logarithm, cut to [1, `high`]."""
+    """Log-normal with the given `median` in tokens and `sigma` of the logarithm, clipped to [1, `high`]."""
 
     median: int
     sigma: float = 1.0
@@ -80,12 +80,12 @@ Length = FixedLength | UniformLength | LogNormalLength
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A synthetic workload.
 
-    `num_sessions` sessions arrive at `sessions_per_s` on average, `poisson` or at a `fixed` rate (0: all at once), and
-    have `turns_per_session` turns. A turn follows the answer to the one before after `think_time_s` (mean of an
-    exponential distribution with `poisson`, exact with `fixed`). A turn adds `new_tokens` to its session and is
-    answered with `output_tokens`. Each session begins with the shared prefix, `prefix_tokens` long, of one of
-    `num_prefix_groups` groups, in turn. Of all requests, the share `stops` is given up by its user, `stop_after_s`
-    after it was sent (mean of an exponential distribution with `poisson`, exact with `fixed`), unless it has ended.
+    `num_sessions` sessions of `turns_per_session` turns arrive at `sessions_per_s` on average, as a `poisson` process
+    or at a `fixed` rate (0: all at once). A turn is sent `think_time_s` after the answer to the previous one (mean of
+    an exponential distribution with `poisson`, exact with `fixed`). A turn adds `new_tokens` to its session, and its
+    answer has `output_tokens`. Sessions are assigned in rotation to `num_prefix_groups` groups; a session begins with
+    the shared prefix of its group, `prefix_tokens` long. Users abandon the share `stops` of all requests,
+    `stop_after_s` after sending them (mean or exact in the same way), unless they have ended by then.
 
     Raises ConfigError for a value out of range.
     """
@@ -171,7 +171,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Trace(requests, has_output_tokens=True, name="workload")
 
     def _stops_ns(self, rng: np.random.Generator, count: int) -> list[int | None]:
-        """Return for each request after what time its user stops it; None for never."""
+        """Return, per request, the time after which its user stops it; None for never."""
         has_stopped = (rng.random(count) < self.stops).tolist()
         after_s = self._times(rng, self.stop_after_s, count).tolist()
         return [

@@ -1,8 +1,8 @@
-"""Readers for workloads of simulators and generators: LLMServingSim's, and requests that ServeGen made.
+"""Readers for workloads of simulators and generators: LLMServingSim's, and requests made by ServeGen.
 
-LLMServingSim: a line is a request with `input_toks`, `output_toks`, `arrival_time_ns` and maybe `input_tok_ids` and
-`output_tok_ids`, or a session with `arrival_time_ns` and `sub_requests`, of which each begins `tool_duration_ns` after
-the end of the one before. Requests without ids share nothing.
+LLMServingSim: a line is a request with `input_toks`, `output_toks`, `arrival_time_ns` and optional `input_tok_ids` and
+`output_tok_ids`, or a session with `arrival_time_ns` and `sub_requests`, each of which begins `tool_duration_ns` after
+the end of the previous one. Requests without ids share nothing.
 
 ServeGen: `request_id`, `timestamp` in seconds, and `data` with `input_tokens` (or `text_tokens`, and lists of
 `image_tokens`, `audio_tokens`, `video_tokens`) and `output_tokens`. Prompts share nothing.
@@ -64,7 +64,7 @@ class _Made(msgspec.Struct, gc=False):
 
 
 def load_llmservingsim(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
     file = TraceFile.of(path)
     requests: list[TraceRequest] = []
     left_out: Counter[str] = Counter()
@@ -155,7 +155,7 @@ def _requests(line: _Line, calls: list[_Call], name: str | None, first: int) -> 
 
 
 def _own_tokens(row: int, num_tokens: int) -> tuple[range, ...]:
-    """Return tokens that no other row has."""
+    """Return tokens that are unique to a row."""
     first = (1 << 62) + (row << 31)
     return (range(first, first + num_tokens),)
 
@@ -168,7 +168,7 @@ def _packed(ids: list[int], at: str) -> bytes:
 
 
 def load_servegen(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
-    """Read a whole file. Raise MissingFileError, and InputError with line and field for what cannot be read."""
+    """Read a whole file. Raise MissingFileError; InputError, with line and field, for malformed input."""
 
     def request(row: int, made: _Made) -> TraceRequest | str:
         data = made.data

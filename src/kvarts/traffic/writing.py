@@ -1,4 +1,4 @@
-"""Writes any trace as JSON lines that are read again: Mooncake's, or with requests that wait for others, Dynamo's."""
+"""Writes any trace as JSON lines: Mooncake's form, or Dynamo's agentic form if requests wait for others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NS_PER_MS = 1_000_000
 
 
 def trace_lines(trace: Trace) -> Iterator[bytes]:
-    """Return the lines of a trace, in the form that can say what its requests wait for."""
+    """Return the lines of a trace, in a form that can express its dependencies."""
     if any(request.after for request in trace.requests or ()):
         return agentic_lines(trace)
     return mooncake_lines(trace)
 
 
 def mooncake_lines(trace: Trace) -> Iterator[bytes]:
-    """Return a line a request.
+    """Return one line per request.
 
-    A hash id stands for `trace.unit_tokens` tokens, which the form does not say either.
+    A hash id stands for `trace.unit_tokens` tokens, which the form does not record.
     """
     encoder = msgspec.json.Encoder()
     for request in trace:

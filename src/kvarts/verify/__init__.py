@@ -1,6 +1,6 @@
-"""Is a timeline true? Shares no code with what records one.
+"""Verifier of KV timelines. Shares no code with the recorder.
 
-The room is also its main function: `kvarts.verify(body)` judges a body, `kvarts.verify.verify_file(path)` a file.
+The package is callable: `kvarts.verify(body)` judges a body, `kvarts.verify.verify_file(path)` a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CallableRoom", "Verdict", "verify", "verify_file"]
 
 
 class CallableRoom(ModuleType):
-    """The type of this module, which can be called."""
+    """Type of this module, which makes the module callable."""
 
     if TYPE_CHECKING:
         Verdict = verifier.Verdict
@@ -34,14 +34,14 @@ class CallableRoom(ModuleType):
         max_bytes: int | None = None,
         block_bytes: int | None = None,
     ) -> verifier.Verdict:
-        """Judge a body in memory, as `kvarts.verify.verifier.verify` does."""
+        """Judge a body in memory. Calls `kvarts.verify.verifier.verify`."""
         from kvarts.verify.verifier import verify
 
         return verify(body, preempt_threshold=preempt_threshold, max_bytes=max_bytes, block_bytes=block_bytes)
 
 
 def __getattr__(name: str) -> Any:
-    """Load the verifier when one of its names is asked for. `verify` is the room itself."""
+    """Load the verifier on first access to one of its names. `verify` is this module."""
     if name == "verify":
         return sys.modules[__name__]
     if name in ("Verdict", "verify_file"):

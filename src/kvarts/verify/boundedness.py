@@ -1,4 +1,4 @@
-"""The rule of bounds: memory stays below a bound and does not grow."""
+"""The boundedness rule: memory stays below a bound and does not grow."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ __all__ = ["Boundedness"]
 
 
 class Boundedness(Rule):
-    """Memory stays below `max_bytes`, and after warm-up, the first quarter, it does not grow.
+    """Memory stays below `max_bytes` and does not grow after warm-up, which is the first quarter of the rows.
 
-    Growth is judged by the slope of a least-squares line through the mean use of up to 1024 equal stretches: it must
-    promise more than one block, and 1 % of the mean, over the stretches seen, and be more than four standard errors.
+    Growth is the slope of a least-squares line through the mean use of up to 1024 stretches of equal length. It is a
+    violation if it adds up to more than one block and more than 1 % of the mean over the stretches, and the slope is
+    more than four standard errors.
     """
 
     name = "boundedness"
     MAX_STRETCHES = 1024
     MIN_ROWS = 64
-    """After warm-up."""
+    """Rows after warm-up below which growth is not judged."""
 
     def __init__(self, max_bytes: int, block_bytes: int | None) -> None:
         super().__init__()
         self._max_bytes = max_bytes
         self._block_bytes = block_bytes
         self._sums = np.zeros(0)
-        self._width = 1  # rows a stretch
+        self._width = 1  # rows per stretch
         self._partial_sum = 0.0
         self._partial_rows = 0
         self._num_rows = 0
@@ -72,7 +73,7 @@ class Boundedness(Rule):
             self._width *= 2
 
     def finish(self, top: dict[str, Any]) -> None:
-        """Judge the growth over the stretches after warm-up."""
+        """Judge growth over the stretches after warm-up."""
         if self._block_bytes is None:
             self.why_not = "nothing says how many bytes a block has: give --block-bytes"
         means = self._sums[len(self._sums) // 4 :] / self._width

@@ -1,4 +1,4 @@
-"""Rows of a timeline as they were written, and as columns: what is well-formed, and what is wrong with the rest."""
+"""Rows of a timeline as written and as columns. Splits well-formed rows from complaints about malformed ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Real = Annotated[float, msgspec.Meta(ge=0.0, le=LARGEST_REAL)]
 
 
 class Ask(msgspec.Struct, gc=False):
-    """What a preempting step asked for."""
+    """The blocks that a preempting step asked for, and how many were free."""
 
     blocks: _Count
     free_blocks: _Count
@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, gc=False):
 
 
 class Step(msgspec.Struct, gc=False):
-    """One row. The first seven fields are required; an optional number that is not given is -1 here."""
+    """One row. The first seven fields are required; an optional number that is missing is -1."""
 
     step: _Count
     t_ms: _Real
@@ -73,7 +73,7 @@ class Step(msgspec.Struct, gc=False):
 REQUIRED = Step.__struct_fields__[:7]
 OPTIONAL = Step.__struct_fields__[7:-3]
 PARTS = Step.__struct_fields__[-2:]
-"""Of each KV group a number."""
+"""Lists with one number per KV group."""
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
 _GETTERS = {name: attrgetter(name) for name in NUMBERS}
@@ -94,7 +94,7 @@ TOP_FIELDS = frozenset(
         "kv_groups",
     }
 )
-"""What rules and readers ask of the whole."""
+"""Top-level fields that rules and readers use."""
 
 _step = msgspec.json.Decoder(Step)
 _steps = msgspec.json.Decoder(list[Step])
@@ -103,7 +103,7 @@ Column = npt.NDArray[Any]
 
 
 class Complaint(msgspec.Struct, frozen=True):
-    """What is wrong with the form of a row, or of the whole (`row` None)."""
+    """An error in the form of a row, or of the body if `row` is None."""
 
     row: int | None
     step: int | None
@@ -111,11 +111,13 @@ class Complaint(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct):
-    """Consecutive well-formed rows. Optional columns hold -1 where a row lacks the field; `asked` is by place here.
+    """Consecutive well-formed rows. Optional columns hold -1 where a row lacks the field.
 
-    `parts`: for each of PARTS what rows say, None where a row lacks it.
+    `asked`: the asks of a row, by its place in this chunk.
 
-    `rows`: the number of each row, from 0; a row left out leaves a gap in it.
+    `parts`: the lists of each of PARTS, with None for a row that lacks the field.
+
+    `rows`: the number of each row, from 0; a malformed row leaves a gap.
     """
 
     rows: Column
@@ -126,7 +128,7 @@ class Chunk(msgspec.Struct):
 
 
 def chunk_of(rows: list[Any], first_row: int) -> Chunk:
-    """Return the well-formed ones of `rows`, each a Step or whatever came in place of one, in columns."""
+    """Return the well-formed rows as columns. Each of `rows` is a Step, or the value found where a Step should be."""
     numbers = list(range(first_row, first_row + len(rows)))
     complaints: list[Complaint] = []
     if set(map(type, rows)) - {Step}:
@@ -152,12 +154,12 @@ def chunk_of(rows: list[Any], first_row: int) -> Chunk:
 
 
 def rows_of(text: bytes) -> list[Any]:
-    """Return the elements of a piece of an array: Steps, or whatever comes in place of one. Raise JSON_ERRORS."""
+    """Return the elements of a piece of an array, each a Step or the value found in its place. Raise JSON_ERRORS."""
     text = b"[" + text + b"]"
     try:
         rows = _steps.decode(text)
     except msgspec.ValidationError:
-        pass  # some row is not what it should be
+        pass  # some row is not a valid Step
     else:
         if _are_unambiguous(text, rows):
             return rows
@@ -166,7 +168,7 @@ def rows_of(text: bytes) -> list[Any]:
 
 
 def line_rows_of(lines: Sequence[bytes]) -> list[Any]:
-    """Return the row in each of `lines`, as `rows_of`. Raise JSON_ERRORS."""
+    """Return one row for each of `lines`, as `rows_of` does. Raise JSON_ERRORS."""
     try:
         rows = list(map(_step.decode, lines))
     except msgspec.ValidationError:
@@ -178,14 +180,15 @@ def line_rows_of(lines: Sequence[bytes]) -> list[Any]:
 
 
 def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
-    """Return whether no row in `text` can have a field twice: whether as many names of fields are there as fields.
+    """Return whether no row in `text` can repeat a field, by comparing the number of field names with that of fields.
 
-    Decoding takes the last of two silently. A name that stands elsewhere, or is escaped, makes this False as well.
+    Decoding silently keeps the last of two values. A field name outside its place, or any escape, also makes this
+    False.
     """
     if b"\\" in text:
         return False
     if not any(map(_ASKED, rows)):
-        # Every field has a colon. Where there is no other, and none more than fields, no field is there twice.
+        # Each field has one colon. If there are exactly as many colons as fields, no field is repeated.
         num_fields = len(rows) * len(NUMBERS)
         for name in OPTIONAL:
             num_fields -= list(map(_GETTERS[name], rows)).count(-1)
@@ -222,7 +225,7 @@ def _as_step(row: Mapping[str, Any]) -> Step:
 
 
 def _wrong_with(row: Any) -> list[str]:
-    """Return everything that is wrong with the form of `row`; empty if `_as_step` will take it."""
+    """Return every error in the form of `row`; empty if `_as_step` accepts it."""
     if not isinstance(row, Mapping):
         return [f"must be an object, is {brief(row)}"]
     wrong = [f"{name} is missing" for name in REQUIRED if name not in row]
@@ -263,7 +266,7 @@ def _wrong_number(value: Any, *, is_real: bool) -> str | None:
 
 
 def brief(value: Any) -> str:
-    """Return a value in as few words as will do, for a message."""
+    """Return a short text of a value, for a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 200:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -271,10 +274,10 @@ def brief(value: Any) -> str:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether it is a whole number from 0 up."""
+    """Return whether `value` is a whole number from 0 to LARGEST_COUNT."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def is_real(value: Any) -> TypeGuard[float]:
-    """Return whether it is a number from 0 up that is not too large to be a time or a share."""
+    """Return whether `value` is a number from 0 to LARGEST_REAL, small enough to be a time or a share."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_REAL

@@ -1,4 +1,4 @@
-"""The rule of conservation: blocks that are used and free add up to all there are."""
+"""The conservation rule: used and free blocks add up to the total."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["BlockConservation"]
 
 
 class BlockConservation(Rule):
-    """used + free = total in every step; what is cached is free, and what is reserved is used.
+    """used + free = total in every step; cached blocks are among the free, and reserved blocks among the used.
 
-    What is withheld was not used before the step.
+    Withheld blocks were not used before the step.
 
-    `tiers`: blocks of each tier below the device, by its name, as far as the body says; no more are used and cached.
+    `tiers`: blocks of each tier below the device, by name, if the body gives them. Used plus cached blocks of a tier do
+    not exceed its total.
     """
 
     name = "block_conservation"
@@ -28,7 +29,7 @@ class BlockConservation(Rule):
         self._tiers = tiers
 
     def feed(self, chunk: Chunk) -> None:
-        """Add up used and free blocks of each row, and compare cached ones with the free."""
+        """Add up used and free blocks of each row, and compare cached blocks with free ones."""
         used, free = chunk.columns["used_blocks"], chunk.columns["free_blocks"]
         total = self._total
         self.add_where(
@@ -39,7 +40,7 @@ class BlockConservation(Rule):
                 f"used {used_blocks} + free {free_blocks} = {used_blocks + free_blocks}, not the total {total}"
             ),
         )
-        # What is free is never negative, so more than the total is used only where the sum is wrong as well.
+        # free is never negative, so used exceeds the total only where the sum is wrong too.
         self.add_where(
             chunk.columns["cached_blocks"] > free,
             chunk,
@@ -47,7 +48,7 @@ class BlockConservation(Rule):
             lambda cached_blocks, free_blocks: f"cached {cached_blocks} of {free_blocks} free",
         )
         withheld, allocated = chunk.columns["withheld_blocks"], chunk.columns["allocated"]
-        # What the step allocated was free before it; where that is not said, the whole pool may have been.
+        # Blocks allocated in the step were free before it; without `allocated`, the whole pool may have been free.
         room = np.where(allocated >= 0, np.minimum(free + allocated, total), total)
         self.add_where(
             withheld > room,

@@ -1,4 +1,4 @@
-"""The rule of flux: what is used changes by what was allocated and freed."""
+"""The flux rule: used blocks change by those allocated and freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Flux"]
 
 
 class Flux(Rule):
-    """used changes from row to row by allocated - freed."""
+    """Used blocks change from row to row by allocated - freed."""
 
     name = "flux"
 
@@ -22,7 +22,7 @@ class Flux(Rule):
         self.why_not = "no two rows say what was allocated and freed"
 
     def feed(self, chunk: Chunk) -> None:
-        """Compare each row with the one before it, where both are there."""
+        """Compare each row with the row before it, where both are present."""
         if not len(chunk.rows):
             return
         used, rows = chunk.columns["used_blocks"], chunk.rows
@@ -30,7 +30,7 @@ class Flux(Rule):
         before = np.concatenate(([0 if self._before is None else self._before], used[:-1]))
         known = (allocated >= 0) & (freed >= 0)
         known[0] &= self._before is not None
-        known &= np.diff(rows, prepend=self._row_before) == 1  # not across a row that was left out
+        known &= np.diff(rows, prepend=self._row_before) == 1  # not across a malformed row
         if known.any():
             self.why_not = None
         self.add_where(

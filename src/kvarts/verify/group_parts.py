@@ -1,7 +1,7 @@
-"""The rule of KV groups: the parts of all groups, times the blocks of each, are the blocks that a row counts, and
-those of each group change by no more than was allocated and freed.
+"""The rule of KV groups: parts times blocks per part, over all groups, give the blocks that a row counts.
 
-Blocks that sessions reserve are used, and no parts.
+The blocks of a group change by no more than were allocated and freed. Blocks reserved by sessions are used but belong
+to no part.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["GroupParts"]
 
 
 class GroupParts(Rule):
-    """Used and cached parts of every group add up to used and cached blocks, in every row that says them.
+    """Used and cached parts of all groups add up to used and cached blocks, in every row that lists parts.
 
-    Of used blocks as many as are reserved may be no parts. `groups`: what the body says of each; `part_blocks` are the
-    blocks of a part. Only for a body that has groups.
+    Up to the number of reserved blocks, used blocks may lie outside parts. `groups`: the entries of the body's
+    kv_groups; `part_blocks` is the size of a part in blocks. The rule runs only for a body with kv_groups.
     """
 
     name = "group_parts"
@@ -58,9 +58,9 @@ class GroupParts(Rule):
         self._move(chunk)
 
     def _move(self, chunk: Chunk) -> None:
-        """Compare what each group has used with the row before: what moves was allocated or freed.
+        """Compare the used parts of each group with the row before: changes are bounded by allocated and freed.
 
-        A part that is taken from what is reserved is used already.
+        Rows with reserved blocks are skipped: a part taken from the reserve was used already.
         """
         said, sizes = chunk.parts["group_used_parts"], np.array(self._sizes, np.float64)
         wrong = [parts is None or len(parts) != len(sizes) for parts in said]
@@ -95,7 +95,7 @@ class GroupParts(Rule):
         if what == "used":
             beside = np.maximum(chunk.columns["reserved_blocks"], 0).tolist()
         if all(len(said[place] or ()) == len(sizes) for place in places):
-            # All at once, unless something is wrong: floats tell whether numbers are too large to be added up.
+            # Check all rows at once; look at single rows only on a mismatch. Floats cannot overflow on large numbers.
             rows = np.array([said[place] for place in places], np.float64) @ np.array(sizes, np.float64)
             most = np.array([blocks[place] for place in places], np.float64)
             if (rows <= most).all() and (rows >= most - [beside[place] for place in places]).all():

@@ -1,7 +1,7 @@
-"""Follows the JSON of a timeline piece by piece, in memory that does not grow with it.
+"""Parser of the JSON of a timeline, piece by piece, in memory independent of its length.
 
-A text is cut at commas, at any depth. A piece, between brackets that stand for those which are open around it, must be
-JSON by itself: then the whole is, and no piece is looked at twice. So a cut may be guessed.
+The text is cut at commas, at any depth. Each piece, wrapped in the brackets that are open around it, must be valid
+JSON; then the whole text is, and no piece is read twice. So a cut may be a guess.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvarts.verify.values import JSON_ERRORS, any_value, check, why_not
 __all__ = ["LARGEST_PIECE_BYTES", "JsonText"]
 
 LARGEST_PIECE_BYTES = 1 << 22
-"""What may stand between two commas, and how large a row may be, once long strings are short."""
+"""Longest text between two commas, and largest row, after long strings are shortened."""
 DEEPEST = 256
 MOST_KEYS = 100
-"""Keys of the whole that are kept whatever they are; of others, only those in TOP_FIELDS."""
+"""Number of top-level keys that are kept regardless of name; later ones are kept only if in TOP_FIELDS."""
 LARGEST_KEPT_BYTES = 1 << 12
 SHORT_TEXT_BYTES = 1 << 16
-"""Too little to look for a place to cut at, where there is more."""
+"""A shorter text is extended, if there is more, before a cut is searched."""
 
 QUOTE, COMMA, COLON, OPEN_ARRAY, CLOSE_OBJECT = b'",:[}'
 _MARKS = np.zeros(256, np.bool_)
@@ -40,7 +40,7 @@ _string = msgspec.json.Decoder(str)
 
 
 class _Marks:
-    """The brackets, colons and commas of a text that are not in strings: where, which, and the depth after each."""
+    """Brackets, colons and commas of a text outside strings: their places, their codes, and the depth after each."""
 
     __slots__ = ("at", "codes", "depths")
 
@@ -57,7 +57,7 @@ class _Marks:
         return _Marks(self.at[:end], self.codes[:end], self.depths[:end])
 
     def first(self, where: Column) -> int | None:
-        """Return the first mark for which `where` holds."""
+        """Return the first mark where `where` is true; None without any."""
         found = int(where.argmax()) if len(where) else 0
         return found if len(where) and where[found] else None
 
@@ -73,9 +73,12 @@ def _marks(text: bytes, depth: int) -> _Marks:
 
 
 class JsonText:
-    """One object, with rows in its array `timeline`; `top` has what else it says, `twice` the TOP_FIELDS it says twice.
+    """One object with rows in its array `timeline`. `top` holds its other fields.
 
-    `blocks`: the text, cut anywhere but within strings. Raise what `broken` makes for what is no such object.
+    `twice`: the TOP_FIELDS that it repeats.
+
+    `blocks`: the text, cut anywhere outside strings. Raises the error made by `broken` if the text is not such an
+    object.
     """
 
     def __init__(self, blocks: Iterator[bytes], broken: Broken) -> None:
@@ -85,12 +88,12 @@ class JsonText:
         self.twice: list[str] = []
         self.has_timeline = False
         self._text = b""
-        self._opened = b""  # brackets that are open before the text
-        self._is_first = True  # nothing stands between the last of them and the text
+        self._opened = b""  # brackets open before the text
+        self._is_first = True  # the last of them directly precedes the text
         self._num_keys = 0
 
     def rows(self) -> Iterator[list[Any]]:
-        """Iterate over the rows, some at a time. The whole text has been read after that."""
+        """Iterate over the rows in batches. At the end, the whole text has been read."""
         self._strip("is empty")
         if self._text[:1] != b"{":
             raise self._broken(self._what_else())
@@ -107,7 +110,7 @@ class JsonText:
                 break
 
     def _what_else(self) -> str:
-        """Return what is wrong with a text that begins with something else."""
+        """Return the error of a text that does not begin with an object."""
         while len(self._text) < LARGEST_KEPT_BYTES and self._more():
             pass
         if len(self._text) < LARGEST_KEPT_BYTES:
@@ -124,7 +127,7 @@ class JsonText:
         return bool(block)
 
     def _strip(self, what: str = "is no JSON: it breaks off") -> None:
-        """Read on up to something that is no space."""
+        """Read up to the next character that is not white space."""
         while not (text := self._text.lstrip(SPACE)):
             self._text = b""
             if not self._more():
@@ -132,7 +135,7 @@ class JsonText:
         self._text = text
 
     def _grow(self, what: str) -> None:
-        """Read on for want of a place to cut at."""
+        """Read more text because the present one cannot be cut."""
         if len(self._text) > LARGEST_PIECE_BYTES:
             raise self._broken(f"has {what} of more than {LARGEST_PIECE_BYTES} bytes")
         if not self._more():
@@ -145,7 +148,7 @@ class JsonText:
     # Around the rows --------------------------------------------------------------------------------------
 
     def _skip(self) -> bool:
-        """Check the next piece of what is not rows; return whether it ends where the rows begin."""
+        """Check the next piece outside the rows; return whether it ends where the rows begin."""
         while True:
             marks = _marks(self._text, len(self._opened))
             end = marks.first(marks.depths == 0)
@@ -168,7 +171,7 @@ class JsonText:
             self._grow("a value")
 
     def _names(self, marks: _Marks) -> dict[int, str]:
-        """Return the keys of the whole that matter, by the mark of the colon after them."""
+        """Return the relevant top-level keys, by the mark of the colon after each."""
         text = self._text
         if self._num_keys >= MOST_KEYS and b"\\" not in text and not any(name in text for name in _TOP_NAMES):
             return {}
@@ -178,24 +181,24 @@ class JsonText:
             try:
                 name = _string.decode(text[begin : int(marks.at[colon])])
             except JSON_ERRORS:
-                continue  # the check of the piece will say what is wrong
+                continue  # the check of the piece will report the error
             if name in TOP_FIELDS or self._num_keys + len(names) < MOST_KEYS:
                 names[colon] = name
         return names
 
     def _timeline_begins(self, marks: _Marks, names: dict[int, str]) -> int | None:
-        """Return the mark that opens the array of the rows; None if none does."""
+        """Return the mark that opens the array of rows; None if none does."""
         for colon, name in names.items():
             if name == "timeline" and colon + 1 < len(marks) and marks.codes[colon + 1] == OPEN_ARRAY:
                 return colon + 1
         return None
 
     def _take(self, marks: _Marks, names: dict[int, str], opened: bytes) -> None:
-        """Check the text up to the last of `marks`, keep what it says of the whole, and go on after it."""
+        """Check the text up to the last of `marks`, keep its top-level fields, and continue after it."""
         end = int(marks.at[-1]) + 1
         has_comma = marks.codes[-1] == COMMA
         piece = self._text[: end - 1 if has_comma else end]
-        # What the brackets around a piece would hide.
+        # Errors that the brackets added around a piece would hide.
         if not self._is_first and piece.lstrip(SPACE)[:1] in (b"", b"}", b"]"):
             raise self._broken("is no JSON: nothing follows a comma")
         if has_comma and piece.rstrip(SPACE)[-1:] in (b"", b"{", b"["):
@@ -225,7 +228,7 @@ class JsonText:
         self._text, self._opened, self._is_first = self._text[end:], opened, False
 
     def _after_array(self) -> None:
-        """Go on after the end of the rows."""
+        """Continue after the end of the rows."""
         self._strip()
         mark, self._text, self._opened = self._text[:1], self._text[1:], b"{"
         if mark == b"}":
@@ -236,7 +239,7 @@ class JsonText:
     # Rows -------------------------------------------------------------------------------------------------
 
     def _array(self) -> Iterator[list[Any]]:
-        """Iterate over the elements of the array that begins with the text, up to its end."""
+        """Iterate over the elements of the array at the beginning of the text, up to its end."""
         self._strip()
         if self._text[:1] == b"]":
             self._text = self._text[1:]
@@ -258,7 +261,7 @@ class JsonText:
             try:
                 rows = rows_of(self._text[:guess])
             except JSON_ERRORS:
-                pass  # a comma of something else
+                pass  # the comma is not between rows
             else:
                 self._text = self._text[guess + 1 :]
                 return rows, False
@@ -285,20 +288,20 @@ class JsonText:
 
 
 def _still_open(opened: bytes, marks: _Marks) -> bytes:
-    """Return the brackets that are open after `marks`, of which `opened` were open before."""
+    """Return the brackets open after `marks`, given those `opened` before."""
     lowest_after = np.minimum.accumulate(marks.depths[::-1])[::-1]
     stay = (_CHANGES[marks.codes] == 1) & (marks.depths <= lowest_after)
     return opened[: int(lowest_after[0])] + bytes(marks.codes[stay])
 
 
 def _openers(opened: bytes) -> bytes:
-    """Return a text that leaves these brackets open, where an element may follow."""
+    """Return a text that leaves these brackets open at a place where an element may follow."""
     around = opened[:-1].replace(b"{", b'{"":')
     return around + opened[-1:]
 
 
 def _small_value(text: bytes) -> Any:
-    """Return a value; of a large one, or one that goes on in another piece, only its type."""
+    """Return a value; an empty value of its type if it is large or continues in another piece."""
     text = text.strip(SPACE)
     if len(text) <= LARGEST_KEPT_BYTES:
         try:

@@ -1,4 +1,4 @@
-"""The rule of rest: without an active sequence, only what is reserved is used."""
+"""The leak rule: without an active sequence, only reserved blocks are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Leak"]
 
 
 class Leak(Rule):
-    """At rest, with no sequence active, only what is reserved is used. What is left and keeps growing is named."""
+    """At rest, with no active sequence, only reserved blocks are used. A floor that keeps rising is reported."""
 
     name = "leak"
 
@@ -25,7 +25,7 @@ class Leak(Rule):
         self._num_idle = self._num_rises = self._num_falls = 0
 
     def feed(self, chunk: Chunk) -> None:
-        """Judge rows at rest, and count in which direction their use changes."""
+        """Judge rows at rest, and count rises and falls of their use."""
         columns = chunk.columns
         idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)
         left = columns["used_blocks"] - np.maximum(columns["reserved_blocks"], 0)
@@ -51,7 +51,7 @@ class Leak(Rule):
         )
 
     def finish(self, top: dict[str, Any]) -> None:
-        """Judge whether use at rest only ever rose."""
+        """Judge whether use at rest rose and never fell."""
         if self._num_rises > 1 and not self._num_falls and self._first is not None:
             self.add(
                 f"the floor keeps rising: from {self._first} to {self._last} blocks "

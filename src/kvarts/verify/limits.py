@@ -1,4 +1,4 @@
-"""What is asked of a timeline beyond what it says of itself."""
+"""Limits on a timeline that the caller sets, beyond those in the body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Limits"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a timeline beyond what it says of itself."""
+    """Limits on a timeline that the caller sets, beyond those in the body."""
 
     preempt_threshold: float = 0.95
     max_bytes: int | None = None
@@ -19,7 +19,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, preempt_threshold: float, max_bytes: int | None, block_bytes: int | None) -> Limits:
-        """Return them. Raise ConfigError for what is no share or no size."""
+        """Return the limits. Raise ConfigError for a threshold outside [0, 1] or a size below 1."""
         if not (is_real(preempt_threshold) and preempt_threshold <= 1.0):
             what = f"must be a number from 0 to 1, got {brief(preempt_threshold)}"
             raise ConfigError(what, field="preempt_threshold")

@@ -1,4 +1,4 @@
-"""Follows JSON lines: a line a row, before them a line about the whole, after them a line with the totals."""
+"""Parser of JSON lines: an optional header line, one row per line, and a last line with the totals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["LinesText"]
 
 
 class LinesText:
-    """Lines, of which a last one may break off; `top` has what the first and the last say of the whole.
+    """JSON lines; the last one may break off. `top` holds the fields of the header and of the totals.
 
-    `twice`: what one of them gives twice, or one otherwise than the other. Raise what `broken` makes for a line that is
-    no JSON.
+    `twice`: fields repeated in one of them, or different in both. Raises the error made by `broken` for a line that is
+    not JSON.
     """
 
     def __init__(self, blocks: Iterator[bytes], broken: Broken) -> None:
@@ -26,13 +26,13 @@ class LinesText:
         self.top: dict[str, Any] = {}
         self.twice: list[str] = []
         self.broken_line: int | None = None
-        """The number of a last line that breaks off, from 1."""
-        self._num_lines = 0  # that were taken, empty ones included
+        """The number, from 1, of a last line that breaks off."""
+        self._num_lines = 0  # consumed so far, including empty ones
         self._is_first = True
 
     def rows(self) -> Iterator[list[Any]]:
-        """Iterate over the rows, some at a time."""
-        held: list[bytes] = []  # the last line that says something, and what is empty after it
+        """Iterate over the rows in batches."""
+        held: list[bytes] = []  # the last line that is not empty, and the empty lines after it
         rest = b""
         for block in self._blocks:
             text = rest + block
@@ -63,7 +63,7 @@ class LinesText:
             yield self._rows(held[1:] if totals else held)
 
     def _rows(self, lines: list[bytes]) -> list[Any]:
-        """Return the rows in `lines`; the first line of all may be about the whole."""
+        """Return the rows in `lines`; the first line of the file may be the header."""
         number = self._num_lines + 1
         self._num_lines += len(lines)
         if self._is_first:
@@ -87,7 +87,7 @@ class LinesText:
             raise self._broken(f"is no JSON: {why_not(error)}", line=number) from error
 
     def _of_the_whole(self, line: bytes) -> bool:
-        """Take down what a line says of the whole; return False if it is a row."""
+        """Keep the fields of a line that is not a row; return False if it is one."""
         try:
             value = any_value(line)
         except JSON_ERRORS:

@@ -1,4 +1,4 @@
-"""Reads a timeline in Parquet: columns by the names of the fields; what is said of the whole is in the metadata."""
+"""Reader of timelines in Parquet: columns are named like the fields, top-level fields are in the metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_FOOTER_BYTES = 1 << 24
 
 
 class ParquetRecording(Recording):
-    """A file of Parquet, packed with gzip or not. It needs pyarrow."""
+    """A Parquet file, optionally gzipped. Requires pyarrow."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.path)
@@ -59,7 +59,7 @@ class ParquetRecording(Recording):
                     for name in NUMBERS
                     if names.count(name) == 1 and pa.types.is_primitive(schema.field(name).type)
                 ]
-                # What is no number is not read, however long it is: its type says what is wrong with it.
+                # Columns that are not numbers are not read, however long: the type suffices for the complaint.
                 others = {name: str(schema.field(name).type) for name in NUMBERS if names.count(name) == 1}
                 others = {name: kind for name, kind in others.items() if name not in numbers}
                 parts = [

@@ -1,4 +1,4 @@
-"""Rules of preemption: only where memory was short, and only for what did not fit."""
+"""The preemption rules: preempt only under memory pressure, and only for an allocation that did not fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["PreemptionNeeded", "PreemptionTrigger"]
 
 
 class PreemptionTrigger(Rule):
-    """Preemption only where memory was short: used_pct at or above the threshold.
+    """Preemption happens only under memory pressure: used_pct at or above the threshold.
 
-    Where a step says what was asked for, `preemption_needed` judges it instead.
+    A step that lists its asks is judged by `preemption_needed` instead.
     """
 
     name = "preemption_trigger"
@@ -21,7 +21,7 @@ class PreemptionTrigger(Rule):
         self._threshold = threshold
 
     def feed(self, chunk: Chunk) -> None:
-        """Judge rows that preempted and do not say what was asked for."""
+        """Judge rows that preempted and do not list their asks."""
         columns, threshold = chunk.columns, self._threshold
         bad = (columns["preempted_seqs"] > 0) & ~(columns["used_pct"] >= threshold)
         if chunk.asked:
@@ -37,7 +37,7 @@ class PreemptionTrigger(Rule):
 
 
 class PreemptionNeeded(Rule):
-    """Where a step says what was asked for when it preempted: it did not fit, and it is said for each preemption."""
+    """Where a preempting step lists its asks: no ask fitted, and there is one per preemption."""
 
     name = "preemption_needed"
 
@@ -47,7 +47,7 @@ class PreemptionNeeded(Rule):
         self.why_not = "no step says what was asked for"
 
     def feed(self, chunk: Chunk) -> None:
-        """Judge rows that say what was asked for."""
+        """Judge rows that list their asks."""
         for place, asks in chunk.asked.items():
             self.why_not = None
             step, row = int(chunk.columns["step"][place]), int(chunk.rows[place])

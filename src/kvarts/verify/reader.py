@@ -1,7 +1,7 @@
-"""Reads anyone's timeline, in chunks of rows, in bounded memory. Knows nothing of how kvarts writes one.
+"""Reader of timelines from any recorder, in chunks of rows, in bounded memory. Knows nothing of kvarts' own writer.
 
-What is no timeline at all (malformed JSON, a file that breaks off) is an InputError. What is one, with a wrong field
-somewhere, is read: the row is left out, and what is wrong with it comes along as a complaint.
+Input that is not a timeline at all (malformed JSON, a file that breaks off) raises InputError. In a timeline with wrong
+fields, each malformed row is left out and reported as a complaint.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SLAB_ROWS = 1 << 16
 class Recording:
     """A timeline that can be read more than once.
 
-    After `chunks` is through, `top` holds other keys of the body, `twice` those that it gives twice, and `notes` what
-    is worth saying about how it was read.
+    After `chunks` is exhausted, `top` holds the other keys of the body, `twice` its repeated keys, and `notes` remarks
+    on how it was read.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
@@ -36,7 +36,7 @@ class Recording:
         self.notes: list[str] = []
         self.has_timeline = False
         self.is_cut = False
-        """Whether it ended before its totals."""
+        """Whether the recording ended before its totals."""
 
     def chunks(self) -> Iterator[Chunk]:
         """Iterate over the rows, in order."""
@@ -53,11 +53,11 @@ class Recording:
 
 
 def open_recording(path: Path | str) -> Recording:
-    """Return the recording in a file, packed with gzip or not, or in a pipe.
+    """Return the recording in a file, gzipped or not, or in a pipe.
 
-    It is Parquet by its first bytes; JSON lines by the suffix .jsonl; JSON by the suffix .json; else it is JSON lines
-    if its first line is a whole object and another follows. Raise MissingFileError, and InputError for what cannot be
-    opened.
+    The format is Parquet by its first bytes; JSON lines by the suffix .jsonl; JSON by the suffix .json; otherwise JSON
+    lines if the first line is a whole object and another follows. Raise MissingFileError, or InputError if the file
+    cannot be opened.
     """
     path = Path(path)
     source = Source(path)
@@ -73,7 +73,7 @@ def open_recording(path: Path | str) -> Recording:
 
 
 def _is_lines(source: Source) -> bool:
-    """Return whether the first line is a whole object, and another line begins as one."""
+    """Return whether the first line is a whole object and another line begins like one."""
     for block in shortened(source.blocks(), source.broken, keeps_lines=True):
         first, _, more = block.lstrip().partition(b"\n")
         if not more.lstrip().startswith(b"{"):
@@ -86,7 +86,7 @@ def _is_lines(source: Source) -> bool:
 
 
 class BodyRecording(Recording):
-    """A body that is in memory already. Raise InputError for one that is no object."""
+    """A body that is already in memory. Raises InputError if it is not an object."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class BodyRecording(Recording):
 
 
 class TextRecording(Recording):
-    """JSON in memory."""
+    """A JSON text in memory."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def _broken_body(what: str, *, line: int | None = None) -> InputError:
 
 
 def _json_rows(recording: Recording, blocks: Iterator[bytes], broken: Broken) -> Iterator[list[Any]]:
-    """Iterate over the rows of one object, with the rows in an array."""
+    """Iterate over the rows of one object, which holds them in an array."""
     text = JsonText(shortened(blocks, broken, keeps_lines=False), broken)
     recording.top, recording.twice = text.top, text.twice
     for rows in text.rows():

@@ -1,4 +1,4 @@
-"""What every rule has: a name, violations, and a result."""
+"""Base of the rules: a name, violations, and a result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["MAX_LISTED", "Rule", "RuleResult", "Status", "Violation"]
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
 
 MAX_LISTED = 20_000
-"""Violations of one rule that are listed; all are counted. Bounds the memory that a verdict takes."""
+"""Violations listed per rule; all are counted. Bounds the memory of a verdict."""
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """One violation. `step` and `row` are None where the whole timeline is meant; `row` counts from 0."""
+    """One violation. `step` and `row` are None for a violation of the whole timeline; `row` counts from 0."""
 
     rule: str
     step: int | None
@@ -29,7 +29,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class RuleResult(msgspec.Struct, frozen=True):
-    """What became of a rule. `why`: the reason, where it is neither ok nor violated."""
+    """Status of one rule. `why` is the reason of a status other than ok and violated."""
 
     rule: str
     status: Status
@@ -38,7 +38,7 @@ class RuleResult(msgspec.Struct, frozen=True):
 
 
 class Rule:
-    """Base of all rules. Written by itself only."""
+    """Base of all rules. A rule alone writes its violations and its status."""
 
     name = ""
 
@@ -46,21 +46,21 @@ class Rule:
         self.violations: list[Violation] = []
         self.num_violations = 0
         self.why_not: str | None = None
-        """Why it could not run."""
+        """The reason why the rule could not run."""
         self.why_open: str | None = None
-        """Why what it saw does not settle it."""
+        """The reason why the rows it saw are inconclusive."""
         self.notes: list[str] = []
-        """What is worth knowing, and no violation."""
+        """Remarks that are not violations."""
 
     def feed(self, chunk: Chunk) -> None:
         """Judge the next rows."""
 
     def finish(self, top: dict[str, Any]) -> None:
-        """Judge the whole after its last row; `top` is what the body says of it."""
+        """Judge the whole timeline after its last row; `top` holds the top-level fields of the body."""
 
     @property
     def result(self) -> RuleResult:
-        """What became of it."""
+        """Status of the rule so far."""
         if self.num_violations:
             return RuleResult(self.name, "violated", self.num_violations)
         if self.why_not is not None:
@@ -78,7 +78,7 @@ class Rule:
     def add_where(
         self, bad: Column, chunk: Chunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
     ) -> None:
-        """Add a violation for every row where `bad` holds; `say` gets the numbers by name."""
+        """Add a violation for every row where `bad` is true. Its text is made from the numbers, passed by name."""
         places = np.flatnonzero(bad)
         if not len(places):
             return

@@ -1,6 +1,6 @@
-"""The rules a KV timeline is judged by, each on its own, fed chunk by chunk.
+"""The rules that a KV timeline is judged by. They are independent and are fed chunk by chunk.
 
-A rule keeps what it needs of the rows before, and remembers violations with their step and their numbers.
+A rule keeps the state that it needs of earlier rows, and records violations with their step and numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIERS = ("host", "disk")
 
 
 def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[Rule]:
-    """Return all rules but the schema's. `total`: blocks, None where the body does not say."""
+    """Return all rules except the schema's. `total`: blocks of the device; None if the body does not give them."""
 
     def said(name: str) -> int | None:
         return top[name] if is_count(top.get(name)) else None

@@ -1,4 +1,4 @@
-"""The rule of form: the keys of a body, and those of its rows."""
+"""The schema rule: the keys of a body and of its rows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Schema"]
 
 
 class Schema(Rule):
-    """The five keys of the body and the seven of every row are there, of the right type and sign."""
+    """The five keys of the body and the seven of every row are present, with the right type and sign."""
 
     name = "schema"
     POSITIVE = ("block_size_tokens", "total_blocks")
 
     def feed(self, chunk: Chunk) -> None:
-        """Add what is wrong with the form of the next rows."""
+        """Add the complaints about the form of the next rows."""
         for complaint in chunk.complaints:
             self.add(complaint.what, step=complaint.step, row=complaint.row)
 
     def look_at(self, top: dict[str, Any], twice: list[str], *, has_timeline: bool, is_cut: bool) -> None:
-        """Judge the body without its rows. `twice`: the keys that it gives twice."""
+        """Judge the body without its rows. `twice`: the keys that it repeats."""
         for name in twice:
             self.add(f"{name} is given twice")
         if not has_timeline:

@@ -1,4 +1,4 @@
-"""The rule of order: steps and times never go back."""
+"""The order rule: steps and times never decrease."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["StepOrder"]
 
 
 class StepOrder(Rule):
-    """Steps and times never go back; no step is there twice, and none is missing.
+    """Steps and times never decrease; no step is repeated and none is missing.
 
-    A row at rest has the number of the step before it, and so has another one, at another time or with other counts:
-    memory that is kept between requests can be given back at rest. `every`: what the body says of rows that were left
-    out; None where it says nothing, and then steps that are missing are noted.
+    A row at rest has the number of the step before it. It may be followed by another such row with another time or
+    other counts: memory that is kept between requests can be released at rest. `every`: the body's sampling interval of
+    rows. If it is None, missing steps are noted and are not violations.
     """
 
     name = "step_order"
@@ -32,7 +32,7 @@ class StepOrder(Rule):
         self._first_missing: int | None = None
 
     def feed(self, chunk: Chunk) -> None:
-        """Compare each row with the one before it."""
+        """Compare each row with the row before it."""
         if not len(chunk.rows):
             return
         step, t_ms, rows = chunk.columns["step"], chunk.columns["t_ms"], chunk.rows
@@ -64,7 +64,7 @@ class StepOrder(Rule):
         is_again[0] &= not is_new
         self.add_where(is_again, chunk, ("t_ms",), lambda t_ms: "is there twice")
         gaps = step - before_step - 1
-        gaps[np.diff(rows, prepend=self._last_row) != 1] = 0  # a row between them was left out
+        gaps[np.diff(rows, prepend=self._last_row) != 1] = 0  # a malformed row between them was left out
         if self._every is not None:
             self.add_where(
                 gaps >= self._every,
@@ -83,7 +83,7 @@ class StepOrder(Rule):
         self._last_row = int(rows[-1])
 
     def finish(self, top: dict[str, Any]) -> None:
-        """Note steps that are missing where the body does not say whether rows were left out."""
+        """Note missing steps if the body does not state whether rows were left out."""
         if self._num_missing:
             self.notes.append(
                 f"{self._num_missing:,} steps have no row, the first of them step {self._first_missing}, and the body "

@@ -1,7 +1,7 @@
-"""The text of a file, in blocks, whatever the file is: packed or not, seekable or a pipe, with strings of any length.
+"""The text of a file, in blocks: gzipped or not, seekable or a pipe, with strings of any length.
 
-Every block is UTF-8. What a reader of JSON must hold at once is bounded: a string longer than LONGEST_STRING comes as a
-short one, after a check that it is valid.
+Every block is UTF-8. The memory of a JSON reader is bounded: a string longer than LONGEST_STRING is checked for
+validity and replaced by a short one.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ __all__ = ["BLOCK_BYTES", "LONGEST_STRING", "SPACE", "Broken", "Source", "bytes_
 
 BLOCK_BYTES = 1 << 20
 LONGEST_STRING = 1 << 16
-"""Longer strings are checked and not kept. None of the names and labels that are read is as long."""
+"""Longer strings are checked and not kept. No name or label that a reader uses is as long."""
 SPACE = b" \t\r\n"
 SHORT_STRING = b'"(a long string)"'
 LONGEST_ESCAPE = 12
-"""Bytes: a pair of surrogates."""
+"""Bytes of a pair of escaped surrogates."""
 FIRST_FEED = 1 << 9
 
 
 class Broken(Protocol):
-    """Makes the error that says what is wrong with a text."""
+    """Factory of the error for an invalid text."""
 
     def __call__(self, what: str, *, line: int | None = None) -> InputError:
-        """Return it. `line`: from 1."""
+        """Return the error. `line` counts from 1."""
 
 
 _raw = msgspec.json.Decoder(msgspec.Raw)
 
 
 class Source:
-    """The bytes of a file that can be read more than once; those of a pipe are copied to a temporary file.
+    """The bytes of a file, which can be read more than once; a pipe is copied to a temporary file.
 
-    Raise MissingFileError and InputError.
+    Raises MissingFileError and InputError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_torn = False
-        """Whether it is packed, and what is packed breaks off."""
+        """Whether the file is gzipped and its compressed data break off."""
         self._spooled: IO[bytes] | None = None
         try:
             with path.open("rb") as file:
@@ -64,7 +64,7 @@ class Source:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Open it at its beginning. Raise InputError."""
+        """Open the file at its beginning. Raise InputError."""
         try:
             if self._spooled is None:
                 with self.path.open("rb") as file:
@@ -76,12 +76,12 @@ class Source:
             raise self._unreadable(error) from error
 
     def head(self, num_bytes: int) -> bytes:
-        """Return the first bytes, as they lie in the file."""
+        """Return the first bytes, without unpacking."""
         with self.open() as file:
             return file.read(num_bytes)
 
     def blocks(self) -> Iterator[bytes]:
-        """Iterate over the bytes, unpacked. A packed file that breaks off yields what there is."""
+        """Iterate over the unpacked bytes. A gzipped file that breaks off yields the part that can be unpacked."""
         self.is_torn = False
         with self.open() as file:
             first = file.read(2)
@@ -89,18 +89,18 @@ class Source:
             yield from self._unpacked(file) if first == b"\x1f\x8b" else iter(lambda: file.read(BLOCK_BYTES), b"")
 
     def text(self) -> Iterator[bytes]:
-        """Iterate over the text, without a byte-order mark. Raise InputError for what is no UTF-8."""
+        """Iterate over the text, without a byte-order mark. Raise InputError if it is not UTF-8."""
         return _checked(self.blocks(), self.broken)
 
     def broken(self, what: str, *, line: int | None = None) -> InputError:
-        """Return the error that says what is wrong with it."""
+        """Return an InputError with the message `what` and the path."""
         return InputError(what, path=self.path, line=line, hint="Is it the timeline that it should be?")
 
     def _unreadable(self, error: Exception) -> InputError:
         return InputError(f"cannot be read: {getattr(error, 'strerror', None) or error}", path=self.path)
 
     def _unpacked(self, file: IO[bytes]) -> Iterator[bytes]:
-        # What follows a packed part is copied when the part ends: feed little at first, for files of many small parts.
+        # At the end of a gzip member, zlib copies the rest of the input: feed little at first, for many small members.
         unpacker = zlib.decompressobj(31)
         feed = FIRST_FEED
         ready: list[bytes] = []
@@ -138,14 +138,14 @@ class Source:
 def _spool(file: IO[bytes]) -> IO[bytes]:
     import tempfile
 
-    spooled = tempfile.TemporaryFile()  # noqa: SIM115 - read later, and gone with its last user
+    spooled = tempfile.TemporaryFile()  # noqa: SIM115 - read later, closed with its last user
     while block := file.read(BLOCK_BYTES):
         spooled.write(block)
     return spooled
 
 
 def bytes_blocks(text: bytes, broken: Broken) -> Iterator[bytes]:
-    """Iterate over a text in memory, without a byte-order mark. Raise what `broken` makes for what is no UTF-8."""
+    """Iterate over a text in memory, without a byte-order mark. Raise the error made by `broken` if it is not UTF-8."""
     return _checked((text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES)), broken)
 
 
@@ -168,13 +168,14 @@ def _checked(blocks: Iterable[bytes], broken: Broken) -> Iterator[bytes]:
 
 
 def shortened(blocks: Iterable[bytes], broken: Broken, *, keeps_lines: bool) -> Iterator[bytes]:
-    """Iterate over a JSON text with long strings made short, and blocks of nothing but space left out.
+    """Iterate over a JSON text, with long strings shortened and blocks of white space dropped.
 
-    A string is never cut between two blocks. A long one that does not end is left out: the text breaks off before it.
-    Raise what `broken` makes for a long string that is no JSON. `keeps_lines`: line ends in space are kept.
+    A string is never cut between two blocks. An unterminated long string is dropped: the text breaks off before it.
+    Raise the error made by `broken` for a long string that is not valid JSON. `keeps_lines`: keep line ends in white
+    space.
     """
-    held = b""  # empty, or a string that has not ended, from its opening quote on
-    is_long = False  # whether `held` goes on a long string, of which the beginning was checked
+    held = b""  # empty, or an unterminated string from its opening quote on
+    is_long = False  # whether `held` continues a long string whose beginning was checked
     for block in blocks:
         text = held + block
         if is_long:
@@ -205,19 +206,19 @@ def shortened(blocks: Iterable[bytes], broken: Broken, *, keeps_lines: bool) -> 
 
 
 def _open_string(text: bytes) -> int | None:
-    """Return where the string begins that has not ended at the end of `text`; None if none."""
+    """Return the start of a string that is unterminated at the end of `text`, or None."""
     plain = unescaped(text)
     return plain.rfind(b'"') if plain.count(b'"') % 2 else None
 
 
 def unescaped(text: bytes) -> bytes:
-    """Return the text with something else of the same length for escaped quotes, from a place where none is escaped."""
+    """Return the text with escaped quotes masked at the same length. The text must not begin within an escape."""
     return text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
 
 
 def _check_string(body: bytes, broken: Broken, *, is_whole: bool = False) -> bytes:
-    """Check a part of a string, up to where it can be cut, and return the rest: a part of an escape, or nothing."""
-    reason = ""  # its words: an error kept here would keep this frame, and `body`, until garbage is collected
+    """Check a part of a string up to a safe cut, and return the rest: part of an escape, or nothing."""
+    reason = ""  # as text: a kept error would keep this frame, and `body`, alive until garbage collection
     for length in range(len(body), max(-1, len(body) - LONGEST_ESCAPE - 1), -1):
         try:
             _raw.decode(b'"' + body[:length] + b'"')

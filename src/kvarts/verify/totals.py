@@ -1,4 +1,4 @@
-"""Rules of arithmetic: the share that is used, and the totals of the body."""
+"""The arithmetic rules: the used share, and the totals of the body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PCT_TOLERANCE = 1e-9
 
 
 class UsedPctArithmetic(Rule):
-    """used_pct is used / total."""
+    """used_pct = used / total."""
 
     name = "used_pct_arithmetic"
 
@@ -53,7 +53,7 @@ class PeakConsistency(Rule):
         self._num_preempted += sum(chunk.columns["preempted_seqs"][chunk.columns["preempted_seqs"] > 0].tolist())
 
     def finish(self, top: dict[str, Any]) -> None:
-        """Compare them with what the body says."""
+        """Compare the maximum and the sum with the body's totals."""
         peak, count = top.get("peak_used_pct"), top.get("preemption_count")
         if not is_real(peak) or not is_count(count):
             self.why_not = "the totals are missing"

@@ -1,4 +1,4 @@
-"""Values of JSON, with what plain decoding hides: a key that an object has twice, and numbers of any length."""
+"""JSON values with two things that plain decoding hides: repeated keys of an object, and numbers of any length."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["JSON_ERRORS", "Twice", "any_value", "check", "why_not"]
 
 JSON_ERRORS = (msgspec.DecodeError, RecursionError, ValueError)
 LONGEST_NUMBER = 400
-"""Digits that are kept of a whole number: more than enough to be too large for anything."""
+"""Digits kept of a whole number. A number that long is above every limit."""
 
 _raw = msgspec.json.Decoder(msgspec.Raw)
 
 
 class Twice(dict[str, Any]):
-    """An object with keys that it gives more than once, in `names`; it holds the last value of each."""
+    """An object with repeated keys, listed in `names`; it holds the last value of each."""
 
     names: list[str]
 
@@ -29,12 +29,12 @@ def any_value(text: bytes) -> Any:
 
 
 def check(text: bytes) -> None:
-    """Raise one of JSON_ERRORS for what is no JSON; make no value."""
+    """Raise one of JSON_ERRORS if `text` is not JSON; build no value."""
     _raw.decode(text)
 
 
 def why_not(error: Exception) -> str:
-    """Return what one of JSON_ERRORS says, for a message."""
+    """Return the text of one of JSON_ERRORS, for a message."""
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 

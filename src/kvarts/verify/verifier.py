@@ -1,6 +1,6 @@
-"""Judges a timeline from anyone: ok, violated, or inconclusive, with every violation and every rule that did not run.
+"""Judges a timeline from any recorder: ok, violated or inconclusive, with every violation and every rule not run.
 
-It rebuilds nothing from kvarts' own accounts and shares no code with them: it reads the rows and does the sums.
+It shares no code with kvarts' own accounting: it reads the rows and checks their sums.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EXIT_CODES = {"ok": 0, "violated": 5, "inconclusive": 6}
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be said of a timeline. Violations are in order of the rules, then of the rows.
+    """Verdict on a timeline. Violations are ordered by rule, then by row.
 
-    `why`: what settles the verdict where it is inconclusive. `notes`: what else is worth knowing.
+    `why`: the reason of an inconclusive verdict. `notes`: other remarks.
     """
 
     verdict: Literal["ok", "violated", "inconclusive"]
@@ -38,11 +38,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 ok, 5 violated, 6 inconclusive."""
+        """Exit code of the command: 0 ok, 5 violated, 6 inconclusive."""
         return EXIT_CODES[self.verdict]
 
     def to_text(self) -> str:
-        """Return the verdict for people, with a line end."""
+        """Return the verdict as readable text that ends in a line end."""
         lines = [self.verdict + (f": {self.why}" if self.why else f", {self.num_rows:,} rows")]
         by_rule: dict[str, list[Violation]] = {}
         for violation in self.violations:
@@ -72,9 +72,9 @@ def verify(
 ) -> Verdict:
     """Judge a body in memory: the object itself, or its JSON text.
 
-    `preempt_threshold`: preemption below this share of used blocks is a violation, where the step does not say what was
-    asked for. `max_bytes` asks for `boundedness`, with `block_bytes` a block where the body does not say. Raise
-    ConfigError for a threshold outside [0, 1] and the like, InputError for what is no object, or text that is no JSON.
+    `preempt_threshold`: preemption below this share of used blocks is a violation, unless the step lists its asks.
+    `max_bytes` enables `boundedness`; `block_bytes` is the size of a block where the body lacks it. Raise ConfigError
+    for a value out of range, InputError for a body that is not an object or a text that is not JSON.
     """
     limits = Limits.checked(preempt_threshold, max_bytes, block_bytes)
     if not isinstance(body, str | bytes | bytearray):
@@ -93,14 +93,14 @@ def verify_file(
     max_bytes: int | None = None,
     block_bytes: int | None = None,
 ) -> Verdict:
-    """Judge a file, in bounded memory, as `verify` does a body. Raise MissingFileError and InputError."""
+    """Judge a file in bounded memory, as `verify` judges a body. Raise MissingFileError and InputError."""
     limits = Limits.checked(preempt_threshold, max_bytes, block_bytes)
     return _judge(open_recording(path), limits)
 
 
 def _judge(recording: Recording, limits: Limits) -> Verdict:
-    # What the body says of the whole may stand after the rows. Until then the first row's word is taken for it, and if
-    # that was wrong, the rows are read once more.
+    # Top-level fields may follow the rows. Until they are read, the first row supplies the total; if it was wrong,
+    # the rows are read again.
     reading = _Reading(None, limits)
     reading.read(recording)
     if reading.needs_another(recording.top):
@@ -110,7 +110,7 @@ def _judge(recording: Recording, limits: Limits) -> Verdict:
 
 
 class _Reading:
-    """One pass over the rows. `top`: what the body says of the whole, if that is known beforehand."""
+    """One pass over the rows. `top`: the top-level fields of the body, if known beforehand."""
 
     def __init__(self, top: dict[str, Any] | None, limits: Limits) -> None:
         self._limits = limits
@@ -135,14 +135,14 @@ class _Reading:
                 rule.feed(chunk)
 
     def _guess(self, chunk: Chunk, top: dict[str, Any]) -> list[Rule]:
-        """Make rules for what the body most likely says: what stands before the rows, else what the first row says."""
+        """Make rules from the fields before the rows, with the total of the first row where it is not given."""
         guess = dict(top)
         guess.setdefault("total_blocks", int(chunk.columns["used_blocks"][0] + chunk.columns["free_blocks"][0]))
         self._assumed = _relied_on(guess)
         return make_rules(_total(guess), guess, self._limits)
 
     def needs_another(self, top: dict[str, Any]) -> bool:
-        """Return whether the rules were made from what turned out otherwise."""
+        """Return whether the rules were made from fields that turned out different."""
         return self._rules is None or self._assumed != _relied_on(top)
 
     def verdict(self, recording: Recording) -> Verdict:
@@ -195,7 +195,7 @@ def _total(top: dict[str, Any]) -> int | None:
 
 
 def _relied_on(top: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what rules need to know of the body before they see a row."""
+    """Return the fields that rules need before the first row."""
     counts = (top.get(name) if is_count(top.get(name)) else None for name in _EARLY)
     return _total(top), top.get("kv_groups"), *counts
 

@@ -1,4 +1,4 @@
-"""Real models: Hugging Face decoders in PyTorch, with their KV in pages that the control plane hands out.
+"""Real models: Hugging Face decoders in PyTorch, with KV in pages that the control plane allocates.
 
 Needs `kvarts[torch]`. Nothing outside this package imports PyTorch.
 """

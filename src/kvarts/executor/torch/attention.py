@@ -1,12 +1,12 @@
 """Paged attention for any decoder of transformers, through its AttentionInterface.
 
-transformers calls the function below wherever a model asks for attention, and the function hands the call to the
-Attention of the thread, which `attending` sets for one forward pass: so nothing depends on which keywords a model
-passes on to its layers. Calls are numbered in their order, and each has keys and values of its own: so nothing depends
-on how a model names its layers, or on how often one of them attends.
+transformers calls `paged_attention` wherever a model asks for attention, and the function forwards the call to the
+thread's Attention, which `attending` sets for one forward pass, so nothing depends on which keywords a model passes to
+its layers. Calls are numbered in order and each has separate keys and values, so nothing depends on how a model names
+its layers, or on how often a layer attends.
 
-PagedAttention writes keys and values into the pools, and has a backend attend through the page tables: pages that were
-computed before, that other requests left, and that came back from a tier below all look the same.
+PagedAttention writes keys and values into the pools, and has a backend attend through the page tables. It does not
+matter whether a page was computed earlier, left by another request or loaded from a tier below.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvarts.executor.torch.pools import KVPools
 __all__ = ["ATTENTION", "Attention", "AttentionCall", "PagedAttention", "attending", "paged_attention"]
 
 ATTENTION = "kvarts_paged"
-"""The name under which transformers finds the function."""
+"""The name under which `paged_attention` is registered in transformers."""
 
 
 class AttentionCall(msgspec.Struct):
-    """What a model asks for, as transformers hands it over. `number`: of the call in its forward pass, from 0 on.
+    """A model's call of attention, as transformers passes it. `number`: the call's index in its forward pass, from 0.
 
     `query` [1, heads, tokens, head_dim], `key` [1, kv_heads, tokens, head_dim], `value` [1, kv_heads, tokens, any].
     """
@@ -46,7 +46,9 @@ class AttentionCall(msgspec.Struct):
     keywords: dict[str, Any]
 
     def params(self, window: int | None) -> AttentionParams:
-        """Return how the model wants to attend, by the keywords that are known, to the last `window` tokens or all."""
+        """Return the parameters of attention from the known keywords; `window`: the last tokens attended to, None for
+        all.
+        """
         of = self.keywords.get
         scaling = of("scaling")
         scaling = self.query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -55,7 +57,8 @@ class AttentionCall(msgspec.Struct):
     def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values as [tokens, heads, head_dim] each.
 
-        Where values have more or fewer numbers than keys, zeros are added: they change no score and no sum.
+        If values and keys have different head sizes, the smaller is padded with zeros, which change no score and no
+        sum.
         """
         queries, keys, values = (states[0].transpose(0, 1) for states in (self.query, self.key, self.value))
         missing = values.shape[-1] - keys.shape[-1]
@@ -67,13 +70,13 @@ class AttentionCall(msgspec.Struct):
 
 
 class Attention(Protocol):
-    """What a model's layers call."""
+    """Attention as called by a model's layers."""
 
     def called(self, call: AttentionCall) -> torch.Tensor:
-        """Return what the queries read, as [tokens, heads, numbers of a value]."""
+        """Return the output of attention, as [tokens, heads, value size]."""
 
     def mask(self, **asked: Any) -> Any:
-        """Return the mask that a model asks for, by the keywords of transformers' mask functions."""
+        """Return the mask that a model asks for, given the keywords of transformers' mask functions."""
 
 
 class _Thread(threading.local):
@@ -86,7 +89,7 @@ _thread = _Thread()
 
 @contextmanager
 def attending(attention: Attention) -> Iterator[None]:
-    """Let models that run in this thread attend by `attention`, for one forward pass."""
+    """Have models that run in this thread use `attention`, for one forward pass."""
     before = _thread.attention, _thread.num_calls
     _thread.attention, _thread.num_calls = attention, 0
     try:
@@ -96,10 +99,9 @@ def attending(attention: Attention) -> Iterator[None]:
 
 
 class PagedAttention:
-    """Attention over pages: keys and values go to their slots, then a backend reads.
+    """Attention over pages: writes keys and values to their slots, then has a backend attend.
 
-    `tables`: by layer, the number of the page table that it reads by; unless given, there is one. `backends`: of each
-    page table, its own.
+    `tables`: the number of each layer's page table; by default all layers share one. `backends`: one per page table.
     """
 
     def __init__(
@@ -116,25 +118,25 @@ class PagedAttention:
         return all(backend.reads_sinks for backend in self._backends)
 
     def begin(self, every: Sequence[AttentionMetadata]) -> None:
-        """Prepare for the step that `every` describes, page table by page table."""
+        """Prepare for the step that `every` describes, one entry per page table."""
         self._slots = [metadata.slots for metadata in every]
         for backend, metadata in zip(self._backends, every, strict=True):
             backend.begin(metadata)
 
     def called(self, call: AttentionCall) -> torch.Tensor:
-        """Attend for a layer; how far back it sees is what was found when the model was examined."""
+        """Attend for a layer, with the window that was found when the model was examined."""
         params = call.params(self._pools.layers[call.number].window)
         return self.attend(call.number, *call.packed(), params)[..., : call.value.shape[-1]]
 
     def mask(self, **_: Any) -> None:
-        """Make no mask: those of transformers know one sequence a row, and a step has many in one."""
+        """Return no mask: the masks of transformers assume one sequence per row, and a step has many in one row."""
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Write `keys` and `values`, unless another layer has written them, and return what `queries` read.
+        """Write `keys` and `values`, unless the layer shares another layer's, and return the output of attention.
 
-        `queries` [tokens, heads, head_dim], and of the same tokens `keys` and `values` [tokens, kv_heads, head_dim].
+        `queries` [tokens, heads, head_dim]; `keys` and `values` [tokens, kv_heads, head_dim], of the same tokens.
         """
         table = self._tables[layer]
         if self._pools.layers[layer].owner == layer:
@@ -152,7 +154,7 @@ def paged_attention(
     attention_mask: Any = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what a layer's queries read, as [1, tokens, heads, numbers of a value]."""
+    """Return the output of a layer's attention, as [1, tokens, heads, value size]."""
     attention = _thread.attention
     if attention is None:
         raise RuntimeError("a model that attends through pages runs in an LLM only; set another attention before this")

@@ -1,4 +1,4 @@
-"""Attention backends by name, and which of them fits a device, a number format and a page size."""
+"""Attention backends by name, and the choice of one for a device, a number format and a page size."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BACKENDS: dict[str, tuple[Callable[[KVPools], AttentionBackend], Callable[[KVPoo
     "numba": (NumbaBackend, numba_fits),
     "sdpa": (SdpaBackend, lambda _: None),
 }
-"""By name: the backend, and a function that says why it does not fit some pools, or None. The fastest first."""
+"""By name: the backend, and a function that returns why it does not fit some pools, or None. Fastest first."""
 ON_CUDA = ("flash", "flex", "sdpa")
 ON_OTHERS = ("numba", "sdpa")
 
 
 def backend_name(pools: KVPools, *more: KVPools, name: str = "auto") -> str:
-    """Return the name itself, or for `auto` that of the first of those meant for the device that fits all pools.
+    """Return `name`, or for `auto` the device's first backend that fits all pools.
 
-    Raise ConfigError for a name that is not known, and for a backend that does not fit these pools.
+    Raise ConfigError for an unknown name, or a backend that does not fit these pools.
     """
     every = (pools, *more)
     if name == "auto":
@@ -43,6 +43,6 @@ def backend_name(pools: KVPools, *more: KVPools, name: str = "auto") -> str:
 
 
 def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:
-    """Return the backend that `backend_name` names. Raise ConfigError as it does."""
+    """Return the backend that `backend_name` chooses. Raises ConfigError as it does."""
     make, _ = BACKENDS[backend_name(pools, name=name)]
     return make(pools)

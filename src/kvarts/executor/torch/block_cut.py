@@ -1,11 +1,11 @@
-"""How the KV memory of a model is cut into blocks of one size where its layers keep alike in groups.
+"""Divides the KV memory of a model with KV groups into blocks of one size.
 
-A block holds a page of tokens in as many layers as divide the layers of every group. So the part of a page in a group
-takes a whole number of blocks, any block will do for any group, and no byte is between them.
+A block holds the KV of one page in n layers, where n divides the number of layers of every group. The part of a page in
+any group thus takes a whole number of blocks, any block can serve any group, and no bytes are lost between them.
 
-Where layers have KV heads of several shapes, a block is as many bytes for each of them: it holds a page of one layer
-with large heads, say, or of two with small ones. If a layer has more than a block, its page is in several of them, each
-with as many of its tokens.
+If layers have KV heads of several shapes, a block has the same size in bytes for all: it holds one page of one layer
+with large heads, for example, or of two layers with small ones. If a layer needs more than a block, its page is spread
+over several, each with an equal number of its tokens.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["BlockCut", "cut_blocks"]
 
 
 class BlockCut(msgspec.Struct, frozen=True):
-    """The groups of a model, and for each of its layers where its keys and values are.
+    """The groups of a model, and for each layer where its keys and values are.
 
-    `memory`: the groups; `places`: the place of the layer in a block, which is a tensor of its own; `tables`: which of
-    `layer_tables` it reads by; `page_sizes`: the tokens of a page of that. Layers that share KV have those of the layer
-    that keeps it.
+    `memory`: the groups; `places`: the layer's place in a block, which is a separate tensor; `tables`: its page table's
+    index in `layer_tables`; `page_sizes`: the tokens per page of that table. Layers that share KV have the values of
+    the layer that owns it.
     """
 
     memory: GroupMemory
@@ -42,13 +42,15 @@ class BlockCut(msgspec.Struct, frozen=True):
 
     @property
     def num_state_blocks(self) -> int:
-        """Blocks of the state of a sequence; 0 for a model without states."""
+        """Number of blocks for the state of a sequence; 0 for a model without states."""
         memory = self.memory
         return sum(group.part_bytes for group in memory.groups if group.is_state) // memory.block_bytes
 
 
 class _Group(msgspec.Struct):
-    """Layers that keep alike. `window`: how far back they are read; `numbers`: of the keys of a page in one of them."""
+    """Layers of one KV group. `window`: the tokens they attend to; `numbers`: the elements of a page's keys in one
+    layer.
+    """
 
     window: int | None
     shape: tuple[int, int]
@@ -64,15 +66,15 @@ def cut_blocks(
     keeps: Retention = "all",
     states: Sequence[StateShape] = (),
 ) -> BlockCut:
-    """Return the cut for layers of a model, of which some may keep `states`.
+    """Return the cut for a model's layers; `states` are those of its layers that have one.
 
-    Raise ConfigError for layers that no block of one size can hold, and for states of several sizes.
+    Raise ConfigError if no single block size fits all layers, or if states have several sizes.
     """
     groups = _groups(layers, page_size)
     largest = gcd(*(group.numbers * len(group.layers) for group in groups))
     divisor = _divisor(groups, page_size, largest)
     block = largest // divisor
-    # The keys of a block in one tensor; in pages of each of those layers that share it.
+    # Elements of a block's keys in one tensor: a multiple of the page of each layer that shares the tensor.
     unit = lcm(*(group.numbers for group in groups if block % group.numbers == 0))
     if any(group.numbers > block for group in groups):
         unit = block
@@ -98,7 +100,7 @@ def cut_blocks(
 
 
 def _groups(layers: Sequence[LayerShape], page_size: int) -> list[_Group]:
-    """Return the layers that keep KV, by how far back they are read and by their shape."""
+    """Return the layers that own KV, grouped by how far back it is read and by shape."""
     groups: dict[tuple[int | None, tuple[int, int]], _Group] = {}
     for place, layer in enumerate(layers):
         if layer.owner != place:
@@ -112,7 +114,7 @@ def _groups(layers: Sequence[LayerShape], page_size: int) -> list[_Group]:
 
 
 def _divisor(groups: Sequence[_Group], page_size: int, largest: int) -> int:
-    """Return in how many pieces blocks have to be, of which the largest may have `largest` numbers of keys."""
+    """Return the number of pieces to divide the largest block into; `largest`: the elements of its keys."""
     for divisor in range(1, largest + 1):
         block = largest // divisor
         if block < min(group.numbers for group in groups) // page_size:
@@ -145,7 +147,7 @@ def _part_group(group: _Group, dtype: torch.dtype) -> PartGroup:
 def _state_group(states: Sequence[StateShape], unit_bytes: int) -> PartGroup:
     """Return the group of layers with states: a sequence has the states of all of them in whole units.
 
-    A unit is the largest size that divides the parts of pages, so that states make blocks no smaller.
+    A unit is the largest size that divides the parts of pages, so states do not make blocks smaller.
     """
     sizes = sorted({state.num_bytes for state in states})
     if len(sizes) > 1:

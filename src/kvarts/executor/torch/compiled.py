@@ -1,6 +1,6 @@
-"""What compiled functions have beside Numba: memory by its address, bfloat16 as its bits, an exponential, and threads.
+"""Extensions of Numba for compiled functions: memory by address, bfloat16 as bits, an exponential, and threads.
 
-A function that a team of threads runs has one argument: the address of a block of whole numbers, its work.
+A function that a team of threads runs has one argument: the address of a block of integers that describes its work.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -19,10 +19,10 @@ __all__ = ["WORDS", "call", "exponential", "float32s", "like", "load", "near", "
            "team_size", "thread_number", "uint16s", "wait", "words"]  # fmt: skip
 
 WORDS = crc32(Path(__file__).read_bytes()) or 1
-"""A number that changes with this file: what is compiled from it is kept on disk, by the numbers that it depends on."""
+"""A checksum of this file. Compiled code is cached on disk, keyed by the checksums it depends on."""
 
 LN_2_HIGH = 355 / 512
-"""Of ln(2) so few bits that its product with a small whole number is exact."""
+"""ln(2) to so few bits that its product with a small integer is exact."""
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -32,7 +32,7 @@ def _pointer_to(number: Any) -> Any:
 
 
 def _pointer_at(pointer: Any) -> Any:
-    """Return an intrinsic that takes an address for a pointer of one type."""
+    """Return an intrinsic that casts an address to a pointer of one type."""
 
     @intrinsic
     def at(typing_context: Any, address: Any) -> Any:
@@ -51,7 +51,7 @@ uint16s = _pointer_at(_pointer_to(types.uint16))
 
 @intrinsic
 def like(typing_context: Any, pointer: Any, address: Any) -> Any:
-    """Return an address as a pointer of the same type as another."""
+    """Return an address cast to the type of `pointer`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[1], context.get_value_type(pointer))
@@ -63,7 +63,7 @@ def like(typing_context: Any, pointer: Any, address: Any) -> Any:
 
 
 def _narrow(builder: Any, value: Any) -> Any:
-    """Return the 32 bits of a float rounded to bfloat16, to the nearest, and of two to the even one."""
+    """Return the 32 bits of a float rounded to bfloat16, half to even."""
     bits = builder.bitcast(value, I32)
     last = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
     rounded = builder.add(bits, builder.add(last, ir.Constant(I32, 0x7FFF)))
@@ -74,7 +74,7 @@ def _narrow(builder: Any, value: Any) -> Any:
 
 @intrinsic
 def load(typing_context: Any, pointer: Any, place: Any) -> Any:
-    """Return a number in 32 bits: a float32 as it is, a bfloat16, which is in memory as its bits, as the upper half."""
+    """Return a number as float32: a float32 unchanged, a bfloat16 (stored as its bits) as the upper half."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
@@ -88,7 +88,7 @@ def load(typing_context: Any, pointer: Any, place: Any) -> Any:
 
 @intrinsic
 def store(typing_context: Any, pointer: Any, place: Any, value: Any) -> Any:
-    """Write a number, rounded to the format of the memory."""
+    """Write a number, rounded to the memory's format."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value = arguments[2]
@@ -102,7 +102,7 @@ def store(typing_context: Any, pointer: Any, place: Any, value: Any) -> Any:
 
 @intrinsic
 def near(typing_context: Any, pointer: Any, value: Any) -> Any:
-    """Return a number rounded to the format of `pointer`, in 32 bits."""
+    """Return a number rounded to the format of `pointer`, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if pointer.dtype == types.float32:
@@ -114,7 +114,7 @@ def near(typing_context: Any, pointer: Any, value: Any) -> Any:
 
 @intrinsic
 def real(typing_context: Any, number: Any) -> Any:
-    """Return the float of the lower 32 bits of a whole number."""
+    """Return the float in the lower 32 bits of an integer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.trunc(arguments[0], I32), F32)
@@ -124,9 +124,10 @@ def real(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def exponential(typing_context: Any, number: Any) -> Any:
-    """Return e to the power of a number, off by an unit in the last place or two; 0 below -87, infinity above 88.
+    """Return e to the power of a number, with an error of one or two ulps; 0 below -87, infinity above 88.
 
-    Written so that loops with it are vectorized: e^x is 2^n times e^r with |r| <= ln(2) / 2, and that a Taylor series.
+    Written so that loops with it are vectorized: e^x is 2^n times e^r with |r| <= ln(2) / 2, the latter by a Taylor
+    series.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -164,7 +165,7 @@ def exponential(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def take(typing_context: Any, counters: Any, place: Any) -> Any:
-    """Return a counter, and add one to it: no two threads get the same number."""
+    """Return a counter and increment it atomically: no two threads get the same number."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.gep(arguments[0], [arguments[1]])
@@ -174,7 +175,7 @@ def take(typing_context: Any, counters: Any, place: Any) -> Any:
 
 
 def _function(result: Any, *arguments: Any) -> Any:
-    """Return an intrinsic that calls a function by its address."""
+    """Return an intrinsic that calls a function at an address."""
     kinds: dict[Any, Any] = {types.void: ir.VoidType(), types.int32: I32}
 
     @intrinsic
@@ -195,7 +196,7 @@ thread_number = team_size = _function(types.int32)
 
 @intrinsic
 def call(typing_context: Any, address: Any, work: Any) -> Any:
-    """Call a function by its address, with an address."""
+    """Call the function at an address, with an address as its argument."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = ir.FunctionType(ir.VoidType(), [I64]).as_pointer()

@@ -1,7 +1,7 @@
-"""The layers of a decoder of the common shape, in a few compiled calls each instead of hundreds of operations.
+"""Layers of a standard decoder, in a few compiled calls each instead of hundreds of operations.
 
-The numbers are those of the model's own code, rounded wherever that rounds; only sums are added in another order. What
-is compiled knows nothing of a model: that it computes the same is found out by running both, see layer_check.
+Results are those of the model's code, rounded wherever that rounds; only the order of summation differs. The compiled
+code makes no assumptions about a model: layer_check runs both and compares the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvarts.executor.torch.team import num_threads, team
 __all__ = ["CompiledLayers"]
 
 KEPT_TOKENS = 256
-"""Memory for the numbers of a step is kept for the next one up to this many tokens."""
+"""Buffers of a step with up to this many tokens are reused by the next."""
 
 ROOM_OF_MATRICES = (
     ("normed", "query"),
@@ -33,15 +33,15 @@ ROOM_OF_MATRICES = (
     ("normed", "up"),
     ("up", "delta"),
 )
-"""For each matrix of a layer, where the numbers are that it multiplies, and where the products go."""
+"""Input and output buffer of each matrix of a layer."""
 
 
 class CompiledLayers:
-    """The layers that `parts` are of, over `pools`. Owner of the memory for the numbers of a step.
+    """The layers in `parts`, over `pools`. Owner of the buffers of a step.
 
-    `backends`: what reads pages, for each page table; `tables`: the page table of each layer. `params`: how each layer
-    attends. Matrices that are plain are multiplied by what is compiled, too, in the same call;
-    others, which are laid out for another library, by themselves.
+    `backends`: the attention backend of each page table; `tables`: the page table of each layer. `params`: the
+    attention parameters of each layer. Plain matrices are multiplied in the same compiled calls; others, which are laid
+    out for another library, in separate calls.
     """
 
     def __init__(
@@ -59,23 +59,23 @@ class CompiledLayers:
         self._tables = tuple(tables)
         self._num_tables = len(backends)
         self._backends = [backends[table] for table in tables]
-        """Of each layer."""
+        """One per layer."""
         self._every: Sequence[AttentionMetadata] = ()
         self._params = tuple(params)
         self._places = places = layer_kernel
         self._attention_places = numba_kernel
         self._team = team()
         self.has_own_matrices = all(is_plain(matrix) for matrix in parts.matrices)
-        """Whether matrices are multiplied by what is compiled."""
+        """Whether the compiled code multiplies the matrices."""
         self._room_dtype = torch.float32 if self.has_own_matrices else pools.dtype
         with telling("compiling layers for this CPU, which is kept on disk"):
             self._kernel = layer_kernel.layer_kernel(pools.dtype == torch.bfloat16, self._room_dtype == torch.float32)
         matrices = parts.layers[0].sizes
         self._num_products = sum(inputs * outputs for inputs, outputs in matrices)
-        if not self.has_own_matrices:  # what is left between them
+        if not self.has_own_matrices:  # only the work between matrices
             self._num_products = sum(outputs for _, outputs in matrices)
         self._kept: list[Any] = []
-        """What there are addresses of."""
+        """Objects to keep alive, since their addresses are in use."""
         self._counters = np.zeros(places.NUM_COUNTERS * places.COUNTER_BYTES // 8, np.int64)
         self._step = np.zeros(places.STEP_SIZE, np.int64)
         self._step[places.BARRIER] = self._team.barrier
@@ -90,11 +90,11 @@ class CompiledLayers:
         self._last = self._last_work()
         self._attention_works: list[Ints] = []
         self._slots: list[int] = []
-        """Where the slots of each page table are."""
+        """Address of the slots of each page table."""
         self._num_room = 0
         self._num_threads = 1
         self.room: dict[str, torch.Tensor] = {}
-        """By name: the numbers of the step, [tokens, ...]."""
+        """The buffers of a step by name, [tokens, ...]."""
 
     # A step ----------------------------------------------------------------------------------------------------
 
@@ -105,9 +105,10 @@ class CompiledLayers:
         every: Sequence[AttentionMetadata],
         wheres: Sequence[torch.Tensor],
     ) -> Iterator[torch.Tensor]:
-        """Run all layers, and return the logits of the tokens at each of `wheres`, which are computed one by one.
+        """Run all layers, and yield the logits of the tokens at each of `wheres`, computed one by one.
 
-        The backends have begun the step, `every` by page table. All are to be taken before the next step.
+        The backends must have begun the step; `every` has an entry per page table. Consume all logits before the next
+        step.
         """
         self.begin(tokens, positions, every)
         for number in range(len(self._works)):
@@ -122,7 +123,9 @@ class CompiledLayers:
             self._make_room(0)
 
     def begin(self, tokens: torch.Tensor, positions: torch.Tensor, every: Sequence[AttentionMetadata]) -> None:
-        """Prepare for a step: embeddings, rotations, and where keys and values go, `every` by page table."""
+        """Prepare for a step: embeddings, rotations, and slots of keys and values from `every`, one entry per page
+        table.
+        """
         places, count = self._places, len(tokens)
         if count > self._num_room:
             self._make_room(count if count > KEPT_TOKENS else min(KEPT_TOKENS, max(8, 2 * count)))
@@ -145,12 +148,12 @@ class CompiledLayers:
                 self._attention_works[number][self._attention_places.STEP] = step_work.address
 
     def set_hidden(self, hidden: torch.Tensor) -> None:
-        """Take `hidden` [tokens, hidden_size] for what the next layer begins with."""
+        """Set the input of the next layer to `hidden` [tokens, hidden_size]."""
         self.room["hidden"][: len(hidden)] = hidden
         self._step[self._places.IS_ADDED] = 0
 
     def run_layer(self, number: int) -> None:
-        """Run a layer; what its MLP made is left in the room, to be added by the next one."""
+        """Run a layer; the output of its MLP stays in the buffers, and the next layer adds it."""
         places, table = self._places, self._tables[number]
         metadata = self._every[table]
         self._step[places.SLOTS] = self._slots[table]
@@ -187,7 +190,7 @@ class CompiledLayers:
         step[places.DELTA] = self._delta.data_ptr()
 
     def _read_chunks(self, number: int, metadata: AttentionMetadata) -> None:
-        """Have the backend read for the tokens of chunks; those of decodes are left alone."""
+        """Have the backend attend for the tokens of chunks; those of decodes are left alone."""
         if metadata.chunks:
             room, count = self.room, int(self._step[self._places.TOKENS])
             queries = room["queries"][:count].to(self._pools.dtype)
@@ -197,17 +200,17 @@ class CompiledLayers:
             room["attended"][first:count] = read[first:].flatten(1)
 
     def delta(self, count: int) -> torch.Tensor:
-        """Return what the MLP of the layer that was run last made."""
+        """Return the output of the last layer's MLP."""
         return self.room["delta"][:count] if self.has_own_matrices else self._delta
 
     def add_and_norm(self) -> None:
-        """Add what the last MLP made, and apply the norm after all layers."""
+        """Add the output of the last MLP, and apply the norm after all layers."""
         self._counters.fill(0)
         self._last[[self._places.FIRST, self._places.LAST]] = self._places.ADD_AND_NORM
         self._team.run(self._kernel, self._last.ctypes.data, self._num_threads)
 
     def head(self, count: int, where: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the tokens at `where`, of the `count` of the step."""
+        """Return the logits of the tokens at `where`, out of the step's `count` tokens."""
         places, room, step = self._places, self.room, self._step
         chosen = room["normed"][:count].index_select(0, where)
         if not self.has_own_matrices:
@@ -225,7 +228,7 @@ class CompiledLayers:
         return logits.to(self._pools.dtype)
 
     def _run(self, number: int, first: int, last: int) -> None:
-        """Run some stages of a layer."""
+        """Run the stages `first` to `last` of a layer."""
         places, work = self._places, self._works[number]
         work[places.FIRST], work[places.LAST] = first, last
         self._counters.fill(0)
@@ -235,7 +238,7 @@ class CompiledLayers:
     # Work ------------------------------------------------------------------------------------------------------
 
     def _layer_work(self, number: int, layer: LayerParts) -> Ints:
-        """Return the work of a layer, but for the memory of a step."""
+        """Return the work of a layer, without the buffers of a step."""
         places, pools = self._places, self._pools
         work = np.zeros(places.LAYER_SIZE, np.int64)
         work[places.STEP] = self._step.ctypes.data
@@ -258,7 +261,7 @@ class CompiledLayers:
         return work
 
     def _last_work(self) -> Ints:
-        """Return the work of the norm after all layers, and of the matrix of logits."""
+        """Return the work of the norm after all layers and of the output head."""
         places, head = self._places, self._parts.head
         work = np.zeros(places.LAYER_SIZE, np.int64)
         work[places.STEP] = self._step.ctypes.data
@@ -286,13 +289,13 @@ class CompiledLayers:
             work[place] = array.ctypes.data
 
     def _address(self, tensor: torch.Tensor) -> int:
-        """Return where a weight is, which is kept."""
+        """Return the address of a weight, and keep it alive."""
         assert tensor.is_contiguous() and tensor.dtype == self._pools.dtype
         self._kept.append(tensor)
         return int(tensor.data_ptr())
 
     def _make_room(self, num_tokens: int) -> None:
-        """Take memory for the numbers of so many tokens."""
+        """Allocate the buffers for `num_tokens` tokens."""
         places, layer, self._num_room = self._places, self._parts.layers[0], num_tokens
         heads, kv_heads, _, size, inner = (outputs for _, outputs in layer.sizes[:5])
         shape = layer.shape
@@ -323,5 +326,5 @@ class CompiledLayers:
 
 
 def is_plain(matrix: Any) -> bool:
-    """Return whether a matrix is a weight and perhaps a bias, and nothing else."""
+    """Return whether a matrix has only a weight and perhaps a bias."""
     return type(matrix) is torch.nn.Linear and matrix.weight.is_contiguous()

@@ -34,16 +34,16 @@ from kvarts.sched.plan import StepPlan, StepResult
 __all__ = ["TorchExecutor"]
 
 SCORED_TOKENS = 256
-"""Tokens of prompts of which log-probabilities are computed at once."""
+"""Number of prompt tokens that are scored at a time."""
 
 
 class TorchExecutor:
-    """An Executor of a model of transformers that `load_model` has loaded. Owner of its KV pools and page tables.
+    """An Executor for a transformers model from `load_model`. Owner of its KV pools and page tables.
 
-    `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, which transfers go to and
-    come from; `files`: pages below those. `attention`: the backend, by name; `layers`: what computes layers, by name.
-    `cut` and `num_blocks`: the memory of a model with KV groups; plans name the blocks
-    of every page table. `clock` measures how long a step takes.
+    `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, the target of stores and
+    source of loads; `files`: pages below those. `attention`: name of the attention backend; `layers`: name of the
+    implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, where plans name the blocks
+    of every page table. `clock` times the steps.
     """
 
     needs_page_ids = True
@@ -88,7 +88,7 @@ class TorchExecutor:
             self._copier = PageCopier(self.pools.as_arrays(), num_host_pages=num_host_pages, files=files, clock=clock)
         self._rows = PageTables(config.max_num_seqs, config.page_size, WHOLE_PAGES if cut is None else cut.layer_tables)
         self._states: PagedStates | None = None
-        """What answers layers with a state; None where there are none."""
+        """States of layers that have one; None for a model without."""
         if cut is not None and self._facts.states:
             self._states = PagedStates(self.pools, self._facts.states, cut.num_state_blocks)
             self._state_tables = StateTables(config.max_num_seqs, cut.num_state_blocks)
@@ -96,23 +96,23 @@ class TorchExecutor:
         self.slots = PageSlots(self.pools.num_pages, config.page_size)
 
     def fingerprint(self) -> str:
-        """Return what pages depend on, beside tokens."""
+        """Return a fingerprint of everything that pages depend on except the tokens."""
         return fingerprint(self._model)
 
     @property
     def layers(self) -> str:
-        """The name of what computes layers; `layers_reason` says why."""
+        """The name of the implementation of layers; `layers_reason` explains the choice."""
         return "model" if self._layers is None else "compiled"
 
     @property
     def switch_length(self) -> int | None:
-        """Longer sequences than this have other KV, by the rotation of the model; None for all models but few."""
+        """Prompts longer than this get other KV, as the model's rotation changes; None for almost all models."""
         return None if self._facts.switch is None else self._facts.switch.length
 
     def time_steps(self, counts: Sequence[int]) -> list[tuple[int, float]]:
-        """Return how many seconds a step of each of `counts` tokens takes, each the first of a sequence.
+        """Return (count, seconds) for a step of each of `counts` tokens, each the first of a sequence.
 
-        For a time when no page holds anything.
+        Overwrites pages, so call it only while no page is in use or cached.
         """
         timed = []
         for count in counts:
@@ -122,7 +122,7 @@ class TorchExecutor:
             rows = list(range(count))
             batch = FlatBatch(zeros, zeros, tables, zeros[None], rows, rows, rows)
             taken_ns = []
-            for _ in range(2):  # the first is slower, wherever something is prepared for its size
+            for _ in range(2):  # the first is slower if something is prepared for its size
                 start_ns = self._clock.now_ns()
                 with torch.inference_mode():
                     (logits,) = self._logits(batch, self._attend_to(tables), [zeros])
@@ -172,7 +172,7 @@ class TorchExecutor:
         return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
 
     def _attend_to(self, tables: Sequence[TableBatch]) -> list[AttentionMetadata]:
-        """Prepare attention for a step. Return what it knows of the step, by page table."""
+        """Prepare attention for a step. Return its metadata, one entry per page table."""
         every = [
             AttentionMetadata(
                 self.pools.device, slots=one.slots, chunks=one.chunks, decodes=one.decodes, rotary=self.rotation.rotary
@@ -184,13 +184,13 @@ class TorchExecutor:
         return every
 
     def _scored(self, plan: StepPlan, batch: FlatBatch) -> list[tuple[int, int, Ints]]:
-        """Return (request, position, places in the batch) of the stretches of prompts that are to be scored.
+        """Return (request, position, places in the batch) of the prompt stretches to score.
 
-        A few at a time: logits of a large vocabulary are many bytes per token.
+        Stretches are short, since logits of a large vocabulary take many bytes per token.
         """
         scored = []
         chunks = batch.tables[0].chunks
-        of_chunks = chunks[len(chunks) - len(plan.batch.chunks) :]  # decodes that rotate late come first
+        of_chunks = chunks[len(chunks) - len(plan.batch.chunks) :]  # decodes with late rotation precede them
         for chunk, flat in zip(plan.batch.chunks, of_chunks, strict=True):
             num_prompt_tokens = self._sampler.num_to_score(chunk.request_index)
             last = min(chunk.end, num_prompt_tokens - 1)
@@ -202,9 +202,9 @@ class TorchExecutor:
     def _logits(
         self, batch: FlatBatch, every: Sequence[AttentionMetadata], wheres: Sequence[Ints]
     ) -> Iterator[torch.Tensor]:
-        """Run the model, and return the logits at each of `wheres`, places in the batch, one after the other.
+        """Run the model, and yield the logits at each of `wheres`, places in the batch, one after the other.
 
-        `every`: what attention knows of the step, by page table.
+        `every`: the attention metadata of the step, one entry per page table.
         """
         metadata = every[0]
         where = metadata.tensor(np.concatenate(wheres))
@@ -225,7 +225,7 @@ class TorchExecutor:
         return iter((logits if keep else logits[where]).split([len(one) for one in wheres]))
 
     def _are_long(self, batch: FlatBatch) -> torch.Tensor:
-        """Return for each token whether its sequence is one of those that are rotated as long ones."""
+        """Return, per token, whether the rotation for long sequences applies to its sequence."""
         assert self._facts.switch is not None
         step = batch.tables[0]
         num_decodes = len(step.decodes.positions)
@@ -237,7 +237,7 @@ class TorchExecutor:
 
 
 def _layers_by_table(tables: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of the layers that have each page table."""
+    """Return the numbers of the layers of each page table."""
     layers: list[list[int]] = [[] for _ in range(max(tables) + 1)]
     for number, table in enumerate(tables):
         layers[table].append(number)

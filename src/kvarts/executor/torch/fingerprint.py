@@ -1,4 +1,4 @@
-"""A name for a model by what it computes, so that pages in files are read only by the model that wrote them."""
+"""Fingerprint of a model's computation, so that pages in files are read only by the model that wrote them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 __all__ = ["fingerprint"]
 
 NUM_SAMPLES = 1024
-"""Numbers of each weight that are looked at."""
+"""Elements sampled from each weight."""
 
 
 def fingerprint(model: Any, changed: str = "") -> str:
-    """Return the name of a model: of its config, its number format, and evenly spaced numbers of each weight.
+    """Return a hash of a model's config, number format, and evenly spaced elements of each weight.
 
-    It is taken once, which must be before weights are laid out anew for a device. `changed`: what is done to them
-    afterwards.
+    It is computed once per model and remembered; the first call must precede any re-layout of the weights for a device.
+    `changed`: describes changes made to the weights afterwards.
     """
     if model not in _known:
         config = model.config.to_dict()

@@ -1,4 +1,4 @@
-"""Attention backend on FlashAttention: one call a layer for the whole step, through block tables. For CUDA."""
+"""Attention backend on FlashAttention: one call per layer for the whole step, through block tables. For CUDA."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvarts.executor.torch.pools import KVPools
 __all__ = ["FlashBackend", "flash_fits"]
 
 PAGE_STEP = 256
-"""FlashAttention 2 reads pages of a multiple of this many tokens."""
+"""FlashAttention 2 requires page sizes that are multiples of this."""
 MOST_HEAD_DIM = 256
 
 
 def flash_fits(pools: KVPools) -> str | None:
-    """Return why FlashAttention cannot read such pages; None if it can."""
+    """Return why FlashAttention cannot read these pages; None if it can."""
     head_dim = max(pools.layers[number].head_dim for number in pools.numbers)
     try:
         import flash_attn  # noqa: F401
@@ -34,7 +34,7 @@ def flash_fits(pools: KVPools) -> str | None:
 
 
 class FlashBackend:
-    """An AttentionBackend that calls `flash_attn_varlen_func`; its block tables are made once a step."""
+    """An AttentionBackend that calls `flash_attn_varlen_func`; builds block tables once per step."""
 
     reads_sinks = False
 
@@ -62,7 +62,7 @@ class FlashBackend:
         self._most_keys = max(ends)
 
     def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-        """Return what `queries` of one layer read."""
+        """Return the output of one layer's attention."""
         if params.sinks is None:
             return self._call(layer, queries, params)
         out, log_sums, _ = self._call(layer, queries, params, return_attn_probs=True)
@@ -79,7 +79,7 @@ class FlashBackend:
             max_seqlen_k=self._most_keys,
             softmax_scale=params.scaling,
             causal=True,
-            # To the left of a query itself.
+            # Counted to the left, without the query itself.
             window_size=(-1, -1) if params.window is None else (params.window - 1, 0),
             softcap=params.softcap or 0.0,
             block_table=self._tables,

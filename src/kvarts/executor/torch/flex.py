@@ -1,7 +1,7 @@
 """Attention backend on PyTorch's FlexAttention: the pool is one long sequence with masked blocks. For CUDA.
 
-A block of its mask is a page. Keys and values are read where they are; a query attends to a page of the pool only if
-its sequence has that page.
+Blocks of its mask are pages. Keys and values are read in place; a query attends to a pool page only if its sequence
+has that page.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["FlexBackend", "flex_fits"]
 
 QUERY_BLOCK = 128
 LEAST_BLOCK, MOST_BLOCK = 16, 64
-"""Tokens of context that its kernels take at a time."""
+"""Range of the number of context tokens that a kernel processes at a time."""
 
 
 def flex_fits(pools: KVPools) -> str | None:
-    """Return why FlexAttention cannot read such pages; None if it can."""
+    """Return why FlexAttention cannot read these pages; None if it can."""
     page_size = pools.page_size
     return f"a page size of {page_size} is no multiple of {LEAST_BLOCK}" if page_size % LEAST_BLOCK else None
 
 
 class _Part(msgspec.Struct):
-    """Tokens [first, last) of the batch, of `num_sequences` with equally many tokens each, and their mask."""
+    """Tokens [first, last) of the batch, of `num_sequences` with the same number of tokens each, and their mask."""
 
     first: int
     last: int
@@ -43,9 +43,9 @@ class _Part(msgspec.Struct):
 
 
 class FlexBackend:
-    """An AttentionBackend that calls `flex_attention`; masks are made once a step for each window.
+    """An AttentionBackend that calls `flex_attention`; builds masks once per step for each window.
 
-    `is_compiled`: False runs it without a compiler and without a GPU, slowly.
+    `is_compiled`: False runs it without a compiler or GPU, slowly.
     """
 
     reads_sinks = False
@@ -62,7 +62,7 @@ class FlexBackend:
         self._parts.clear()
 
     def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-        """Return what `queries` of one layer read."""
+        """Return the output of one layer's attention."""
         pools = self._pools
         keys = pools.keys_flat[layer].transpose(0, 1)[None]
         values = pools.values_flat[layer].transpose(0, 1)[None]
@@ -114,12 +114,12 @@ class FlexBackend:
         num_pages = lasts // page_size + 1
         places = begins[..., None] + np.arange(int((num_pages - begins).max()))
         seen = places < num_pages[..., None]
-        # A page that every query of a block attends to as a whole needs no mask.
+        # A page that every query of a block attends to in full needs no mask.
         whole = (places + 1) * page_size <= firsts[..., None] + 1
         if window is not None:
             whole &= places * page_size > lasts[..., None] - window
         page_ids = tables[np.arange(len(tables))[:, None, None], np.minimum(places, tables.shape[1] - 1)]
-        # Where in its sequence each page of the pool is. Pages that a window has left may be others by now.
+        # The index of each page of the pool in its sequence. Pages that a window has passed may be reused by now.
         order = np.full((len(tables), self._pools.num_pages), -1, np.int64)
         columns_of = np.arange(tables.shape[1])
         rows, columns = np.nonzero(
@@ -136,10 +136,12 @@ class FlexBackend:
         )
 
     def _blocks(self, page_ids: Ints, chosen: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how many of `page_ids` [sequences, blocks of queries, pages] are chosen, and all, those first."""
+        """Return the number of chosen `page_ids` [sequences, query blocks, pages], and all of them, chosen ones
+        first.
+        """
         front = np.argsort(~chosen, axis=-1, kind="stable")
         metadata = self._metadata
-        # As wide as the pool, which is what the kernels check.
+        # As wide as the pool: the kernels check that.
         indices = torch.zeros((*chosen.shape[:2], self._pools.num_pages), dtype=torch.int32, device=metadata.device)
         width = min(chosen.shape[2], self._pools.num_pages)
         indices[..., :width] = metadata.tensor(np.take_along_axis(page_ids, front, axis=-1)[..., :width])

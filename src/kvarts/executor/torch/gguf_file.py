@@ -1,7 +1,8 @@
-"""Files of GGUF: what a model is, its tokenizer, and its weights, quantized or not, in one file.
+"""GGUF files: a model's config, tokenizer and weights, quantized or not, in one file.
 
-The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package makes
-an object for each string, which takes seconds for a vocabulary; this one reads what llama.cpp writes, versions 2 and 3.
+The format is documented at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package
+creates an object per string, which takes seconds for a vocabulary; this one reads what llama.cpp writes, versions 2 and
+3.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Formats of values of one size, as `struct` names them, by their numbers in the file."""
+"""`struct` formats of fixed-size values, by their type numbers in the file."""
 ALIGNMENT = 32
 PLAIN = {0: np.float32, 1: np.float16, 28: np.float64}
-"""Types of tensors that are numbers as they are."""
+"""Tensor types that NumPy reads directly."""
 BFLOAT16 = 30
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """Return the file that `path` is, or the only one in a directory without config.json; None for anything else.
+    """Return `path` if it is a GGUF file, or the only one in a directory without config.json; else None.
 
     Raise MissingFileError for a file that does not exist, ConfigError for a directory with several.
     """
@@ -52,7 +53,7 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor of a file. `shape`: as PyTorch has it. `kind`: the number of its type. `data`: its bytes."""
+    """A tensor of a file. `shape`: as in PyTorch. `kind`: the number of its type. `data`: its bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +61,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     data: npt.NDArray[np.uint8]
 
     def numbers(self) -> npt.NDArray[Any]:
-        """Return its numbers, in 32 bits if it is quantized or bfloat16. Raise ConfigError for an unknown type."""
+        """Return the values, as float32 if quantized or bfloat16. Raise ConfigError for an unknown type."""
         if self.kind in PLAIN:
             return self.data.view(PLAIN[self.kind]).reshape(self.shape)
         if self.kind == BFLOAT16:
@@ -78,12 +79,12 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its numbers are made of blocks."""
+        """Whether the values are stored in quantized blocks."""
         return self.kind not in PLAIN and self.kind != BFLOAT16
 
 
 class GgufFile:
-    """A file that is read as far as it is asked. Raises InputError for one that is not GGUF, or is cut short.
+    """A GGUF file, read lazily. Raises InputError if it is not GGUF or is truncated.
 
     `values`: its metadata by key. `architecture`: the model's, as llama.cpp names it.
     """
@@ -101,11 +102,11 @@ class GgufFile:
         self.architecture = str(self.values.get("general.architecture"))
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, after the name of the architecture and a dot."""
+        """Return the value of a key of the architecture's namespace, `default` if it is missing."""
         return self.values.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """Return the same. Raise InputError if it is missing."""
+        """Return the value of a key as `value` does. Raise InputError if it is missing."""
         found = self.value(key)
         if found is None:
             raise InputError("is missing", path=self.path, field=f"{self.architecture}.{key}")
@@ -116,7 +117,7 @@ class GgufFile:
         return [name for name, *_ in self._tensors]
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Return all tensors, each read when it is asked for its numbers. Raise InputError if one is cut short."""
+        """Yield all tensors; their data are read on first use. Raise InputError if one is truncated."""
         whole = np.frombuffer(self._bytes, np.uint8)
         for name, shape, kind, start in self._tensors:
             num_bytes = self._num_bytes(name, shape, kind)

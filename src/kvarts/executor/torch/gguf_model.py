@@ -1,8 +1,9 @@
-"""Models of GGUF files as those of transformers: the config that a file describes, and its weights by their names.
+"""Models of GGUF files as transformers models: the config that a file describes, and its weights by transformers'
+names.
 
-llama.cpp's converter changes some weights, and each change is undone here: rows of queries and keys of Llama are in
-another order, and norms of Gemma are stored with 1 added. Factors of a rotation are a tensor there, and are applied to
-the frequencies of the model.
+llama.cpp's converter changes some weights, and each change is undone here: it permutes the rows of Llama's queries and
+keys, and adds 1 to Gemma's norms. It stores the factors of a rotation as a tensor, which is applied to the model's
+frequencies.
 """
 
 from __future__ import annotations
@@ -52,18 +53,19 @@ ENDS = (
     "<end_of_turn>",
     "</s>",
 )
-"""Special tokens that end an answer, in the vocabularies that have them."""
+"""Special tokens that end an answer, if the vocabulary has them."""
 CONTROL = 3
 """The type of special tokens."""
 GEMMA_PATTERN = 6
-"""Every sixth layer of Gemma 3 sees all tokens; files do not say so."""
+"""Every sixth layer of Gemma 3 attends to all tokens; GGUF files do not contain this number."""
 GEMMA_LOCAL_BASE = 10_000.0
 
 
 def read_model(file: GgufFile, dtype: torch.dtype | None) -> Any:
-    """Return the model of a file, in evaluation mode. `dtype`: None for float32, or for that of the file's matrices.
+    """Return the model of a file, in evaluation mode. `dtype`: None for that of the file's matrices if 16-bit, else
+    float32.
 
-    Raise ConfigError for an architecture that is not known, InputError for a file that lacks a tensor or has others.
+    Raise ConfigError for an unknown architecture, InputError for a file with missing or unexpected tensors.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -92,11 +94,11 @@ def read_model(file: GgufFile, dtype: torch.dtype | None) -> Any:
     return model.eval()
 
 
-# What a file describes ----------------------------------------------------------------------------------------
+# Configs of files ---------------------------------------------------------------------------------------------
 
 
 def _common(file: GgufFile) -> dict[str, Any]:
-    """Return the settings that all architectures have."""
+    """Return the settings that all architectures share."""
     heads, hidden_size = file.need("attention.head_count"), file.need("embedding_length")
     shapes = {tensor.name: tensor.shape for tensor in file.tensors()}
     if "token_embd.weight" not in shapes:
@@ -160,7 +162,7 @@ def _gemma3(file: GgufFile) -> dict[str, Any]:
     num_layers, head_dim = file.need("block_count"), file.need("attention.key_length")
     if file.value("final_logit_softcapping"):
         raise ConfigError("a Gemma 3 with capped logits is not read from GGUF", path=file.path)
-    # Of the largest one, scores are scaled by the width of the model and not of the head.
+    # The largest model scales scores by the width of the model divided by its heads, not by the width of a head.
     is_largest = num_layers == 62
     scale = file.need("embedding_length") // file.need("attention.head_count") if is_largest else head_dim
     return {
@@ -187,14 +189,14 @@ KNOWN: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "gemma3": _gemma3,
 }
-"""What is read, as llama.cpp names it: Llama is also Mistral 7B, SmolLM2 and others of that shape."""
+"""Known architectures by llama.cpp's names; llama includes Mistral 7B, SmolLM2 and others of that shape."""
 
 
 # Weights ------------------------------------------------------------------------------------------------------
 
 
 def _weights(file: GgufFile, config: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a file by the names that transformers has for them."""
+    """Return the weights of a file by their names in transformers."""
     of_layer = OF_GEMMA_LAYER if file.architecture.startswith("gemma") else OF_LAYER
     weights = {}
     for tensor in file.tensors():
@@ -227,13 +229,13 @@ def _name(name: str, of_layer: dict[str, str]) -> str | None:
 
 
 def _in_halves(numbers: Numbers, num_heads: int) -> Numbers:
-    """Return rows of queries or keys with the halves of each head apart: files have them in pairs."""
+    """Return rows of queries or keys with the two halves of each head apart; files interleave them."""
     rest = numbers.shape[1:]
     return numbers.reshape(num_heads, -1, 2, *rest).swapaxes(1, 2).reshape(numbers.shape)
 
 
 def _rotate(model: Any, file: GgufFile) -> None:
-    """Divide the frequencies of the rotation by the factors of the file, if it has any."""
+    """Divide the rotation's frequencies by the file's factors, if it has any."""
     factors = next((tensor for tensor in file.tensors() if tensor.name == ROTATION), None)
     if factors is None:
         return
@@ -244,7 +246,7 @@ def _rotate(model: Any, file: GgufFile) -> None:
 
 
 def _ends(file: GgufFile) -> list[int]:
-    """Return the tokens with which the model ends."""
+    """Return the ids of the tokens that end an answer."""
     values = file.values
     known = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = {token for token in known if token is not None}
@@ -256,5 +258,5 @@ def _ends(file: GgufFile) -> list[int]:
 
 
 def _short(value: float) -> float:
-    """Return the shortest number that is the same in 32 bits: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal number with the same float32 value: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))

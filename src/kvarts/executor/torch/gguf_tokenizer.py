@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as transformers has it, with the file's chat template."""
+"""The tokenizer of a GGUF file as a transformers tokenizer, with the file's chat template."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
 }
-"""Patterns by which a text is split before merges apply, one after the other, by llama.cpp's name for them."""
+"""Patterns that split a text before merging, applied one after the other, by llama.cpp's name."""
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 SPACE = "\u2581"
 
 
 def read_tokenizer(file: GgufFile) -> Any:
-    """Return the tokenizer of a file; None if it has none. Raise ConfigError for one that is not known."""
+    """Return the tokenizer of a file, or None. Raise ConfigError if its kind is unknown."""
     values = file.values
     tokens: list[str] | None = values.get("tokenizer.ggml.tokens")
     if tokens is None:
@@ -74,7 +74,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
-    """Return a BPE that merges what SentencePiece merges: of all neighbours the pair with the best score."""
+    """Return a BPE equivalent to SentencePiece, which merges the neighbouring pair with the best score."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
@@ -125,7 +125,7 @@ def _wrapped(file: GgufFile, backend: Any, tokens: list[str]) -> Any:
         return None if index is None else tokens[index]
 
     first, last = named("bos"), named("eos")
-    # Vocabularies of SentencePiece begin with it unless the file says otherwise, as llama.cpp has it.
+    # As in llama.cpp, SentencePiece vocabularies add a BOS token unless the file sets this to false.
     adds_first = values.get("tokenizer.ggml.add_bos_token", values.get("tokenizer.ggml.model") == "llama")
     before = [first] if adds_first and first is not None else []
     after = [last] if values.get("tokenizer.ggml.add_eos_token", False) and last is not None else []

@@ -1,4 +1,4 @@
-"""Grammars that generated text keeps to, by llguidance: which tokens may come next, and whether the text may end."""
+"""Grammars that constrain generated text, by llguidance: which tokens may follow, and whether the text may end."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from kvarts.sampling import StructuredOutputs
 __all__ = ["Grammars", "Matcher"]
 
 MAX_KEPT = 64
-"""Compiled grammars that are kept."""
+"""Compiled grammars in the cache."""
 SPACES = r"[ \t\n\r]{0,16}"
-"""Between the parts of JSON: a model that is at a loss may write spaces for ever."""
+"""Whitespace between parts of JSON, bounded because a model may otherwise generate spaces without end."""
 FIELD = "sampling.structured_outputs"
 
 
 class Matcher:
-    """One text that is matched with a grammar, token by token."""
+    """The state of one text in a grammar, advanced token by token."""
 
     def __init__(self, matcher: Any, end_ids: frozenset[int], vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self.end_ids = end_ids
-        """Tokens that end the text where the grammar allows it."""
+        """Tokens that end the text if the grammar allows it."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """Whether only an end may follow."""
         return bool(self._matcher.is_stopped())
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens may come next, [vocabulary]. Raise ConfigError if the grammar became too complex."""
+        """Return which tokens may follow, [vocabulary]. Raise ConfigError if the grammar became too complex."""
         self._check()
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         self._check()
@@ -47,7 +47,7 @@ class Matcher:
         return allowed
 
     def accept(self, token: int) -> None:
-        """Take the token that was chosen, which was allowed."""
+        """Advance by the chosen token, which must be allowed."""
         if token not in self.end_ids:
             self._matcher.consume_token(token)
             self._check()
@@ -58,9 +58,9 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps those that were used last. For several threads.
+    """Compiles grammars for one tokenizer, with an LRU cache. Thread-safe.
 
-    `end_ids`: tokens that end a text. What it needs of the tokenizer is made when the first grammar is compiled.
+    `end_ids`: tokens that end a text. The tokenizer's data are prepared when the first grammar is compiled.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
@@ -72,9 +72,10 @@ class Grammars:
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()
 
     def compile(self, wanted: StructuredOutputs) -> Any:
-        """Return the grammar at its beginning. Raise ConfigError for one that cannot be compiled.
+        """Return a matcher at the start of the grammar. Raise ConfigError if it cannot be compiled.
 
-        A grammar may take a second: call this before the request is handed to the engine, which then finds it.
+        A grammar may take a second to compile: call this before passing the request to the engine, which then finds it
+        cached.
         """
         key = msgspec.json.encode(wanted)
         with self._lock:
@@ -87,7 +88,7 @@ class Grammars:
             return known
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
-        """Return what matches a text with a grammar. Raise ConfigError for one that cannot be compiled."""
+        """Return a Matcher for a new text. Raise ConfigError if the grammar cannot be compiled."""
         return Matcher(self.compile(wanted).deep_copy(), self._end_ids, self._vocab_size)
 
     def _compile(self, wanted: StructuredOutputs) -> Any:

@@ -1,6 +1,7 @@
-"""Whether compiled layers compute what a model computes: both are run on random tokens, and compared layer by layer.
+"""Checks compiled layers against a model's own, by running both on random tokens, layer by layer.
 
-Each layer gets what the model gave it, so that what differs is what one layer does, and not what many have added up.
+Each compiled layer gets the model's input of that layer, so a difference is the error of one layer and not the sum over
+several.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from kvarts.executor.torch.probe import Facts
 __all__ = ["MOST_ERROR", "prove"]
 
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""By how much a row may be off, as a share of its length, for a number format: some roundings in a row."""
+"""Largest relative error (L2) of a row, by number format: a few consecutive roundings."""
 SEVERAL = 8.0
-"""So many times that may be off what all layers have added up."""
+"""Factor on that limit for the accumulated error of all layers."""
 LENGTHS = (1, 12, 45)
-"""Tokens of the sequences that are looked at."""
+"""Lengths of the tested sequences."""
 CHUNK = 5
 
 
 def prove(model: Any, facts: Facts, parts: DecoderParts, page_size: int) -> list[AttentionParams]:
-    """Return how each layer attends. Raise UnlikeError where compiled layers compute something else than the model."""
+    """Return the attention parameters of each layer. Raise UnlikeError if compiled layers differ from the model."""
     return _Proof(model, facts, parts, page_size).run()
 
 
@@ -45,8 +46,8 @@ class _Batch(msgspec.Struct):
 
 
 class _Ran(msgspec.Struct):
-    """What a model did with a batch. Of each layer: what it began with, had after attention and in the end, what its
-    MLP made, and the call of attention with what that read. `last`: what the norm after all layers got.
+    """Results of a model on a batch. Per layer: input, states after attention, output, output of the MLP, the call of
+    attention and its output. `last`: the input of the norm after all layers.
     """
 
     begun: list[torch.Tensor] = []
@@ -81,7 +82,7 @@ class _Proof:
         self._most = MOST_ERROR[model.dtype]
 
     def run(self) -> list[AttentionParams]:
-        """Compare decodes, then decodes beside a chunk."""
+        """Compare decodes, then decodes together with a chunk."""
         params: list[AttentionParams] = []
         for num_decodes in (len(self._lengths), len(self._lengths) - 1):
             batch = self._batch(num_decodes)
@@ -99,7 +100,7 @@ class _Proof:
         return params
 
     def _batch(self, num_decodes: int) -> _Batch:
-        """Return decodes of so many sequences, and a chunk of the one after them."""
+        """Return decodes of `num_decodes` sequences, and chunks of the others."""
         size, each = self._page_size, self._pages_each
         tables = np.arange(len(LENGTHS) * each).reshape(len(LENGTHS), each)
         spans = [(length - 1, length) for length in self._lengths[:num_decodes]]
@@ -139,7 +140,7 @@ class _Proof:
 
     @contextmanager
     def _watched(self, ran: _Ran) -> Iterator[None]:
-        """Note what goes into modules and what comes out, while the model runs."""
+        """Record inputs and outputs of modules while the model runs."""
 
         def given(args: Any, kwargs: Any) -> torch.Tensor:
             tensor: torch.Tensor = (args[0] if args else kwargs["hidden_states"])[0]
@@ -205,7 +206,7 @@ class _Proof:
         self._expect(all_layers, ran.logits, "logits after all layers", SEVERAL)
 
     def _expect(self, mine: torch.Tensor, theirs: torch.Tensor, what: str, several: float = 1.0) -> None:
-        """Raise UnlikeError for rows that differ by more than rounding does."""
+        """Raise UnlikeError if rows differ by more than rounding."""
         mine, theirs = mine.float().flatten(1), theirs.float().flatten(1)
         error = (mine - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(1e-20)
         worst = float(error.max())

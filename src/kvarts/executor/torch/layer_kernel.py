@@ -1,11 +1,11 @@
-"""What lies between the matrices of a decoder layer, compiled by Numba, and the matrices where nothing better is there.
+"""The work between the matrices of a decoder layer, compiled by Numba, and the matrices if no library multiplies them.
 
-A layer is a sequence of stages; a call runs some of them, with a barrier after each, in a team of threads. Numbers are
-in 32 bits and rounded wherever the code of transformers rounds them: after each of its operations. Only sums are added
-in another order.
+Each layer runs in stages; a call runs some of them in a team of threads, with a barrier after each. Numbers are
+float32, rounded wherever the code of transformers rounds them: after each of its operations. Only the order of sums
+differs.
 """
 
-# Numba compiles these functions, see numba_kernel. Types are Numba's:
+# Numba compiles these functions, as in numba_kernel. Types are Numba's:
 # mypy: disable-error-code="assignment, untyped-decorator"
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = ["layer_kernel"]
 
 index = np.uint64
 single = np.float32
-# Reductions may be added in another order, and nothing else.
+# Only reductions may be reordered.
 SUMS = {"reassoc", "contract", "nsz"}
 
-# The stages of a layer, in their order, and one matrix by itself.
+# The stages of a layer, in order, and the multiplication of a single matrix.
 (
     ADD_AND_NORM,
     PROJECT,
@@ -53,10 +53,10 @@ SUMS = {"reassoc", "contract", "nsz"}
     MULTIPLY,
 ) = range(10)
 
-# The work of a call, by its place in a block of whole numbers. Addresses, where no other kind is named. `room`: memory
-# for the numbers of a step, [tokens, ...]; weights and pages are of the model's number format.
+# Layout of a call's work, a block of integers. Entries are addresses unless noted. `room`: a buffer of the step,
+# [tokens, ...]; weights and pages have the model's number format.
 (
-    STEP,  # what all layers have in common
+    STEP,  # work that all layers share
     FIRST,  # the first stage, a number
     LAST,  # the last stage, a number
     NORM, NORM_EPSILON,  # the weight, and a float
@@ -64,8 +64,8 @@ SUMS = {"reassoc", "contract", "nsz"}
     NORM_QUERY, EPSILON_QUERY,  # the weight of the norm of each head, 0 if there is none
     NORM_KEY, EPSILON_KEY,
     WEIGHTS,  # of the seven matrices [outputs, inputs]: query, key, value, output, gate, up, down
-    BIASES,  # of each, 0 if there is none
-    WIDTHS, HEIGHTS,  # of each: inputs and outputs
+    BIASES,  # per matrix, 0 without bias
+    WIDTHS, HEIGHTS,  # per matrix: inputs and outputs
     KEYS, VALUES,  # the pools
     ATTENTION, ATTENTION_WORK,  # a function, and its work
     HEADS, KV_HEADS, HEAD_DIM, HIDDEN_SIZE, INNER_SIZE,  # counts
@@ -73,38 +73,38 @@ SUMS = {"reassoc", "contract", "nsz"}
 ) = range(25)  # fmt: skip
 (
     BARRIER, THREAD_NUMBER, TEAM_SIZE,  # functions
-    COUNTERS,  # how much of each matrix is taken
+    COUNTERS,  # rows of each matrix taken by threads
     TOKENS,  # a count
-    DECODES,  # a count: the first of the tokens
+    DECODES,  # a count: decodes are the first tokens
     HIDDEN,  # room: the residual stream
-    DELTA,  # room: what is added to it next
-    IS_ADDED,  # a number: whether there is something to be added before the first norm
+    DELTA,  # room: the next addition to it
+    IS_ADDED,  # a number: whether DELTA is to be added before the first norm
     NORMED,  # room
-    QUERY, KEY, VALUE,  # room, as the matrices make them
+    QUERY, KEY, VALUE,  # room: outputs of the matrices
     QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE,  # numbers from one token to the next
     COS, SIN,  # room [tokens, head_dim]
-    SLOTS,  # whole numbers
-    QUERIES,  # rotated, in 32 bits
+    SLOTS,  # integers
+    QUERIES,  # rotated, float32
     ATTENDED,  # room
-    GATE, UP,  # room: what is activated, and what it is multiplied with, where the products go
+    GATE, UP,  # room: UP is multiplied in place by the activation of GATE
     GATE_STRIDE, UP_STRIDE,  # numbers from one token to the next
-    SOURCES,  # room, for each of the seven matrices: what is multiplied
+    SOURCES,  # room, for each of the seven matrices: its input
 ) = range(26)  # fmt: skip
 TARGETS = SOURCES + 7
-"""Room, for each matrix: where the products go."""
+"""Room, for each matrix: its output."""
 STEP_SIZE = TARGETS + 7
 NUM_COUNTERS = 7
 COUNTER_BYTES = 64
-"""From one counter to the next: no two share a line of the cache."""
+"""Distance between counters, so that no two share a cache line."""
 
 BLOCK = 1024
-"""Numbers of a row that are multiplied at a time: those of four rows stay in the nearest cache."""
+"""Elements of a row multiplied at a time: four such rows fit in the L1 cache."""
 FEW_ROWS = 8
 
 
 @njit(error_model="numpy")
 def share_of(count: Any, thread: Any, num_threads: Any) -> Any:
-    """Return the part [first, last) of `count` things that a thread does."""
+    """Return a thread's part [first, last) of `count` items."""
     each = (count + num_threads - index(1)) // num_threads
     first = min(count, thread * each)
     return first, min(count, first + each)
@@ -125,7 +125,7 @@ def sum_of_squares(numbers: Any, first: Any, count: Any) -> Any:
 
 @njit(error_model="numpy")
 def normalize(numbers: Any, first: Any, count: Any, weight: Any, epsilon: Any, out: Any, out_first: Any) -> None:
-    """Write some numbers divided by the root of their mean square, times `weight`."""
+    """Write numbers divided by their root mean square, times `weight` (RMSNorm)."""
     mean = sum_of_squares(numbers, first, count) / single(count)
     scale = single(1) / np.sqrt(mean + epsilon)
     for d in range(count):
@@ -135,7 +135,7 @@ def normalize(numbers: Any, first: Any, count: Any, weight: Any, epsilon: Any, o
 
 @njit(error_model="numpy")
 def add(numbers: Any, first: Any, more: Any, count: Any, storage: Any) -> None:
-    """Add some numbers to others."""
+    """Add `more` to `numbers` in place."""
     for d in range(count):
         store(numbers, first + d, near(storage, load(numbers, first + d) + load(more, first + d)))
 
@@ -160,7 +160,7 @@ def add_and_norm(
 def rotate(
     numbers: Any, first: Any, dim: Any, cos: Any, sin: Any, at: Any, storage: Any, out: Any, out_first: Any
 ) -> None:
-    """Write a head rotated by its position, of which the cosines and sines are at `at`."""
+    """Write a head rotated by its position; the position's cosines and sines start at `at`."""
     half = dim // index(2)
     for d in range(half):
         one, other = load(numbers, first + d), load(numbers, first + half + d)
@@ -227,7 +227,7 @@ def activate(work: Any, step: Any, storage: Any, room: Any, thread: Any, num: An
         token, at = first // inner, first % inner
         count = min(inner - at, last - first)
         gate_at, up_at = token * gate_stride + at, token * up_stride + at
-        # One loop without branches, in which what is written overlaps nothing else: such loops are vectorized.
+        # One loop without branches, with an output that overlaps no input: such loops are vectorized.
         for d in range(count):
             number = load(gate, gate_at + d)
             opened = near(storage, number / (single(1) + exponential(-number)))
@@ -240,7 +240,7 @@ def activate(work: Any, step: Any, storage: Any, room: Any, thread: Any, num: An
 
 @njit(fastmath=SUMS, error_model="numpy")
 def two_by_four(weight: Any, row: Any, width: Any, rows: Any, at: Any, stride: Any, count: Any) -> Any:
-    """Return the products of two rows of a matrix and four of the tokens."""
+    """Return the products of two rows of a matrix and four tokens."""
     one, two, three = stride, index(2) * stride, index(3) * stride
     a0, a1, a2, a3 = single(0), single(0), single(0), single(0)
     b0, b1, b2, b3 = single(0), single(0), single(0), single(0)
@@ -261,7 +261,7 @@ def two_by_four(weight: Any, row: Any, width: Any, rows: Any, at: Any, stride: A
 
 @njit(fastmath=SUMS, error_model="numpy")
 def four_by_one(weight: Any, row: Any, width: Any, rows: Any, at: Any, count: Any) -> Any:
-    """Return the products of four rows of a matrix and one of the tokens."""
+    """Return the products of four rows of a matrix and one token."""
     a0, a1, a2, a3 = single(0), single(0), single(0), single(0)
     for d in range(count):
         x = load(rows, at + d)
@@ -274,7 +274,7 @@ def four_by_one(weight: Any, row: Any, width: Any, rows: Any, at: Any, count: An
 
 @njit(fastmath=SUMS, error_model="numpy")
 def one_by_one(weight: Any, row: Any, rows: Any, at: Any, count: Any) -> Any:
-    """Return the product of a row of a matrix and one of the tokens."""
+    """Return the product of a row of a matrix and one token."""
     total = single(0)
     for d in range(count):
         total += load(weight, row + d) * load(rows, at + d)
@@ -283,7 +283,9 @@ def one_by_one(weight: Any, row: Any, rows: Any, at: Any, count: Any) -> Any:
 
 @njit(error_model="numpy")
 def multiply(weight: Any, bias: Any, rows: Any, out: Any, counter: Any, tokens: Any, width: Any, outputs: Any) -> None:
-    """Write the products of `rows` [tokens, width] and a matrix [outputs, width], as far as no other thread does."""
+    """Write the products of `rows` [tokens, width] and a matrix [outputs, width], except rows that other threads
+    take.
+    """
     one, two, three, four = index(1), index(2), index(3), index(4)
     block = index(BLOCK)
     size = index(16) if tokens <= index(FEW_ROWS) else index(48)
@@ -349,21 +351,23 @@ def multiply(weight: Any, bias: Any, rows: Any, out: Any, counter: Any, tokens: 
 
 @cache
 def layer_kernel(is_bfloat16: bool, is_room_32: bool) -> int:
-    """Return the address of a function that a team of threads runs, for weights and pages of bfloat16 or float32.
+    """Return the address of a function for a team of threads, for weights and pages of bfloat16 or float32.
 
-    `is_room_32`: the room is in 32 bits, as matrices that are compiled here need it; otherwise as the weights.
+    `is_room_32`: buffers are float32, as matrices compiled here require; otherwise they have the weights' format.
     """
-    # Nothing but numbers: what is compiled is kept on disk, by their values.
+    # Only integers: Numba's cache on disk is keyed by the values of the closure.
     source, nothing = np.int64(WORDS), np.int64(0)
 
     def kernel(work: Any, storage: Any, room: Any) -> None:
-        """Run the stages from FIRST to LAST, as one thread of a team; the other pointers are for their types only."""
+        """Run the stages from FIRST to LAST, as one thread of a team; `storage` and `room` serve only for their
+        types.
+        """
         if source == nothing:
             return
         step = words(work[STEP])
         thread, num = index(thread_number(step[THREAD_NUMBER])), index(team_size(step[TEAM_SIZE]))
         for stage in range(work[FIRST], work[LAST] + 1):
-            # What is called in one place only is compiled in one place only.
+            # A function with one call site is compiled in one place only.
             if stage in (ADD_AND_NORM, ADD_AND_NORM_AGAIN):
                 is_again = stage == ADD_AND_NORM_AGAIN
                 weight = like(storage, work[NORM_AGAIN if is_again else NORM])

@@ -1,8 +1,8 @@
-"""The parts of a decoder of the common shape: that of Llama, Mistral and Qwen.
+"""The parts of a standard decoder: the shape of Llama, Mistral and Qwen.
 
-Embedding, layers, norm, head. A layer: norm, queries, keys and values, perhaps a norm of each of their heads, rotation,
-attention, a matrix; norm, two matrices, one of them through an activation, a third. What is found here only looks
-like that; whether it is, is found out by running it, see layer_check.
+Embedding, layers, norm, head. A layer: norm; queries, keys and values; optionally a norm per head; rotation; attention;
+output matrix; norm; gate and up matrices; activation; down matrix. A model with these parts only looks like that shape:
+layer_check runs it to verify.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ EPSILONS = ("variance_epsilon", "eps")
 
 
 class UnlikeError(Exception):
-    """A model does not have the common shape; the text says where."""
+    """The model does not have the standard shape; the message names the difference."""
 
 
 class Norm(msgspec.Struct, frozen=True):
-    """A norm by the root of the mean square."""
+    """A root-mean-square norm."""
 
     weight: torch.Tensor
     epsilon: float
 
 
 class LayerParts(msgspec.Struct, frozen=True):
-    """A layer. `matrices`: for queries, keys, values, the output of attention; gate, up, down.
+    """A layer. `matrices`: query, key, value, attention output; gate, up, down.
 
-    `norm_query` and `norm_key`: of each head, None where there are none.
+    `norm_query` and `norm_key`: the norms per head, or None.
     """
 
     module: Any
@@ -53,12 +53,12 @@ class LayerParts(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """The inputs and outputs of each matrix."""
+        """Inputs and outputs of each matrix."""
         return tuple((matrix.in_features, matrix.out_features) for matrix in self.matrices)
 
 
 class DecoderParts(msgspec.Struct, frozen=True):
-    """A decoder, and the matrix that makes logits."""
+    """A decoder with its output head."""
 
     embedding: Any
     rotary: Any
@@ -68,12 +68,12 @@ class DecoderParts(msgspec.Struct, frozen=True):
 
     @property
     def matrices(self) -> list[Any]:
-        """All matrices."""
+        """All matrices, the output head last."""
         return [matrix for layer in self.layers for matrix in layer.matrices] + [self.head]
 
 
 def find_parts(model: Any, shapes: tuple[LayerShape, ...]) -> DecoderParts:
-    """Return the parts of a model, of which each layer keeps what `shapes` say. Raise UnlikeError."""
+    """Return the parts of a model with layers of `shapes`. Raise UnlikeError if it has another structure."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     _expect_children(model, {name for name, child in model.named_children() if child in (decoder, head)}, "the model")
     if head is None or decoder is model:
@@ -132,7 +132,7 @@ def _expect_children(module: Any, names: set[str], what: str) -> None:
 
 
 def _expect_untouched(module: Any) -> None:
-    """Raise UnlikeError where something was put around a module, which would then not be run."""
+    """Raise UnlikeError if a module has hooks or a replaced forward, which compiled layers would skip."""
     for part in module.modules():
         if "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
             raise UnlikeError(f"{type(part).__name__} was changed, or is watched")

@@ -1,4 +1,4 @@
-"""What computes the layers of a model: its own code, or, for decoders of the common shape on a CPU, compiled calls."""
+"""Chooses the implementation of a model's layers: its own code, or compiled calls for standard decoders on a CPU."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def open_layers(
     tables: Sequence[int],
     name: str = "auto",
 ) -> tuple[CompiledLayers | None, str]:
-    """Return compiled layers for a model, or None for its own code, and why.
+    """Return compiled layers for a model, or None for its own code, and the reason.
 
-    `backends`: what reads pages, for each page table; `tables`: the page table of each layer. `auto` takes compiled
-    layers if they compute what the model computes. Raise ConfigError for a name that is not known, and for `compiled`
-    where they cannot be had.
+    `backends`: the attention backend of each page table; `tables`: the page table of each layer. `auto` chooses
+    compiled layers if they compute the same as the model. Raise ConfigError for an unknown name, and for `compiled`
+    if the model does not support it.
     """
     if name not in LAYERS:
         raise ConfigError(f"{name!r} is not known", field="layers", hint=f"Known: {', '.join(LAYERS)}.")
@@ -51,7 +51,7 @@ def open_layers(
 
 
 _proven: WeakKeyDictionary[Any, dict[int, list[AttentionParams] | str]] = WeakKeyDictionary()
-"""By model and page size: how its layers attend, or why compiled ones cannot be had."""
+"""By model and page size: attention parameters of its layers, or why it cannot have compiled layers."""
 
 
 def _compiled(
@@ -81,7 +81,7 @@ def _compiled(
     if isinstance(params, str):
         raise UnlikeError(params)
     modules = [(layer.attention, layer.mlp) for layer in parts.layers]
-    del parts  # so that no weight is in memory twice for longer than its layer is packed
+    del parts  # so that a weight is in memory twice only while its layer is packed
     for attention, mlp in modules:
         pack_together(attention, ATTENTION[:3])
         pack_together(mlp, MLP[:2])

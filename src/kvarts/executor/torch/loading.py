@@ -1,4 +1,4 @@
-"""A model from a directory, or from the hub's cache, unchanged, with paged attention in its place."""
+"""Loads one model, unmodified but for paged attention, from a directory, a GGUF file or the hub's cache."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def load_model(
     """Return the model in `path`: a directory with config.json and safetensors, a GGUF file or a directory with one, or
     a name in the hub's cache.
 
-    `dtype`: `auto` for that of the weights, float32 where a file has them quantized; or float32, bfloat16, float16.
-    `device`: `auto`, or what torch calls it. `quantization`: int8 or int4, for weights of as many bits, see
-    kvarts.executor.torch.quantized. `trust_remote_code`: run the Python code that comes with the weights, which may do
-    whatever the caller may.
+    `dtype`: `auto` for that of the weights, or float32 if a file has them quantized; or float32, bfloat16, float16.
+    `device`: `auto`, or a name that torch accepts. `quantization`: int8 or int4, the bits per weight, done by
+    kvarts.executor.torch.quantized. `trust_remote_code`: run Python code that ships with the weights, with the
+    caller's permissions.
 
-    Raise MissingFileError for what is not there, InputError for weights that cannot be read or do not fit the config,
-    ConfigError for an architecture with layers that are not all attention over what came before.
+    Raise MissingFileError for a missing path, InputError for weights that cannot be read or do not fit the config,
+    ConfigError for an architecture with layers other than attention over earlier tokens.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"must be auto, float32, bfloat16 or float16, got {dtype!r}", field="dtype")
@@ -92,8 +92,8 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
         )
     except FileNotFoundError as error:
         raise MissingFileError(_first_line(error), path=path) from error
-    except Exception as error:  # transformers and safetensors raise many kinds for broken files
-        if "weights_only" in str(error):  # PyTorch's advice is to load it all the same
+    except Exception as error:  # transformers and safetensors raise many types for broken files
+        if "weights_only" in str(error):  # PyTorch's message advises to load it anyway
             raise InputError(
                 "weights are a pickle that holds more than tensors, which could run code: it is not loaded",
                 path=path,
@@ -116,9 +116,9 @@ def _read_gguf(path: Path, dtype: torch.dtype | None) -> Any:
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of the model in `path`, as of `load_model`; None if there is none.
+    """Return the tokenizer of the model in `path`, which is as for `load_model`, or None if it lacks one.
 
-    Raise ConfigError for a GGUF file with a tokenizer that is not known.
+    Raise ConfigError for a GGUF file with a tokenizer of an unknown kind.
     """
     gguf = find_gguf(path)
     if gguf is not None:
@@ -130,9 +130,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device of that name, `auto` for the best that there is.
+    """Return the device called `name`; `auto` chooses a GPU if PyTorch finds one.
 
-    Raise ConfigError for one that is not known, or not there.
+    Raise ConfigError if it is unknown or not available.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +151,9 @@ def check_device(name: str) -> torch.device:
 
 
 def check_architecture(config: Any, path: str | Path) -> None:
-    """Raise ConfigError for what can be seen to be no decoder before its weights are read."""
+    """Raise ConfigError if the config shows, before weights are read, that the model is not a decoder with
+    attention.
+    """
     kind = getattr(config, "model_type", "?")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):

@@ -1,4 +1,4 @@
-"""How far back the masks see that a model asks transformers for, and which call of attention gets which mask."""
+"""Finds the windows of the masks that a model asks transformers for, and which call of attention gets which mask."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ OWN = "has a mask of its own"
 
 
 class AskedMasks:
-    """Owner of the masks made for one forward pass. Positions up to `most_position` are looked at."""
+    """Owner of the masks made for one forward pass. Positions up to `most_position` are examined."""
 
     def __init__(self, most_position: int) -> None:
         self._most_position = most_position
         self._made: list[tuple[torch.Tensor, torch.Tensor, str | None, int | None]] = []
 
     def make(self, asked: dict[str, Any]) -> torch.Tensor:
-        """Return the mask of numbers to add that `asked` describes, by the keywords of transformers' mask functions."""
+        """Return the additive mask that `asked` describes, in the keywords of transformers' mask functions."""
         reason, window = self._window(asked.get("mask_function", causal_mask_function))
         mask: torch.Tensor = eager_mask(
             **{**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -29,7 +29,7 @@ class AskedMasks:
         return mask
 
     def window_of(self, mask: Any) -> tuple[str | None, int | None]:
-        """Return how far back a call sees that got `mask`, None for all; or first why it cannot be run."""
+        """Return (None, window) of a call with `mask`, window None for all tokens; or (reason it cannot run, None)."""
         if mask is None:
             return "gets no mask", None
         for made, as_made, reason, window in self._made:
@@ -39,7 +39,7 @@ class AskedMasks:
         return OWN, None
 
     def _window(self, function: Any) -> tuple[str | None, int | None]:
-        """Return the window of a mask function: the same from wherever one looks back, or there is a reason."""
+        """Return the same for a mask function; a reason if its window is not equal at all positions."""
         windows: set[int] = set()
         furthest = 0
         last = self._most_position - 1

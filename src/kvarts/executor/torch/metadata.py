@@ -1,4 +1,4 @@
-"""What attention needs to know about a step beside queries, keys and values, and the protocol of attention backends."""
+"""Input of attention for a step, other than queries, keys and values, and the protocol of attention backends."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = [
 
 
 class AttentionParams(msgspec.Struct, frozen=True):
-    """How one layer attends: its scale, the last `window` tokens or all, and a soft cap on scores.
+    """Parameters of one layer's attention: its scale, the last `window` tokens or all, and a soft cap on scores.
 
-    `sinks` [heads]: the score of each head's attention sink, which takes a share of the weights and has no value.
+    `sinks` [heads]: the score of each head's attention sink, which takes some of the weight without having a value.
     """
 
     scaling: float
@@ -35,7 +35,7 @@ class AttentionParams(msgspec.Struct, frozen=True):
     sinks: torch.Tensor | None = None
 
     def less_sinks(self, attended: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
-        """Return `attended` [..., heads, head_dim] with the share of the sinks taken away.
+        """Return `attended` [..., heads, head_dim] without the share of the sinks.
 
         `log_sums` [..., heads] are the logarithms of the sums of exponentials of the scores without sinks.
         """
@@ -53,8 +53,8 @@ class Rotary(Protocol):
 class AttentionMetadata:
     """Where each token of one step is written, and which pages it attends to.
 
-    `slots` [tokens]: where in the pools each token's keys and values go. Decodes are the first tokens of the batch, one
-    a sequence; chunks follow. `rotary`: for chunks that come with queries and keys that are not rotated yet.
+    `slots` [tokens]: the slots in the pools for each token's keys and values. Decodes are the first tokens of the
+    batch, one per sequence; chunks follow. `rotary`: for chunks with queries and keys that are not rotated yet.
     """
 
     def __init__(
@@ -78,15 +78,17 @@ class AttentionMetadata:
         return self.decodes.is_plain and all(chunk.keeps is None for chunk in self.chunks)
 
     def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        """Return `values` as a tensor on the device of the batch."""
+        """Return `values` as a tensor on the batch's device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over pages. What depends on the step, and not on the layer, is prepared once a step."""
+    """Computes attention over pages. Everything that depends on the step but not on the layer is prepared once per
+    step.
+    """
 
     reads_sinks: bool
-    """Whether it can read sequences that retain a sink and a window, and have dropped pages between them."""
+    """Whether it supports sequences that retain a sink and a window, with dropped pages between them."""
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step; every `forward` until the next `begin` belongs to it."""

@@ -1,4 +1,4 @@
-"""Attention backend with a kernel compiled by Numba that reads pages in place; chunks as in SdpaBackend. For a CPU."""
+"""Attention backend with a Numba kernel for decodes that reads pages in place; chunks as in SdpaBackend. For CPUs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["DecodeWork", "NumbaBackend", "numba_fits", "telling"]
 
 logger = logging.getLogger("kvarts.attention")
 TELL_AFTER_S = 3.0
-"""A compiler that takes longer than this is told of."""
+"""Compilation that takes longer than this is logged."""
 SOME_TOKENS = 64
-"""Of a sequence: for a guess at how much is read."""
+"""Assumed length of a sequence, to estimate the amount of work."""
 
 
 def numba_fits(pools: KVPools) -> str | None:
-    """Return why the kernel cannot read such pages; None if it can."""
+    """Return why the kernel cannot read these pages; None if it can."""
     if find_spec("numba") is None:
         return "numba is not installed"
     if pools.device.type != "cpu":
@@ -39,7 +39,7 @@ def numba_fits(pools: KVPools) -> str | None:
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Log `what` if what is done takes long."""
+    """Log `what` if the body takes longer than TELL_AFTER_S."""
     word = threading.Timer(TELL_AFTER_S, logger.info, (what,))
     word.daemon = True
     word.start()
@@ -50,9 +50,9 @@ def telling(what: str) -> Iterator[None]:
 
 
 class DecodeWork:
-    """The work of a step that all layers of one window have in common, see numba_kernel.
+    """The work of a step that all layers of one window share; numba_kernel defines its layout.
 
-    Keeps the arrays that it has addresses of.
+    Keeps alive the arrays that it holds addresses of.
     """
 
     def __init__(self, arrays: dict[int, Ints], counts: dict[int, int]) -> None:
@@ -68,7 +68,7 @@ class DecodeWork:
 class NumbaBackend(SdpaBackend):
     """An AttentionBackend for CPUs.
 
-    Its kernels are compiled, or found on disk, when it is made, so that no step waits for a compiler.
+    Kernels are compiled, or loaded from disk, at construction, so that no step waits for a compiler.
     """
 
     def __init__(self, pools: KVPools) -> None:
@@ -78,9 +78,9 @@ class NumbaBackend(SdpaBackend):
         self._places = numba_kernel
         self._team = team()
         self.counter = np.zeros(8, np.int64)
-        """How much of a call's work is taken: 0 before each."""
+        """Number of work items taken by threads in a call; reset to 0 before each call."""
         self._works: dict[tuple[int | None, int], DecodeWork] = {}
-        # The first engine on a machine waits for the compiler; later ones find its work on disk.
+        # The first engine on a machine waits for the compiler; later ones find the compiled code on disk.
         with telling("compiling attention for this CPU, which is kept on disk"):
             self.kernels = {
                 number: numba_kernel.decode_kernel(
@@ -89,7 +89,7 @@ class NumbaBackend(SdpaBackend):
                 for number, one in enumerate(pools.layers)
                 if number in pools.numbers
             }
-        """Of each layer, the address of its function."""
+        """Address of each layer's compiled function."""
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step."""
@@ -108,9 +108,9 @@ class NumbaBackend(SdpaBackend):
         out[:count] = read
 
     def work(self, layer: int, floats: npt.NDArray[np.float32], queries: torch.Tensor, out: torch.Tensor) -> Ints:
-        """Return the work of one layer without that of the step; what it has addresses of is kept by the caller.
+        """Return the work of one layer without the step's part; the caller keeps alive the tensors it points to.
 
-        `queries` and `out` [tokens, heads, head_dim], in 32 bits.
+        `queries` and `out` [tokens, heads, head_dim], float32.
         """
         places, pools = self._places, self._pools
         work = np.zeros(places.SIZE, np.int64)
@@ -123,7 +123,7 @@ class NumbaBackend(SdpaBackend):
         return work
 
     def floats(self, layer: int, params: AttentionParams) -> npt.NDArray[np.float32]:
-        """Return the numbers that a layer attends with."""
+        """Return the scaling, softcap and sink scores of a layer, as the kernel reads them."""
         floats = np.full(2 + self._pools.layers[layer].num_heads, self._places.NO_SINK, np.float32)
         floats[:2] = params.scaling, params.softcap or 0.0
         if params.sinks is not None:
@@ -131,7 +131,7 @@ class NumbaBackend(SdpaBackend):
         return floats
 
     def step_work(self, layer: int, window: int | None) -> DecodeWork:
-        """Return the work of this step for layers of the same window, and as many heads."""
+        """Return the work of this step for layers with the same window and number of KV heads."""
         kind = window, self._pools.layers[layer].num_kv_heads
         if kind not in self._works:
             self._works[kind] = self._order_decodes(*kind)
@@ -145,7 +145,7 @@ class NumbaBackend(SdpaBackend):
         return DecodeWork(
             {
                 places.COUNTER: self.counter,
-                # The longest first, so that the last to be taken are short.
+                # Longest first, so that short sequences are taken last and threads finish together.
                 places.ORDER: np.argsort(begins - ends, kind="stable"),
                 places.TABLES: tables,
                 places.BEGINS: begins,
@@ -161,6 +161,6 @@ class NumbaBackend(SdpaBackend):
         )
 
     def _num_parts(self, count: int, num_kv_heads: int) -> int:
-        """Return into how many parts the heads of a sequence are split, so that no thread is idle."""
+        """Return the number of parts to split a sequence's heads into, so that no thread is idle."""
         wanted = min(num_kv_heads, -(-2 * torch.get_num_threads() // max(1, count)))
         return next(parts for parts in range(wanted, num_kv_heads + 1) if num_kv_heads % parts == 0)

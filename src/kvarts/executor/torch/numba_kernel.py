@@ -1,12 +1,12 @@
-"""Attention of decodes over pages that stay where they are, compiled by Numba for the CPU it runs on.
+"""Attention of decodes over pages in place, compiled by Numba for the CPU it runs on.
 
-One pass over the keys of a sequence and one over its values, page by page and head by head, in the order in which they
-lie in memory: every byte of KV is read once, and none is written. Arithmetic is in 32 bits; what is read is rounded to
-the number format of the pages.
+One pass over the keys of a sequence and one over its values, page by page and head by head, in memory order: every byte
+of KV is read once, and nothing is copied. Arithmetic is in float32; the output is rounded to the number format of the
+pages.
 """
 
-# Numba compiles these functions: loops over numbers are what it is for. Indices are unsigned, and arrays flat, so that
-# what is computed for an index is what is written here. Types are Numba's:
+# Numba compiles these functions; plain loops over numbers suit it. Indices are unsigned and arrays flat, so that the
+# compiled index arithmetic is exactly that of the source. Types are Numba's:
 # mypy: disable-error-code="assignment, untyped-decorator"
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from kvarts.executor.torch.compiled import WORDS, exponential, float32s, like, l
 __all__ = ["NO_SINK", "SIZE", "STEP_SIZE", "decode_kernel"]
 
 NO_SINK = np.float32(-1e30)
-"""The score of the sink of a head that has none: so low that it takes no share."""
+"""The score for a head without a sink: so low that it takes no share."""
 BLOCK = 4
-"""Values that are added at a time."""
+"""Number of values added at a time."""
 
 index = np.uint64
 real = np.float32
-# Reductions may be added in another order, and nothing else.
+# Only reductions may be reordered.
 SUMS = {"reassoc", "contract", "nsz"}
 
-# The work of a call, by its place in a block of whole numbers; all but counts are addresses.
+# Layout of a call's work, a block of integers; all but counts are addresses.
 (
     KEYS,  # a pool of [pages, page_size, kv_heads, head_dim]
     VALUES,
     KV_HEADS,  # a count
     FLOATS,  # scaling, softcap or 0, then for each head the score of its sink or NO_SINK
-    QUERIES,  # [sequences, kv_heads, heads_each, head_dim], in 32 bits
-    OUT,  # of the same shape, in 32 bits
-    STEP,  # the work that all layers of one window have in common:
+    QUERIES,  # [sequences, kv_heads, heads_each, head_dim], float32
+    OUT,  # of the same shape, float32
+    STEP,  # the work that all layers of one window share:
     SIZE,
 ) = range(8)
 (
     COUNT,  # of sequences
-    PARTS,  # a count: in how many the heads of a sequence are worked on
-    COUNTER,  # what is taken next
+    PARTS,  # a count: work items per sequence, each with some of its heads
+    COUNTER,  # the next work item
     ORDER,  # of sequences: the longest first
     TABLES,  # [sequences, WIDTH]: page ids
     WIDTH,
-    BEGINS,  # of each sequence: the places [begin, end) that it sees,
+    BEGINS,  # per sequence: the places [begin, end) attended to,
     ENDS,
-    SINK_BEGINS,  # and the places of its sink that are read before
+    SINK_BEGINS,  # and the places of its sink, read before them
     SINK_ENDS,
     STEP_SIZE,
 ) = range(11)
@@ -66,7 +66,7 @@ def largest_of(scores: Any, first: Any, count: Any, largest: Any) -> Any:
 
 @njit(fastmath=SUMS, error_model="numpy")
 def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> None:
-    """Apply softmax to `count` scores from `first` on, in place; the sink takes its share, and has no place."""
+    """Apply softmax to `count` scores from `first` on, in place; the sink takes its share without a place."""
     if softcap > real(0):
         for place in range(first, first + count):
             scores[place] = softcap * np.tanh(scores[place] / softcap)
@@ -82,17 +82,17 @@ def softmax(scores: Any, first: Any, count: Any, softcap: Any, sink: Any) -> Non
 
 @cache
 def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: int) -> int:
-    """Return the address of a function that a team of threads runs, for heads of `head_dim` numbers, `heads_each` to a
-    KV head, and pages of float32 or, as its bits, bfloat16.
+    """Return the address of a function for a team of threads, for heads of `head_dim` elements, `heads_each` per KV
+    head, and pages of float32 or bfloat16, the latter as bits.
 
-    Sizes that are known make loops of a known length.
+    Sizes known at compile time give loops of constant length.
     """
-    # Nothing but numbers: what is compiled is kept on disk, by their values.
+    # Only integers: Numba's cache on disk is keyed by the values of the closure.
     dim, each, size, source = index(head_dim), index(heads_each), index(page_size), index(WORDS)
     zero, one, two, three, block = index(0), index(1), index(2), index(3), index(BLOCK)
 
     def kernel(work: Any, storage: Any) -> None:
-        """Let all tokens read, as far as no other thread does. `storage` is a pointer for its type only."""
+        """Attend for all tokens that no other thread takes. `storage` serves only for its type."""
         if source == zero:
             return
         step = words(work[STEP])
@@ -135,7 +135,7 @@ def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: 
                     for kv in range(own):
                         key = at + kv * dim
                         row = kv * each
-                        # Two heads at a time, of those that share these keys.
+                        # Two at a time of the heads that share these keys.
                         while row + one < (kv + one) * each:
                             one_score, other_score = real(0), real(0)
                             for d in range(dim):
@@ -195,7 +195,7 @@ def decode_kernel(is_bfloat16: bool, head_dim: int, heads_each: int, page_size: 
             for d in range(rows * dim):
                 store(out, first * dim + d, near(keys, total[d]))
 
-    # Of names that are alike in two processes, one process could not tell which function is meant.
+    # The name must differ per variant, since Numba's cache looks functions up by name across processes.
     kernel.__qualname__ = f"decode_{'bfloat16' if is_bfloat16 else 'float32'}_{head_dim}_{heads_each}_{page_size}"
     pages = types.CPointer(types.uint16 if is_bfloat16 else types.float32)
     signature = types.void(types.CPointer(types.int64), pages)

@@ -1,4 +1,6 @@
-"""Linear layers with weights laid out once for oneDNN, instead of in every call, those of one input perhaps as one."""
+"""Linear layers with weights that are laid out for oneDNN once instead of in every call, and merged if they share an
+input.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 __all__ = ["PackedLinear", "PackedPart", "pack_linears", "pack_together", "products"]
 
 
-class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
-    """A linear layer with `weight` [out_features, in_features], on a CPU in bfloat16. Keeps a weight of its own."""
+class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not checked, see pyproject.toml
+    """A linear layer with `weight` [out_features, in_features], on a CPU in bfloat16. Holds a copy of the weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -27,15 +29,15 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not 
         return outputs.view(*inputs.shape[:-1], self.out_features)
 
     def weight(self) -> torch.Tensor:
-        """Return the weight, [out_features, in_features], as it was given."""
+        """Return the weight in its original layout, [out_features, in_features]."""
         dense: torch.Tensor = self._weight.to_dense()
         return dense
 
 
 class PackedPart(torch.nn.Module):  # type: ignore[misc]
-    """Some outputs of a PackedLinear that several linear layers of one input were made.
+    """Some outputs of a PackedLinear that merges several linear layers of one input.
 
-    By itself it computes what it did before, but computes the others as well, see `products`.
+    Called alone it returns its outputs but also computes the others'; `products` computes all in one call.
     """
 
     def __init__(self, whole: PackedLinear, first: int, last: int, bias: torch.Tensor | None) -> None:
@@ -47,7 +49,7 @@ class PackedPart(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def whole(self) -> PackedLinear:
-        """That of all the layers it was made one with."""
+        """The merged layer."""
         return self._whole[0]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -55,14 +57,14 @@ class PackedPart(torch.nn.Module):  # type: ignore[misc]
         return self.of_whole(self.whole(inputs)).contiguous()
 
     def of_whole(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return its own of the outputs of the whole."""
+        """Return its part of the merged layer's outputs."""
         return outputs[..., self._outputs]
 
 
 def products(matrices: Sequence[Any], rows: torch.Tensor) -> list[torch.Tensor]:
     """Return the products of `rows` [rows, in_features] and each matrix, [rows, out_features].
 
-    Numbers of a row lie side by side, rows perhaps not: matrices that were packed together are multiplied at once.
+    Elements of a row are contiguous, rows need not be: merged matrices are multiplied in one call.
     """
     if isinstance(matrices[0], PackedPart):
         outputs = matrices[0].whole(rows)
@@ -71,7 +73,7 @@ def products(matrices: Sequence[Any], rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def pack_together(module: Any, names: Sequence[str]) -> None:
-    """Make one PackedLinear of those of `module` that `names` say, if they all are; `module` keeps its parts."""
+    """Merge the layers `names` of `module` into one PackedLinear if all are packed; `module` keeps them as parts."""
     linears = [getattr(module, name) for name in names]
     if not all(type(linear) is PackedLinear for linear in linears):
         return
@@ -89,7 +91,7 @@ def pack_together(module: Any, names: Sequence[str]) -> None:
 
 
 def pack_linears(model: Any) -> int:
-    """Replace the linear layers of a model on a CPU in bfloat16, where that can be done; return how many."""
+    """Replace the linear layers of a bfloat16 model on a CPU, if oneDNN supports it; return how many."""
     if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return 0
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():

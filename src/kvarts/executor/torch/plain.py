@@ -1,4 +1,4 @@
-"""Attention as its definition has it, without pages: what a model is compared with before it runs in pages."""
+"""Attention by its definition, without pages: the reference that a model is compared with before it runs in pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["causal", "plain_attention"]
 
 
 def causal(sequences: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return what each token sees, as [tokens, tokens]: its own sequence, up to its position.
+    """Return the tokens that each token attends to, as [tokens, tokens]: its sequence, up to its position.
 
     `sequences` [tokens]: the number of the sequence of each token; `positions` [tokens]: its position there.
     """
@@ -24,7 +24,7 @@ def causal(sequences: torch.Tensor, positions: torch.Tensor, window: int | None)
 def plain_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `queries` [tokens, heads, head_dim] read, in 32 bits; `params.window` is in `seen` [tokens, tokens].
+    """Return attention of `queries` [tokens, heads, head_dim] in float32; `seen` [tokens, tokens] includes the window.
 
     `keys` and `values` [tokens, kv_heads, head_dim].
     """

@@ -1,4 +1,4 @@
-"""The KV memory of a model: two tensors a layer, cut into pages."""
+"""The KV memory of a model: two tensors per layer, divided into pages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import torch
 __all__ = ["KVPools", "LayerShape", "page_bytes_of"]
 
 ALIGNMENT_BYTES = 64
-"""A line of a CPU's cache, as PyTorch aligns its own memory."""
+"""A CPU's cache line, the alignment that PyTorch uses as well."""
 
 
 class LayerShape(msgspec.Struct, frozen=True):
-    """What a layer keeps of a token: `num_kv_heads` keys and as many values, of `head_dim` numbers each.
+    """The KV of a layer per token: `num_kv_heads` keys and values, of `head_dim` elements each, read by `num_heads`
+    heads.
 
-    `num_heads` read them. `owner`: the layer that keeps the keys and values it reads; a layer that is not its own owner
-    keeps nothing. `window`: it attends to the last so many tokens, None for all.
+    `owner`: the layer that stores the keys and values it reads; a layer that is not its own owner stores nothing.
+    `window`: the number of last tokens that it attends to, None for all.
     """
 
     num_heads: int
@@ -33,9 +34,9 @@ class LayerShape(msgspec.Struct, frozen=True):
 
 
 def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a page over all layers that keep something.
+    """Return the bytes of a page over all layers that store KV.
 
-    For each of them: page_size x 2 x kv_heads x head_dim x bytes of a number.
+    Per layer: page_size x 2 x kv_heads x head_dim x bytes per element.
     """
     kept = (layer for place, layer in enumerate(layers) if layer.owner == place)
     numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in kept)
@@ -46,13 +47,13 @@ class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
-    is its page's id times the page size, and its place in the page. Layers that share KV have the same tensors.
+    is its page's id times the page size, plus its place in the page. Layers that share KV have the same tensors.
 
-    Of a model with KV groups, pages are blocks, and layers with the same of `places` have the same memory, see
-    BlockCut. Where layers have several shapes, a block may be several pages of a layer that keeps less, or hold fewer
-    tokens of one that keeps more, `page_sizes[layer]`: `of_layers` has what such layers see.
+    In a model with KV groups, pages are blocks, and layers with equal entries in `places` share memory (BlockCut). If
+    layers have several shapes, a block may be several pages of a layer with smaller KV, or hold fewer tokens of one
+    with larger KV, `page_sizes[layer]`: `of_layers` returns the view of such layers.
 
-    `numbers`: of the layers that are read by these pages.
+    `numbers`: the layers that are read through these pages.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KVPools:
         shapes = [(size, one.num_kv_heads, one.head_dim) for size, one in zip(sizes, layers, strict=True)]
         tensor_of = [one.owner for one in layers] if places is None else list(places)
         largest: dict[int, int] = {}
-        """By the number of a tensor: the first of the layers that have the most in it."""
+        """By tensor number: the first of the layers with the largest pages in it."""
         for number, tensor in enumerate(tensor_of):
             if tensor not in largest or math.prod(shapes[number]) > math.prod(shapes[largest[tensor]]):
                 largest[tensor] = number
@@ -92,19 +93,19 @@ class KVPools:
                 tensors.append(seen[tensor, shape])
         kept = sum(2 * math.prod(shapes[first]) for first in self._firsts)
         self.page_bytes = kept * int(dtype.itemsize)
-        """Of a page, or of a block, in all tensors."""
+        """Bytes of a page, or of a block, over all tensors."""
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
 
     def of_layers(self, numbers: Sequence[int]) -> KVPools:
-        """Return the same memory as some layers see it, which have pages of the same size in it."""
+        """Return a view of the same memory for layers with pages of one size in it."""
         seen = copy(self)
         seen.numbers = tuple(numbers)
         seen.num_pages, seen.page_size = self.keys[numbers[0]].shape[:2]
         return seen
 
     def read_pages(self, page_ids: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """Return what is in pages, by tensor, as bytes of shape [pages, bytes]."""
+        """Return the contents of pages by tensor, as bytes of shape [pages, bytes]."""
         chosen = torch.tensor(list(page_ids), dtype=torch.long, device=self.device)
         return {
             f"{number:04}": tensor[chosen].flatten(1).view(torch.uint8).cpu().numpy()
@@ -112,36 +113,37 @@ class KVPools:
         }
 
     def write_pages(self, page_ids: Sequence[int], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write what `read_pages` returned, of as many pages."""
+        """Write arrays that `read_pages` returned for the same number of pages."""
         chosen = torch.tensor(list(page_ids), dtype=torch.long, device=self.device)
         for number, tensor in enumerate(self.tensors):
             saved = torch.from_numpy(arrays[f"{number:04}"].copy()).to(self.device)
             tensor[chosen] = saved.view(self.dtype).view(len(page_ids), *tensor.shape[1:])
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy all that is in one page to another."""
+        """Copy one page to another, in all tensors."""
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Each that is allocated, once: `num_pages` pages or blocks."""
+        """Each allocated tensor once: `num_pages` pages or blocks."""
         return [tensors[first] for tensors in (self.keys, self.values) for first in self._firsts]
 
     def as_arrays(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the same memory as bytes of shape [num_pages, ...], for copying pages. Tensors are on the CPU."""
+        """Return the same memory as bytes of shape [num_pages, ...], for copying pages. Tensors must be on the CPU."""
         return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in self.tensors]
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that are allocated."""
+        """Bytes of the allocated tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on a CPU in memory that the system gives when it is first written.
+    """Return zeros; on a CPU, in memory that the system allocates on first write.
 
-    PyTorch writes each zero, which takes a second for 4 GiB, and all of the memory for a model that needs little.
+    PyTorch writes each zero, which takes a second for 4 GiB and makes all the memory resident even if a model uses
+    little.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

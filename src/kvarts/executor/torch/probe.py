@@ -1,9 +1,9 @@
-"""What a model asks of attention, found by running it: no config and no name says it for all models alike.
+"""Examines how a model uses attention by running it, since no config field or name gives that for all models.
 
-A model that is to run in pages must hand all that tokens know of each other to attention, as queries, keys and values
-that depend on nothing but the token itself, what came before it, and its position. `examine` runs a model on a few
-tokens under attentions that watch it, and refuses it with the reason if that does not hold; and it compares what the
-model computes by itself with what it computes when several sequences share a row, as they do in a step.
+A model that runs in pages must pass everything that tokens know of each other through attention, as queries, keys and
+values that depend only on the token, the tokens before it, and its position. `examine` runs a model on a few tokens
+under attentions that record the calls, and refuses it with a reason if that does not hold; it also compares the model's
+normal output with its output when several sequences share a row, as they do in a step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvarts.executor.torch.watching import Alone, Packed, Refusal, Seen, Watched
 __all__ = ["Facts", "examine", "layer_shapes", "refused"]
 
 MOST_POSITION = 1 << 20
-"""Positions up to this are looked at."""
+"""Positions up to this are examined."""
 LENGTHS = (21, 13)
-"""Tokens of the sequences that are compared."""
+"""Lengths of the sequences that are compared."""
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What is known of a model that can run in pages.
+    """The properties of a model that can run in pages.
 
-    `layers`: what each of its calls of attention keeps. `keeps_logits`: it computes logits where it is asked to, and
-    not everywhere. `switch`: its rotation depends on how long a sequence is. `states`: what each of its layers keeps
-    that have a state, whatever the length of a sequence.
+    `layers`: the KV that each of its calls of attention stores. `keeps_logits`: it can compute logits at chosen places
+    only. `switch`: set if its rotation depends on the length of a sequence. `states`: the state of each layer that has
+    one of constant size.
     """
 
     layers: tuple[LayerShape, ...]
@@ -47,12 +47,12 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
-    """Return the shape of each layer of a model, see `examine`."""
+    """Return the shape of each layer of a model, as `examine` finds it."""
     return examine(model).layers
 
 
 def examine(model: Any) -> Facts:
-    """Return what is known of a model, which from then on attends through pages. A model is examined once.
+    """Return the facts of a model, and have it attend through pages from now on. Results are cached per model.
 
     Raise ConfigError, with the reason, for a model that cannot run in pages.
     """
@@ -67,7 +67,7 @@ _known: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
 
 def refused(model: Any, why: str) -> ConfigError:
-    """Return the error that a model cannot run in pages."""
+    """Return the error for a model that cannot run in pages."""
     return ConfigError(
         f"{model.config.model_type} cannot run in pages: {why}",
         field="model_type",
@@ -76,14 +76,14 @@ def refused(model: Any, why: str) -> ConfigError:
 
 
 def _take_attention(model: Any) -> None:
-    """Let `model` ask this package for attention."""
+    """Have `model` call this package for attention."""
     if not model._can_set_attn_implementation():
         raise refused(model, "its layers do not ask for attention through transformers' AttentionInterface")
     model.set_attn_implementation(ATTENTION)
 
 
 class _Examination:
-    """The runs of one model, and what they showed."""
+    """The test runs of one model and their results."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -102,7 +102,7 @@ class _Examination:
         self._keeps_logits = _takes(model, "logits_to_keep")
 
     def facts(self) -> Facts:
-        """Look at everything, the cheapest first."""
+        """Run all tests, the cheapest first, and return the facts."""
         model = self._model
         if not self._has_positions:
             raise refused(model, "it takes no position_ids: its positions are its own")
@@ -116,10 +116,10 @@ class _Examination:
         self._look_at_cache(own, shapes)
         return Facts(shapes, self._keeps_logits, switch, states)
 
-    # Each look --------------------------------------------------------------------------------------------
+    # Tests ------------------------------------------------------------------------------------------------
 
     def _run_by_itself(self) -> list[torch.Tensor]:
-        """Return the logits of each sequence as the model computes them by itself, and look which tokens it sees."""
+        """Return the logits of each sequence as the model computes them without pages, after a test for causality."""
         model = self._model
         sequences = self._sequences()
         changed = [*sequences[0][:-1], sequences[1][0]]
@@ -130,7 +130,7 @@ class _Examination:
                 ids_tensor = torch.tensor([ids], device=self._device)
                 out = model(input_ids=ids_tensor, attention_mask=torch.ones_like(ids_tensor), use_cache=False)
                 logits.append(out.logits[0].float())
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             raise refused(model, f"it does not run on tokens alone ({_first_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
@@ -143,7 +143,7 @@ class _Examination:
         return logits[:2]
 
     def _look_at_states(self) -> tuple[StateShape, ...]:
-        """Return what each layer with a state keeps."""
+        """Return the state of each layer that has one."""
         model = self._model
         ids = torch.tensor([self._sequences()[0]], device=self._device)
 
@@ -153,13 +153,13 @@ class _Examination:
         try:
             model.set_attn_implementation("eager")
             return find_states(model, run)
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             raise refused(model, f"its layers keep states in a way that is not known ({_first_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
 
     def _look_at_calls(self) -> list[Seen]:
-        """Return what each call of attention brought, for tokens that are each a sequence of its own."""
+        """Return the input of each call of attention, for tokens that are separate sequences."""
         model = self._model
         seen = self._run(Alone(), self._ids[:6], list(range(6)))[1]
         if not seen:
@@ -173,7 +173,7 @@ class _Examination:
         return seen
 
     def _look_at_tokens(self, most: int) -> None:
-        """Look whether a token depends on any other but through attention, at positions below `most`."""
+        """Test that a token depends on others only through attention, at positions below `most`."""
         model = self._model
         near = [min(position, max(0, most - 3)) for position in (0, 1, 5, most // 5, most // 2)]
         ids, other = self._ids[:6], self._ids[7]
@@ -206,7 +206,7 @@ class _Examination:
                 self._keeps_logits = False
 
     def _look_at_masks(self, calls: list[Seen]) -> tuple[LayerShape, ...]:
-        """Return the shape and the window of each call, and look whether it is attention as it is known."""
+        """Return the shape and window of each call, after a test that it is standard attention."""
         watched = Watched(LENGTHS[0], self._most_position)
         _, seen = self._run(watched, self._ids[: LENGTHS[0]], list(range(LENGTHS[0])))
         shapes = []
@@ -220,7 +220,7 @@ class _Examination:
         return tuple(shapes)
 
     def _look_at_cache(self, own: list[torch.Tensor], shapes: tuple[LayerShape, ...]) -> None:
-        """Look whether `generate`, which goes on from a cache, computes what the model computes at once."""
+        """Test that `generate`, which continues from a cache, computes the same as a single pass."""
         model = self._model
         ids = torch.tensor([self._sequences()[0]], device=self._device)
         try:
@@ -230,7 +230,7 @@ class _Examination:
             cache = getattr(begun, name)
             last = model(input_ids=ids[:, -1:], attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache})
             logits = last.logits[0, -1:].float()
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             raise refused(model, f"it does not go on from a cache ({_first_line(error)})") from error
         finally:
             model.set_attn_implementation(ATTENTION)
@@ -251,10 +251,10 @@ class _Examination:
         switch: RopeSwitch | None,
         states: tuple[StateShape, ...],
     ) -> tuple[StateShape, ...]:
-        """Compare the model by itself with several sequences in a row; return how its layers go on from `states`."""
+        """Compare the model's normal output with several sequences in a row; return `states`, stepwise if necessary."""
         sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
-        # In no order, so that nothing is right by where in the row it stands.
+        # In random order, so that no result is right only because of a token's place in the row.
         order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(3))
         mixed = sequences[order].to(self._device), positions[order].to(self._device)
         ids = [self._ids[place] for place in order.tolist()]
@@ -286,7 +286,7 @@ class _Examination:
     def _run(
         self, attention: Watching, ids: list[int], positions: list[int], keep: list[int] | None = None
     ) -> tuple[torch.Tensor, list[Seen]]:
-        """Return the logits of a row of tokens, and what attention was asked."""
+        """Return the logits of a row of tokens, and the recorded calls of attention."""
         more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self._device)}
         try:
             with attending(attention), keeping(attention.states):
@@ -298,16 +298,17 @@ class _Examination:
                 ).logits
         except Refusal as error:
             raise refused(self._model, str(error)) from None
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # a model's code may raise anything
             if keep is not None:
                 raise
             raise refused(self._model, f"it does not run where attention is in pages ({_first_line(error)})") from error
         return logits[0].float(), attention.seen
 
     def _differ(self, mine: torch.Tensor, other: torch.Tensor, several: float = 1.0) -> bool:
-        """Return whether rows differ by more than rounding does.
+        """Return whether rows differ by more than rounding.
 
-        In 16 bits that is a tenth of what there is, of half of the rows: a layer of experts may choose others.
+        In 16 bits, only the median row counts, and the limit is 3 % (15 % with `several`): a layer of experts may route
+        some tokens differently.
         """
         if mine.shape != other.shape or not bool(torch.isfinite(mine).all()):
             return True
@@ -319,13 +320,13 @@ class _Examination:
 
 
 def _takes(model: Any, name: str) -> bool:
-    """Return whether a model's forward has a keyword, or hands on all that it gets."""
+    """Return whether a model's forward accepts a keyword, by name or through **kwargs."""
     parameters = signature(model.forward).parameters
     return name in parameters or any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def _cache_name(model: Any) -> str:
-    """Return by which name a model takes a cache: transformers 5.24 calls `cache` what was past_key_values."""
+    """Return the keyword by which a model takes a cache: transformers 5.24 renamed past_key_values to `cache`."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 

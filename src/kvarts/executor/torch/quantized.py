@@ -1,7 +1,7 @@
-"""Linear layers with weights in 8 or 4 bits: fewer bytes to read in a step, and not quite the same model.
+"""Linear layers with 8-bit or 4-bit weights: fewer bytes to read per step, and a slightly different model.
 
-Weights are rounded, not trained for it; activations stay as they are. `quantize` tells what that costs, on the model at
-hand: how far its weights are off, and how its next tokens differ.
+Weights are rounded without training; activations are unchanged. `quantize` measures the cost on the model at hand: the
+error of its weights, and the change of its next tokens.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kvarts.errors import ConfigError
 __all__ = ["SCHEMES", "Quantization", "check_scheme", "quantization_of", "quantize"]
 
 SCHEMES = ("int8", "int4")
-"""With a scale for each row; with a scale and an offset for each 32 weights of a row."""
+"""int8 has a scale per row; int4 a scale and an offset per 32 weights of a row."""
 GROUP_SIZE = 32
 NUM_COLUMNS, NUM_ROWS = 32, 16
-"""The kernels take weights [out_features, in_features] with multiples of these."""
+"""The kernels require multiples of these: in_features of the first, out_features of the second."""
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Ranges of a group that are tried, as shares of the whole: a few clipped weights may cost less than coarse steps."""
+"""Ranges to try for a group, as shares of the full range: clipping a few weights may cost less than coarse steps."""
 ROWS_AT_ONCE = 4096
-"""Rows of a matrix that are rounded at once, in 32 bits."""
+"""Rows of a matrix rounded at a time, in float32."""
 FEW_ROWS = 8
-"""Up to as many rows, 8 bits are multiplied as they are; more are worth making 16 bits of the weights first."""
+"""Up to this many rows, 8-bit weights are multiplied directly; for more, converting them to 16 bits first pays."""
 NUM_SEQUENCES, LENGTH = 4, 64
-"""Random tokens that the loss is found with."""
+"""Random tokens for measuring the loss."""
 
 
 class Quantization(msgspec.Struct, frozen=True):
-    """What was done to a model, and what it cost.
+    """The quantization of a model, and its cost.
 
-    `num_linears` were quantized, `num_left` are as they were, since the kernels do not take their shapes. `num_bytes`:
-    of the weights of the first, with their scales; `num_bytes_before`: what they were. `weight_error`: the root mean
-    square of what the weights are off, by that of the weights. Over `num_tokens` random tokens: `same_share`, the share
-    of places at which the likeliest next token is the same; `kl_nats`, the mean divergence (Kullback and Leibler) of
-    the next tokens' distribution from that of the model before.
+    `num_linears` layers were quantized; `num_left` were not, since the kernels do not support their shapes.
+    `num_bytes`: size of the quantized weights with their scales; `num_bytes_before`: their size before. `weight_error`:
+    root mean square of the weights' errors, relative to that of the weights. Over `num_tokens` random tokens:
+    `same_share`, the share of places with the same likeliest next token; `kl_nats`, the mean Kullback-Leibler
+    divergence of the next-token distribution from the original model's.
     """
 
     scheme: str
@@ -63,21 +63,21 @@ class Quantization(msgspec.Struct, frozen=True):
 
 
 def quantization_of(model: Any) -> Quantization | None:
-    """Return what was done to a model; None if nothing was."""
+    """Return the quantization of a model; None if it is not quantized."""
     return _known.get(model)
 
 
 def check_scheme(scheme: str | None) -> None:
-    """Raise ConfigError for a scheme that is not known."""
+    """Raise ConfigError for an unknown scheme."""
     if scheme is not None and scheme not in SCHEMES:
         raise ConfigError(f"must be {' or '.join(SCHEMES)}, got {scheme!r}", field="quantization")
 
 
 def quantize(model: Any, scheme: str) -> Quantization:
-    """Replace the linear layers of a model on a CPU by those with weights of 8 or 4 bits; return what it cost.
+    """Replace the linear layers of a model on a CPU by 8-bit or 4-bit ones; return the cost.
 
-    The matrix that makes logits is of 8 bits in both. Experts that are no linear layers stay as they are. Raise
-    ConfigError for another scheme, for a model that is not on a CPU, and for one without a layer that can be quantized.
+    The output head has 8 bits in both schemes. Experts that are not linear layers stay unquantized. Raise ConfigError
+    for an unknown scheme, for a model that is not on a CPU, and for one without a layer that can be quantized.
     """
     check_scheme(scheme)
     if model.device.type != "cpu":
@@ -102,7 +102,7 @@ def quantize(model: Any, scheme: str) -> Quantization:
     for module, name, linear in fitting:
         if linear not in made:
             made[linear] = (Int8Linear if scheme == "int8" or linear is head else Int4Linear)(linear)
-            del linear.weight  # so that a model is never in memory twice
+            del linear.weight  # so that the model is never in memory twice
         setattr(module, name, made[linear])
     after = _next_logprobs(model, tokens)
     squares = [(one.error_squares, one.weight_squares) for one in made.values()]
@@ -120,11 +120,11 @@ def quantize(model: Any, scheme: str) -> Quantization:
     return _known[model]
 
 
-class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are not read, see pyproject.toml
-    """What `linear` computes, but for rounding of its weights. Keeps numbers of its own.
+class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not checked, see pyproject.toml
+    """Computes `linear` with rounded weights. Holds its weights in a separate tensor.
 
-    `num_bytes`: of its weights; `num_bytes_before`: of those of `linear`. `error_squares` and `weight_squares`: sums
-    over all weights.
+    `num_bytes`: size of its weights; `num_bytes_before`: size of those of `linear`. `error_squares` and
+    `weight_squares`: sums over all weights.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
@@ -145,11 +145,11 @@ class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are 
         self.num_bytes_before = weight.nbytes
 
     def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return by how much rows are off, squared and added up, and what is kept of them, row by row."""
+        """Return the sum of squared errors, and the stored tensors, row by row."""
         raise NotImplementedError
 
     def _laid_out(self, *kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and scales of all rows as the kernel takes them."""
+        """Return weights and scales of all rows in the kernel's layout."""
         raise NotImplementedError
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
@@ -164,10 +164,10 @@ class _QuantizedLinear(torch.nn.Module):  # type: ignore[misc]  # its types are 
 
 
 class Int8Linear(_QuantizedLinear):
-    """Weights of 8 bits, each row with a scale."""
+    """8-bit weights with a scale per row."""
 
     def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        # Weights are rounded with the scale as it is kept, which is not 0 for a row of zeros.
+        # Weights are rounded with the stored scale, which is not 0 even for a row of zeros.
         scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
         steps = scales.float()[:, None]
         numbers = (weight / steps).round().clamp(-127, 127)
@@ -185,7 +185,7 @@ class Int8Linear(_QuantizedLinear):
 
 
 class Int4Linear(_QuantizedLinear):
-    """Weights of 4 bits; 32 in a row have a scale and an offset."""
+    """4-bit weights with a scale and an offset per 32 weights of a row."""
 
     def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         groups = weight.reshape(len(weight), -1, GROUP_SIZE)
@@ -207,9 +207,9 @@ class Int4Linear(_QuantizedLinear):
 
 
 def _rounded_to_4_bits(groups: torch.Tensor, shrink: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the squared error of each group [rows, groups], its numbers from 0 to 15, its scale and its offset.
+    """Return per group [rows, groups] its squared error, numbers from 0 to 15, scale and offset.
 
-    A weight is (number - 8) x scale + offset, with both as `dtype` keeps them.
+    A weight is (number - 8) x scale + offset, with both rounded to `dtype`.
     """
     least_of, most_of = groups.amin(2), groups.amax(2)
     middle, half = (least_of + most_of) / 2, (most_of - least_of) / 2 * shrink

@@ -1,7 +1,7 @@
-"""Rotations that depend on how long a sequence is: up to a length by one set of factors, beyond it by another.
+"""Rotations that depend on the length of a sequence: one set of factors up to a length, another beyond it.
 
-transformers chooses the factors by the largest position of a row. In a step, a row has many sequences: so the factors
-of each token are chosen here, by the length of its own sequence.
+transformers chooses the factors by the largest position of a row. In a step, a row has many sequences, so each token's
+factors are chosen here, by the length of its sequence.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NEAR = (0, 1, 2, 3)
 
 
 class RopeSwitch:
-    """The rotary modules of a model, made to choose factors by token. `length`: of the longest short sequence.
+    """The rotary modules of a model, patched to choose factors per token. `length`: the longest short sequence.
 
-    While nothing is chosen, all modules do as they did.
+    Outside of `chosen`, all modules behave as before.
     """
 
     def __init__(self, modules: list[Any], length: int) -> None:
@@ -33,7 +33,7 @@ class RopeSwitch:
 
     @contextmanager
     def chosen(self, are_long: torch.Tensor) -> Iterator[None]:
-        """Rotate by the factors of long sequences where `are_long` [tokens], for one forward pass."""
+        """Rotate by the factors of long sequences where `are_long` [tokens] is set, for one forward pass."""
         self._are_long = are_long
         try:
             yield
@@ -45,7 +45,8 @@ class RopeSwitch:
             are_long = self._are_long
             if are_long is None:
                 return forward(states, position_ids, *args, **kwargs)
-            # The largest position decides: one more makes all long, and those of long sequences are left out.
+            # The largest position decides: one extra position makes all long, and zeros for long sequences make all
+            # short.
             beyond = position_ids.new_full((*position_ids.shape[:-1], 1), self.length)
             long = forward(states, torch.cat((position_ids, beyond), dim=-1), *args, **kwargs)
             short = forward(states, torch.where(are_long, 0, position_ids), *args, **kwargs)
@@ -56,7 +57,7 @@ class RopeSwitch:
 
 
 def find_switch(model: Any, most_position: int, device: torch.device) -> RopeSwitch | None:
-    """Return how the rotation of a model depends on the length of a sequence; None if it does not.
+    """Return the RopeSwitch of a model; None if its rotation does not depend on the length of a sequence.
 
     Raise ConfigError for a rotation with more than two sets of factors.
     """
@@ -79,13 +80,13 @@ def find_switch(model: Any, most_position: int, device: torch.device) -> RopeSwi
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """Return the kinds of layers that a module has rotations for; None for a module with one rotation."""
+    """Return the kinds of layers that a module has rotations for; [None] for a module with one rotation."""
     kinds = getattr(module, "rope_type", None)
     return list(kinds) if isinstance(kinds, dict) else [None]
 
 
 def _length(module: Any, kind: str | None, most_position: int, model: Any, device: torch.device) -> int | None:
-    """Return the length of the longest sequence with the factors of short ones; None if all have the same."""
+    """Return the length of the longest sequence that uses the short factors; None if all use the same."""
 
     def near(furthest: int) -> torch.Tensor:
         positions = torch.tensor([[*NEAR, furthest]], device=device)
@@ -97,8 +98,8 @@ def _length(module: Any, kind: str | None, most_position: int, model: Any, devic
     try:
         short = near(NEAR[-1] + 1).clone()
         long = near(most_position - 1).clone()
-    except Exception:  # whatever its code raises
-        return None  # a rotation that is called otherwise: the model is looked at as a whole
+    except Exception:  # a model's code may raise anything
+        return None  # a rotation with another signature: the model is examined as a whole
     if torch.equal(short, long):
         return None
     low, high = NEAR[-1] + 1, most_position - 1

@@ -1,4 +1,4 @@
-"""The rotation that a model applies to queries and keys, for keys that are kept as they are before it."""
+"""The rotation that a model applies to queries and keys, for keys that are stored before rotation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PROBED_POSITIONS = (3, 11)
 
 
 class TorchRotation:
-    """The LateRotation of a model of transformers. `rotary` is None until it is enabled."""
+    """The LateRotation of a transformers model. `rotary` is None until it is enabled."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.rotary: ModelRotary | None = None
 
     def enable(self) -> None:
-        """Find the rotation of the model, and check it against the model itself."""
+        """Find the rotation of the model, and check it against the model."""
         if self.rotary is None:
             rotary = ModelRotary(self._model)
             rotary.check()
@@ -33,9 +33,9 @@ class TorchRotation:
 
 
 class ModelRotary:
-    """A Rotary: what the layers of `model` do to queries and keys that come rotated at position 0.
+    """A Rotary that applies the rotation of `model` to queries and keys rotated at position 0.
 
-    Raise ConfigError for a model in which no rotation is found.
+    Raises ConfigError if no rotation is found in the model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,13 +62,13 @@ class ModelRotary:
     def rotate(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return `states` [tokens, heads, head_dim] as the layer rotates them at `positions` [tokens]."""
         cos, sin = (table[positions] for table in self._table(self._types[layer], int(positions.max()) + 1, states))
-        # The functions of transformers take [sequences, heads, tokens, head_dim], and queries and keys together.
+        # The transformers functions take [sequences, heads, tokens, head_dim], and queries and keys together.
         packed = states.transpose(0, 1)[None]
         rotated: torch.Tensor = self._apply[layer](packed, packed[:, :1], cos[None], sin[None])[0]
         return rotated[0].transpose(0, 1)
 
     def check(self) -> None:
-        """Compare with the model, layer by layer. Raise ConfigError if it does something else."""
+        """Compare with the model, layer by layer. Raise ConfigError if it rotates differently."""
         plain, rotated = _Keys(), _Keys()
         device = self._model.device
         for keys, positions in ((plain, (0, 0)), (rotated, PROBED_POSITIONS)):
@@ -88,31 +88,31 @@ class ModelRotary:
                     raise _no_rotation(self._model, f"layer {layer} rotates keys in a way that is not known")
 
     def _table(self, kind: str | None, count: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [positions, rotated numbers] of at least `count` positions."""
+        """Return cosines and sines [positions, rotated elements] of at least `count` positions."""
         known = self._tables.get(kind)
         if known is None or len(known[0]) < count:
             positions = torch.arange(max(count, 2 * len(known[0]) if known else 256), device=states.device)[None]
             arguments = (states, positions) if kind is None else (states, positions, kind)
             cos, sin = (table[0] for table in self._embedding(*arguments))
-            # Some scale what they rotate; what comes rotated at position 0 is scaled already.
+            # Some rotations also scale; inputs rotated at position 0 are scaled already.
             known = self._tables[kind] = cos / cos[0], sin / cos[0]
         return known
 
 
 class _Keys:
-    """An Attention that notes the keys of each layer, and returns zeros."""
+    """An Attention that records the keys of each layer, and returns zeros."""
 
     def __init__(self) -> None:
         self.of_layer: dict[int, torch.Tensor] = {}
 
     def called(self, call: AttentionCall) -> torch.Tensor:
-        """Note the keys."""
+        """Record the keys."""
         queries, keys, values = call.packed()
         self.of_layer[call.number] = keys.clone()
         return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
     def mask(self, **_: Any) -> None:
-        """Make no mask."""
+        """Return no mask."""
 
 
 def _no_rotation(model: Any, why: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""How the next token of each request is chosen from its logits, and whether the token ends the request."""
+"""Chooses the next token of each request from its logits, and decides whether the token ends the request."""
 
 from __future__ import annotations
 
@@ -27,26 +27,28 @@ __all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler"]
 _log = logging.getLogger(__name__)
 
 USUAL_TEMPERATURES = 1e-3, 1e3
-"""Between these, scores are divided in 32 bits, as transformers does."""
+"""Between these, scores are divided in float32, as in transformers."""
 Tokens = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
 class TokenSampler(Protocol):
-    """Chooses tokens. What it has to know of a request it was told before the first chunk of that request.
+    """Chooses tokens. Requests are registered before their first chunk.
 
-    Promises that whatever goes wrong for one request ends that request, by a token that is an end, and raises nothing.
+    Promises never to raise: an error in one request ends that request, by a token that is an end.
     """
 
     @property
     def num_scored(self) -> int:
-        """How many requests under way want the log-probabilities of their prompts."""
+        """Number of active requests that asked for the log-probabilities of their prompts."""
 
     def num_to_score(self, request_index: int) -> int:
-        """Return how many tokens have the prompt of a request that wants their log-probabilities; 0 for others."""
+        """Return the length of the prompt if the request asked for its log-probabilities, else 0."""
 
     def score(self, request_index: int, start: int, logits: torch.Tensor) -> None:
-        """Note what follows the positions from `start` on of such a prompt. `logits` [positions, vocabulary]."""
+        """Record the log-probabilities of a prompt's tokens after positions from `start` on. `logits` [positions,
+        vocabulary].
+        """
 
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
         """Return a token for each request, and whether that token ends it. `logits` [requests, vocabulary]."""
@@ -54,19 +56,19 @@ class TokenSampler(Protocol):
     def sample_drafted(
         self, request_indices: Sequence[int], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
     ) -> tuple[Tokens, Flags, list[int]]:
-        """Return as `sample` does, and how many drafted tokens of each request are accepted: the token comes after.
+        """Return as `sample` does, and the number of accepted drafted tokens per request; the token follows these.
 
-        `logits`: a row for what follows the known tokens of the first request, and one for what follows each of its
-        drafted ones; then those of the second. A drafted token is accepted if it is the token that is chosen in its
-        place, and does not end the request. So tokens, and all that choosing them changes, are as without drafts.
+        `logits`: per request, a row for the token after its known tokens, and a row for the token after each drafted
+        one. A drafted token is accepted if it equals the token sampled in its place and does not end the request.
+        Tokens, and all state that sampling changes, are therefore the same as without drafts.
         """
 
 
 class BatchSampler:
-    """The TokenSampler of requests with SamplingParams. Owner of what sampling keeps from token to token.
+    """The TokenSampler of requests with SamplingParams. Owner of the sampling state of each request.
 
-    A request is added when it is submitted, and dropped when it has ended. `grammars`: compiles those that texts are to
-    keep to; None if there are none.
+    A request is added when it is submitted, and dropped when it has ended. `grammars`: compiles the grammars of
+    structured outputs; None if these are not supported.
     """
 
     def __init__(self, device: torch.device, grammars: Grammars | None = None) -> None:
@@ -74,7 +76,7 @@ class BatchSampler:
         self._grammars = grammars
         self._requests: dict[int, _Sampled] = {}
         self.num_scored = 0
-        """How many of them want the log-probabilities of their prompts."""
+        """Number of requests that asked for the log-probabilities of their prompts."""
 
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
@@ -96,22 +98,22 @@ class BatchSampler:
         self.num_scored += scores is not None
 
     def drop(self, request_index: int) -> None:
-        """Forget a request, if it was added."""
+        """Remove a request if it was added."""
         request = self._requests.pop(request_index, None)
         if request is not None:
             self.num_scored -= request.scores is not None
 
     def logprobs(self, request_index: int) -> Logprobs:
-        """Return the log-probabilities of the tokens of a request so far; none if the largest logit decides."""
+        """Return the log-probabilities of a request's tokens so far; empty if it samples by argmax alone."""
         return self._requests[request_index].logprobs
 
     def prompt_logprobs(self, request_index: int) -> Logprobs | None:
-        """Return those of its prompt, as far as they are computed; None if they were not asked for."""
+        """Return the log-probabilities of its prompt computed so far; None if they were not requested."""
         scores = self._requests[request_index].scores
         return None if scores is None else scores.logprobs
 
     def error(self, request_index: int) -> Exception | None:
-        """Return what went wrong for a request; its last token is no token of its then."""
+        """Return the error that ended a request; its last token is then invalid."""
         return self._requests[request_index].error
 
     def sample(self, request_indices: Sequence[int], logits: torch.Tensor) -> tuple[Tokens, Flags]:
@@ -128,7 +130,7 @@ class BatchSampler:
     def sample_drafted(
         self, request_indices: Sequence[int], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
     ) -> tuple[Tokens, Flags, list[int]]:
-        """Return a token for each request, whether it ends the request, and how many drafted ones come before it."""
+        """Return per request a token, whether it ends the request, and the number of accepted drafts before it."""
         largest = _argmax(logits)
         tokens, ends, accepted = [], [], []
         first = 0
@@ -150,22 +152,22 @@ class BatchSampler:
         return np.array(tokens, np.int64), np.array(ends, np.bool_), accepted
 
     def num_to_score(self, request_index: int) -> int:
-        """Return how many tokens have the prompt of a request that wants their log-probabilities; 0 for others."""
+        """Return the length of the prompt if the request asked for its log-probabilities, else 0."""
         scores = self._requests[request_index].scores
         return 0 if scores is None else len(scores.prompt)
 
     def score(self, request_index: int, start: int, logits: torch.Tensor) -> None:
-        """Note what follows the positions from `start` on of a prompt."""
+        """Record the log-probabilities of a prompt's tokens after positions from `start` on."""
         request = self._requests[request_index]
         assert request.scores is not None
         try:
             request.scores.note(start, logits)
-        except Exception as error:  # it is this request's, whatever it is
+        except Exception as error:  # concerns this request only
             request.fail(request_index, error)
 
 
 class _PromptScores:
-    """The log-probabilities of a prompt, noted chunk by chunk, in any order."""
+    """The log-probabilities of a prompt, recorded chunk by chunk, in any order."""
 
     def __init__(self, prompt: Sequence[int], num_top: int) -> None:
         self.prompt = prompt
@@ -174,7 +176,7 @@ class _PromptScores:
         self.logprobs = Logprobs([None] * count, [()] * count, [0] * count)
 
     def note(self, start: int, logits: torch.Tensor) -> None:
-        """Note the tokens after positions [start, start + rows of `logits`)."""
+        """Record the tokens after positions [start, start + rows of `logits`)."""
         first, last = start + 1, start + 1 + len(logits)
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         tokens = torch.tensor(list(self.prompt[first:last]), dtype=torch.int64, device=logits.device)
@@ -189,7 +191,7 @@ class _PromptScores:
 
 
 class _Sampled:
-    """A request. `known`: its prompt and its tokens so far, kept up to date only where there is a sampler."""
+    """A request. `known`: its prompt and tokens so far, maintained only if it has a sampler."""
 
     __slots__ = ("error", "known", "logprobs", "sampler", "scores", "stop_ids")
 
@@ -212,12 +214,12 @@ class _Sampled:
         return token in self.stop_ids or self.error is not None or (self.sampler is not None and self.sampler.is_over)
 
     def choose(self, sampler: Sampler, logits: torch.Tensor) -> int:
-        """Return the next token, and keep it with its log-probability. `logits` [vocabulary]."""
+        """Return the next token, and record it with its log-probability. `logits` [vocabulary]."""
         if self.error is not None:
             return 0
         try:
             token, logprob, top = sampler.choose(logits, torch.tensor(self.known, device=logits.device))
-        except Exception as error:  # it is this request's, whatever it is
+        except Exception as error:  # concerns this request only
             self.fail(sampler.index, error)
             return 0
         self.known.append(token)
@@ -226,16 +228,16 @@ class _Sampled:
         return token
 
     def fail(self, request_index: int, error: Exception) -> None:
-        """Note an error that ends the request."""
+        """Record an error that ends the request."""
         _log.error("request %d: sampling failed", request_index, exc_info=error)
         self.error = error
 
 
 class Sampler:
-    """Chooses the tokens of one request. `index`: its seed, where the request names none.
+    """Chooses the tokens of one request. `index`: its seed, if `params` has none.
 
-    `num_prompt_tokens`: of the known tokens. `stop_ids`: tokens that end it, and that are not chosen too early.
-    `matcher`: of the grammar that its text keeps to.
+    `num_prompt_tokens`: length of the prompt in the known tokens. `stop_ids`: tokens that end it, excluded until
+    `min_tokens`. `matcher`: the grammar that constrains its text.
     """
 
     def __init__(
@@ -250,7 +252,7 @@ class Sampler:
         self.index = index
         self._matcher = matcher
         self.is_over = False
-        """Whether the text has come to the end that its grammar allows."""
+        """Whether the text has ended as its grammar allows."""
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
@@ -309,7 +311,9 @@ class Sampler:
 
 
 class _AnyTemperature:
-    """A temperature by which scores cannot be divided in 32 bits: the largest becomes 0 first, in 64 bits."""
+    """A temperature too extreme for float32: scores are shifted so that the largest is 0, in float64, before
+    division.
+    """
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
@@ -320,7 +324,7 @@ class _AnyTemperature:
 
 
 def _finite(scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return scores of which one can be drawn: of the infinite ones where there are any, else those of `logits`."""
+    """Return scores that can be sampled from: uniform over the infinite ones if there are any, else `logits`."""
     infinite = scores == torch.inf
     if bool(infinite.any()):
         return torch.where(infinite, 0.0, -torch.inf)
@@ -328,7 +332,7 @@ def _finite(scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
-    """Return the token of the largest logit of each row. On a CPU, NumPy is several times as fast in 16 bits."""
+    """Return the token with the largest logit of each row. On a CPU, NumPy is several times as fast in 16 bits."""
     tokens = logits.float().numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
     likeliest: list[int] = tokens.tolist()
     return likeliest

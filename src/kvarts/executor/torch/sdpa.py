@@ -1,6 +1,6 @@
-"""Attention backend on PyTorch's scaled dot product attention: gathers pages, a cache full at a time. For any device.
+"""Attention backend on PyTorch's scaled dot product attention: gathers pages, a cacheful at a time. For any device.
 
-The heads that share a KV head are the rows of one small matrix. Pages with consecutive ids are read where they are.
+The heads that share a KV head are the rows of one small matrix. Pages with consecutive ids are read in place.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvarts.kv.sink_window import SinkWindow
 __all__ = ["SdpaBackend"]
 
 GROUP_TOKENS = 2048
-"""Tokens of context that a group of decodes reads together: some MiB a layer, which stay in cache."""
+"""Tokens of context that a group of decodes reads together: a few MiB per layer, which stay in cache."""
 
 
 class _Pages(msgspec.Struct):
-    """Places [first, last) of the pages `ids`, one page after the other; `run`: the first, if ids are consecutive."""
+    """Places [first, last) of the concatenated pages `ids`; `run`: the first id, if ids are consecutive."""
 
     ids: torch.Tensor
     count: int
@@ -31,7 +31,7 @@ class _Pages(msgspec.Struct):
 
 
 class _Group(msgspec.Struct):
-    """Decodes `rows` of the batch, of about the same length; as many pages are read for each.
+    """Decodes `rows` of the batch, of similar length; the same number of pages is read for each.
 
     `bias` [sequences, 1, 1, places]: 0 for places that are attended to, -inf for others; None if all are.
     """
@@ -81,7 +81,7 @@ class SdpaBackend:
         self._chunks.clear()
 
     def forward(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-        """Return what `queries` of one layer read."""
+        """Return the output of one layer's attention."""
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if len(self._metadata.decodes.positions):
             self._read_decodes(layer, queries, params, out)
@@ -89,7 +89,7 @@ class SdpaBackend:
         return out
 
     def read_chunks(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
-        """Write to `out` what the tokens of chunks read."""
+        """Write the output of the chunks' tokens to `out`."""
         window = params.window
         if window not in self._chunks:
             self._chunks[window] = [self._make_chunk(chunk, window) for chunk in self._metadata.chunks]
@@ -97,14 +97,14 @@ class SdpaBackend:
             out[chunk.first : chunk.last] = self._prefill(queries[chunk.first : chunk.last], chunk, layer, params)
 
     def _read_decodes(self, layer: int, queries: torch.Tensor, params: AttentionParams, out: torch.Tensor) -> None:
-        """Write to `out` what the decodes read, which are the first of `queries`."""
+        """Write the output of the decodes, the first of `queries`, to `out`."""
         if params.window not in self._groups:
             self._groups[params.window] = self._make_groups(params.window)
         for group in self._groups[params.window]:
             out[group.rows] = self._decode(queries[group.rows], group, layer, params)
 
     def _decode(self, queries: torch.Tensor, group: _Group, layer: int, params: AttentionParams) -> torch.Tensor:
-        """Return what a group of decodes reads. `queries` [sequences, heads, head_dim]."""
+        """Return the output of a group of decodes. `queries` [sequences, heads, head_dim]."""
         num, num_heads, head_dim = queries.shape
         # [sequences, kv_heads, places, head_dim]
         keys, values = (
@@ -116,7 +116,7 @@ class SdpaBackend:
         return _attend(packed, keys, values, group.bias, params, sinks).reshape(num, num_heads, head_dim)
 
     def _prefill(self, queries: torch.Tensor, chunk: _Chunk, layer: int, params: AttentionParams) -> torch.Tensor:
-        """Return what a chunk reads. `queries` [tokens, heads, head_dim] of one sequence."""
+        """Return the output of a chunk. `queries` [tokens, heads, head_dim] of one sequence."""
         num, num_heads, head_dim = queries.shape
         key_states, value_states = self._fetch(layer, chunk.pages)
         num_kv_heads = key_states.shape[1]
@@ -177,7 +177,7 @@ class SdpaBackend:
         order = np.argsort(num_pages, kind="stable")
         groups: list[_Group] = []
         while len(order):
-            # The longest sequences first: as many as fit beside the longest of them.
+            # The longest sequences first: as many as fit with the longest of them.
             longest = int(num_pages[order[-1]])
             count = max(1, GROUP_TOKENS // (longest * page_size))
             chosen, order = order[-count:], order[:-count]
@@ -228,12 +228,12 @@ class SdpaBackend:
         pages = self._pages(chunk.page_ids[: -(-num_places // page_size)], 0, num_places)
         positions = torch.arange(chunk.start, chunk.end, device=device)[:, None]
         places = torch.arange(num_places, device=device)[None, :]
-        # Where pages were dropped, they follow those of the sink.
+        # Dropped pages followed those of the sink.
         seen = torch.where(places < chunk.num_before_gap, places, places + chunk.gap)
         visible = (seen <= positions) & ((seen < keeps.sink) | (seen >= positions - keeps.window))
         late = None
         if keeps.rotates_late:
-            # Places among what is retained: those of the window count on from the end of the sink.
+            # Positions among the retained tokens: those of the window continue from the end of the sink.
             own = torch.clamp(positions, max=keeps.sink + keeps.window)
             late = _LateRotation(places[0], positions[:, 0] - chunk.gap, own[:, 0], seen[0] < keeps.sink)
             distance = torch.where(seen < keeps.sink, own - seen, positions - seen)
@@ -244,13 +244,15 @@ class SdpaBackend:
         return _Chunk(chunk.first, chunk.last, pages, self._bias(visible), late)
 
     def _bias(self, visible: torch.Tensor) -> torch.Tensor:
-        """Return a mask as numbers to add. Made once for all layers: from booleans the kernel would make it in each."""
+        """Return a mask as additive numbers. Made once for all layers; given booleans, the kernel would convert in
+        each.
+        """
         bias = torch.zeros(visible.shape, dtype=self._pools.dtype, device=visible.device)
         return bias.masked_fill_(~visible, float("-inf"))
 
 
 def _are_consecutive(numbers: Ints) -> bool:
-    """Return whether each number is one more than that before it."""
+    """Return whether each number is the one before plus 1."""
     return bool((np.diff(numbers) == 1).all())
 
 
@@ -278,9 +280,9 @@ def _attend(
 
 
 def _grouped(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Return `queries` [tokens, heads, head_dim] as [kv_heads, heads of each, tokens, head_dim].
+    """Return `queries` [tokens, heads, head_dim] as [kv_heads, heads per KV head, tokens, head_dim].
 
-    As many batches as there are KV heads, each with its own keys.
+    One batch per KV head, each with its own keys.
     """
     num, num_heads, head_dim = queries.shape
     return queries.transpose(0, 1).view(num_kv_heads, num_heads // num_kv_heads, num, head_dim)
@@ -306,7 +308,7 @@ def _weigh(
     if sinks is None:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     else:
-        # A sink is one more place to attend to, with no value.
+        # A sink is one more place to attend to, without a value.
         sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
     return weights.to(values.dtype) @ values

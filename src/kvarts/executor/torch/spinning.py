@@ -1,8 +1,8 @@
-"""How long threads of PyTorch that wait for each other keep their CPUs busy.
+"""Limits how long PyTorch's threads spin while they wait for each other.
 
-GCC's OpenMP, which PyTorch comes with, lets them spin 300,000 times before they sleep, some milliseconds. Where a CPU
-has other work, that is what the others wait for: a barrier is passed when the last thread has come, and it does not get
-a CPU while one spins on it. How often they spin is read from the environment when the library is loaded.
+GCC's OpenMP, which PyTorch ships with, lets them spin 300,000 times before they sleep: some milliseconds. On a CPU with
+other work, this delays all threads: a barrier is passed only when the last thread arrives, and that thread does not get
+a CPU while another one spins on it. The library reads the spin count from the environment when it is loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def limit_spinning() -> None:
-    """Let threads spin NUM_SPINS times, unless the environment says otherwise, or PyTorch is loaded already."""
+    """Set the spin count to NUM_SPINS, unless the environment sets one or PyTorch is loaded already."""
     if "torch" not in sys.modules and not any(name in os.environ for name in SETTINGS):
         os.environ[SETTINGS[0]] = str(NUM_SPINS)

@@ -1,8 +1,9 @@
-"""States in the memory of a model's KV: each has the bytes of some blocks, and layers with states read and write them.
+"""States in the memory of a model's KV: each occupies the bytes of some blocks, which layers with states read and
+write.
 
-A block is a row of every tensor of KV memory. The bytes of a state are those of its blocks in the first tensor, block
-after block, then those in the second, and so on; in them are the states of all layers one after the other. What is left
-of its last blocks is not used.
+A block is one row of every KV tensor. The bytes of a state are those of its blocks in the first tensor, in order, then
+those in the second, and so on; they hold the states of all layers one after the other. The rest of the last blocks is
+unused.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ __all__ = ["PagedStates", "StateMemory"]
 
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Words in which states are copied, the longest first."""
+"""Word types for copying states, the longest first."""
 
 
 class _Piece(msgspec.Struct, frozen=True):
     """Some bytes of every block, in one tensor, which are a part of the blocks [first, last) of a state.
 
-    `memory` [blocks, words]: these bytes, as the longest words that they divide into: a byte is copied as slowly.
+    `memory` [blocks, words]: these bytes, as the longest words that divide them, since copying a byte is as slow as
+    copying a word.
     """
 
     memory: torch.Tensor
@@ -41,7 +43,7 @@ class _Piece(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes of one state."""
+        """Its bytes per state."""
         return (self.last - self.first) * int(self.memory.shape[1]) * int(self.memory.dtype.itemsize)
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,7 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 class StateMemory:
-    """The states of layers of `shapes` in `tensors`, where a row is a block; a state has `num_blocks` blocks."""
+    """The states of layers with `shapes` in `tensors`, where a row is a block; a state has `num_blocks` blocks."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], shapes: Sequence[StateShape], num_blocks: int) -> None:
         self.shapes = tuple(shapes)
@@ -67,7 +69,7 @@ class StateMemory:
         self._num_blocks = num_blocks
         assert sum(shape.num_bytes for shape in shapes) <= num_blocks * sum(rows.shape[1] for rows in self._rows)
         self._pieces: list[list[list[_Piece]]] = []
-        """By layer and tensor of its state."""
+        """Per layer, and per tensor of its state."""
         at = 0
         for shape in shapes:
             self._pieces.append([])
@@ -76,7 +78,7 @@ class StateMemory:
                 at += tensor.num_bytes
 
     def _cut(self, begin: int, end: int) -> list[_Piece]:
-        """Return the pieces that bytes [begin, end) of a state are in."""
+        """Return the pieces that contain bytes [begin, end) of a state."""
         pieces = []
         base = 0
         for rows in self._rows:
@@ -96,7 +98,7 @@ class StateMemory:
         return pieces
 
     def read(self, number: int, blocks: torch.Tensor) -> list[torch.Tensor]:
-        """Return copies of the states of layer `number` that are in `blocks` [states, blocks], tensor by tensor."""
+        """Return copies of the states of layer `number` in `blocks` [states, blocks], tensor by tensor."""
         states = []
         for tensor, pieces in zip(self.shapes[number].tensors, self._pieces[number], strict=True):
             read = [piece.read(blocks) for piece in pieces]
@@ -105,7 +107,7 @@ class StateMemory:
         return states
 
     def write(self, number: int, blocks: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Write the states of layer `number` to `blocks` [states, blocks], in the form in which `read` returns them."""
+        """Write the states of layer `number` to `blocks` [states, blocks], in the form that `read` returns."""
         for one, pieces in zip(states, self._pieces[number], strict=True):
             written = one.reshape(len(blocks), -1).contiguous().view(torch.uint8)
             at = 0
@@ -115,7 +117,7 @@ class StateMemory:
 
 
 class PagedStates:
-    """States of the sequences of a step: layers go on from those that the plan names, and leave theirs there."""
+    """States of the sequences of a step: layers start from the blocks that the plan names, and write theirs there."""
 
     def __init__(self, pools: KVPools, shapes: Sequence[StateShape], num_blocks: int) -> None:
         self.memory = StateMemory(pools.tensors, shapes, num_blocks)

@@ -1,12 +1,12 @@
-"""Layers that keep a state, whatever the length of a sequence: linear attention, state spaces, short convolutions.
+"""Layers with a state of constant size: linear attention, state spaces, short convolutions.
 
-transformers has no interface to replace such a layer by another, but all of them ask a cache for their states and give
-it the new ones. So they are found by what they do with a cache, and run by their own code: once for all sequences that
-decode, once for every chunk of a sequence, each time with a cache that has these states and no others. As with
-attention, calls are numbered in their order, and the States of the thread answer them.
+transformers offers no interface to replace such a layer, but all of them read their states from a cache and write the
+new ones to it. They are therefore found by their use of a cache, and run by their own code: once for all sequences that
+decode, and once per chunk of a sequence, each time with a cache that holds only these states. As with attention, calls
+are numbered in order, and the States of the thread handle them.
 
-Of a convolution over the last n tokens a cache of transformers has n, of which the next token reads n - 1: these are
-kept.
+For a convolution over the last n tokens, a transformers cache stores n; the next token reads the last n - 1, and only
+these are stored here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["StateCall", "StateShape", "StateTensor", "States", "find_states", "k
 
 
 class StateTensor(msgspec.Struct, frozen=True):
-    """One tensor of a state of one sequence. `number`: which of its kind, where a layer has several."""
+    """One tensor of the state of one sequence. `number`: its index among those of its kind in the layer."""
 
     kind: Literal["recurrent", "conv"]
     number: int
@@ -36,14 +36,14 @@ class StateTensor(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 class StateShape(msgspec.Struct, frozen=True):
-    """What a layer keeps of a sequence. `layer`: the number by which it asks a cache; `name`: of its module.
+    """The state of a layer per sequence. `layer`: its index in a cache; `name`: its module's.
 
-    `is_stepwise`: its code goes on from a state by one token at a time, as that of Jamba in transformers 5.24.
+    `is_stepwise`: its code continues from a state only one token at a time, like Jamba in transformers 5.24.
     """
 
     name: str
@@ -53,12 +53,12 @@ class StateShape(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its state."""
+        """Size of the state in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 class StateCall:
-    """What a model asks of a layer with a state. `number`: of the call in its forward pass, from 0 on."""
+    """A model's call of a layer with a state. `number`: the call's index in its forward pass, from 0."""
 
     def __init__(self, number: int, module: Any, bound: BoundArguments, names: tuple[str, str]) -> None:
         self.number = number
@@ -67,10 +67,10 @@ class StateCall:
         self._hidden, self._cache = names
         arguments = bound.arguments
         self.hidden: torch.Tensor = arguments[self._hidden]
-        """[1, tokens, numbers]: all tokens of the forward pass."""
+        """[1, tokens, hidden_size]: all tokens of the forward pass."""
         if self.hidden.dim() != 3 or len(self.hidden) != 1:
             raise ValueError(f"hidden states have the shape {list(self.hidden.shape)}")
-        # A mask is for padding, of which there is none; what else is said of each token is of all of them in a row.
+        # A mask is for padding, and there is none; other tensors per token cover the whole row, so they do not apply.
         for name, parameter in bound.signature.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
                 more = arguments.get(name, {})
@@ -79,13 +79,15 @@ class StateCall:
                 arguments[name] = None
 
     def by_itself(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the layer makes of `hidden` [sequences, tokens, numbers], the first tokens of each sequence."""
+        """Return the layer's output for `hidden` [sequences, tokens, hidden_size], the first tokens of each
+        sequence.
+        """
         return self._run(hidden, None)
 
     def run(
         self, shape: StateShape, hidden: torch.Tensor, begin: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return what the layer makes of `hidden` [sequences, tokens, numbers], and the states after it.
+        """Return the layer's output for `hidden` [sequences, tokens, hidden_size], and the states after it.
 
         `begin`: the states before it, each [sequences, ...], which may be overwritten; None: these are first tokens.
         """
@@ -117,10 +119,10 @@ class StateCall:
 
 
 class States(Protocol):
-    """What layers with a state call."""
+    """Handles calls of layers with a state."""
 
     def state_called(self, call: StateCall) -> torch.Tensor:
-        """Return what the layer makes of its tokens, as [1, tokens, numbers]."""
+        """Return the layer's output for its tokens, as [1, tokens, hidden_size]."""
 
 
 class _Thread(threading.local):
@@ -133,7 +135,7 @@ _thread = _Thread()
 
 @contextmanager
 def keeping(states: States | None) -> Iterator[None]:
-    """Let layers with states that run in this thread have them from `states`, for one forward pass."""
+    """Have layers with states that run in this thread use `states`, for one forward pass."""
     before = _thread.states, _thread.num_calls
     _thread.states, _thread.num_calls = states, 0
     try:
@@ -145,13 +147,13 @@ def keeping(states: States | None) -> Iterator[None]:
 def _cache_of(
     shape: StateShape, num_sequences: int, begin: Sequence[torch.Tensor] | None, device: torch.device
 ) -> tuple[Any, Any]:
-    """Return a cache of transformers with the states of a layer, and what it has of that layer."""
+    """Return a transformers cache with the states of a layer, and its entry for that layer."""
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
     layer = LinearAttentionLayer(number_of_states=1 + max(tensor.number for tensor in shape.tensors))
     for place, one in enumerate(shape.tensors):
         if begin is None:
-            # Zeros that it takes for none before: they spare it making its own.
+            # Zeros stand for no previous state, so the layer does not have to allocate any.
             size = (*one.shape[:-1], one.shape[-1] + 1) if one.kind == "conv" else one.shape
             states = torch.zeros((num_sequences, *size), dtype=one.dtype, device=device)
         else:
@@ -168,14 +170,14 @@ def _cache_of(
     return Cache(layers=[layer] * (shape.layer + 1)), layer
 
 
-# Finding them ---------------------------------------------------------------------------------------------
+# Search ---------------------------------------------------------------------------------------------------
 
 _names: dict[type, tuple[Signature, tuple[str, str]]] = {}
-"""By the class of a module: how its forward is called, and the names of its hidden states and its cache."""
+"""By module class: the signature of its forward, and the names of its hidden states and its cache."""
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer with a state, in place of its own forward."""
+    """Replace a layer's forward: pass the call to the thread's States, or run the original without one."""
     states = _thread.states
     if states is None:
         return type(self).forward(self, *args, **kwargs)
@@ -186,10 +188,10 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def find_states(model: Any, run: Callable[[Any], Any]) -> tuple[StateShape, ...]:
-    """Return what each layer with a state keeps, in the order of their calls; States are asked for them from now on.
+    """Return the state of each layer that has one, in the order of their calls, and patch these layers to use States.
 
-    `run`: runs the model on a few tokens with a cache. Raise ValueError, with the reason, for layers that cannot be
-    run sequence by sequence.
+    `run`: runs the model on a few tokens with a cache. Raise ValueError, with the reason, for layers that cannot run
+    sequence by sequence.
     """
     from transformers import DynamicCache
 
@@ -217,11 +219,11 @@ def find_states(model: Any, run: Callable[[Any], Any]) -> tuple[StateShape, ...]
 
 
 class _Seen:
-    """Notes which modules give states to a cache."""
+    """Records which modules write states to a cache."""
 
     def __init__(self, cache: Any) -> None:
         self.found: list[tuple[Any, int]] = []
-        """Modules, and the numbers by which they ask."""
+        """Modules and their indexes in the cache."""
         self.num_runs: dict[int, int] = {}
         self._cache = cache
         self._stack: list[Any] = []
@@ -240,7 +242,7 @@ class _Seen:
         setattr(self._cache, name, noted)
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a module that is handed the cache."""
+        """Record a module that receives the cache."""
         self.num_runs[id(module)] = self.num_runs.get(id(module), 0) + 1
         if any(one is self._cache for one in (*args, *kwargs.values())):
             self._stack.append(module)
@@ -253,13 +255,13 @@ class _Seen:
                     _names[type(module)] = called, (hidden_name, cache_name)
 
     def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        """Note that it has ended."""
+        """Record that a module has returned."""
         if self._stack and self._stack[-1] is module:
             self._stack.pop()
 
 
 def _tensors(layer: Any) -> tuple[StateTensor, ...]:
-    """Return what a layer of a cache has, without the oldest token of convolutions."""
+    """Return the tensors of a cache layer, without the oldest token of convolutions."""
     found: list[StateTensor] = []
     for number, states in layer.recurrent_states.items():
         if states is not None:

@@ -1,8 +1,8 @@
-"""The threads of PyTorch, running functions that are compiled here.
+"""Runs compiled functions on PyTorch's threads.
 
-PyTorch's loops run on a team of OpenMP, of which the threads that wait keep their CPU busy for a while. A second team
-beside it would wait for these. So compiled functions are run by the same team, which GCC's library of OpenMP
-lets run any function by its address; where PyTorch comes with another library, threads of Python run them.
+PyTorch's loops run on an OpenMP team; its waiting threads keep their CPU busy for a while. A second team would have
+to wait for these. So compiled functions run on the same team: GCC's OpenMP library can run any function by its address.
+If PyTorch ships with another library, Python threads run them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 __all__ = ["Team", "num_threads", "team"]
 
 FEW_NUMBERS = 1 << 16
-"""What is done with so few numbers takes less time than other threads take to begin and end."""
+"""Work on fewer numbers than this takes less time than starting and joining threads."""
 FUNCTIONS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Team:
     """Runs a function in several threads at once.
 
-    `barrier`, `thread_number` and `team_size`: addresses of functions that one which it runs may call; 0 where there
-    are none, and then such a function must not depend on how many threads run it.
+    `barrier`, `thread_number` and `team_size`: addresses of functions that the function may call; 0 if the library
+    lacks them, in which case it must not depend on the number of threads.
     """
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
@@ -42,11 +42,11 @@ class Team:
 
     @property
     def has_barrier(self) -> bool:
-        """Whether threads can wait for each other, and know their numbers."""
+        """Whether threads can wait for each other and know their numbers."""
         return self._library is not None
 
     def run(self, function: int, work: int, num_threads: int) -> None:
-        """Call the function at an address with an address, in so many threads."""
+        """Call the function at an address with `work`, in `num_threads` threads."""
         if self._library is not None:
             self._parallel(function, work, num_threads, 0)
             return
@@ -60,7 +60,7 @@ class Team:
 
 
 def num_threads(num_numbers: int) -> int:
-    """Return the threads for work on so many numbers: those of PyTorch, or one."""
+    """Return the number of threads for work on `num_numbers` numbers: PyTorch's, or one."""
     return 1 if num_numbers < FEW_NUMBERS else int(torch.get_num_threads())
 
 
@@ -71,7 +71,7 @@ def team() -> Team:
 
 
 def _library() -> ctypes.CDLL | None:
-    """Return the library that PyTorch finds its OpenMP in: first what the process has for all, then its own."""
+    """Return the library that has PyTorch's OpenMP: the process's global symbols, or else libtorch_cpu."""
     for name in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
         try:
             library = ctypes.CDLL(None if name is None else str(name))

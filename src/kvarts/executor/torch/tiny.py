@@ -1,4 +1,4 @@
-"""Small models with random weights, so that anyone can try everything without a download."""
+"""Small models with random weights, to try everything without a download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 2048,
-    "initializer_range": 0.3,  # wide enough that outputs depend on what was read, and not on the last token alone
+    "initializer_range": 0.3,  # wide enough that outputs depend on attention, and not on the last token alone
     "tie_word_embeddings": False,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,14 +45,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""By name: transformers' model type, and what its config says besides."""
+"""By name: transformers' model type, and further settings of its config."""
 
 
 def write_tiny(family: str, directory: Path | str, *, seed: int = 0, dtype: str = "float32") -> None:
-    """Write a model of four layers, its config, weights and a tokenizer of bytes, to `directory`.
+    """Write a model of four layers, its config, weights and a byte tokenizer, to `directory`.
 
-    The same family and seed give the same weights. Raise ConfigError for a family that is not known, OutputError for a
-    directory that cannot be written.
+    The same family and seed give the same weights. Raise ConfigError for an unknown family, OutputError for a directory
+    that cannot be written.
     """
     if family not in FAMILIES:
         raise ConfigError(f"{family!r} is not known", field="family", hint=f"Known: {', '.join(FAMILIES)}.")
@@ -80,7 +80,7 @@ def write_tiny(family: str, directory: Path | str, *, seed: int = 0, dtype: str 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each byte, and one for the end."""
+    """Return a tokenizer with one token per byte, and one for the end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

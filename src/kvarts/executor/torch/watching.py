@@ -1,4 +1,4 @@
-"""Attentions under which a model is run to see what it asks for: none of them has pages."""
+"""Attentions without pages, under which a model is run to record its calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvarts.executor.torch.states import StateCall, States, StateShape
 __all__ = ["Alone", "Packed", "Refusal", "Seen", "Watched", "Watching"]
 
 
-class Refusal(Exception):  # noqa: N818  # an answer, with the reason
-    """A call of attention that cannot be carried out in pages."""
+class Refusal(Exception):  # noqa: N818  # a result, with the reason
+    """A call of attention that is not possible in pages."""
 
 
 class Seen(msgspec.Struct):
-    """What a call of attention brought: queries, keys and values as [tokens, heads, numbers].
+    """The input of a call of attention: queries, keys and values as [tokens, heads, head_dim].
 
-    `owner`: the call with the same keys and values.
+    `owner`: the first call with the same keys and values.
     """
 
     number: int
@@ -34,9 +34,9 @@ class Seen(msgspec.Struct):
 
 
 class Watching:
-    """An Attention that keeps what it was asked. Tensors are kept, so that no other gets their address.
+    """An Attention that records its calls. Keeps tensors alive, so that no address is reused.
 
-    `states`: what answers layers with a state; None lets them run on the whole row, as one sequence.
+    `states`: handles layers with a state; None lets them run on the whole row, as one sequence.
     """
 
     states: States | None = None
@@ -46,7 +46,7 @@ class Watching:
         self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def called(self, call: AttentionCall) -> torch.Tensor:
-        """Note the call, and answer it."""
+        """Record the call, and return its output."""
         if call.query.dim() != 4 or len(call.query) != 1:
             raise ValueError(f"queries have the shape {list(call.query.shape)}")
         addresses = call.key.data_ptr(), call.value.data_ptr()
@@ -61,23 +61,23 @@ class Watching:
         return self.answer(call).to(call.query.dtype)
 
     def answer(self, call: AttentionCall) -> torch.Tensor:
-        """Return what the queries read."""
+        """Return the output of attention."""
         raise NotImplementedError
 
     def mask(self, **_: Any) -> Any:
-        """Make no mask."""
+        """Return no mask."""
         return None
 
 
 class Alone(Watching):
-    """Every token sees itself."""
+    """Every token attends only to itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.states = self
 
     def state_called(self, call: StateCall) -> torch.Tensor:
-        """Return what a layer with a state makes of each token as the first of a sequence."""
+        """Return the output of a layer with a state, with each token as the first of a sequence."""
         return call.by_itself(call.hidden[0][:, None]).transpose(0, 1)
 
     def answer(self, call: AttentionCall) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Alone(Watching):
 class Packed(Watching):
     """Several sequences in a row, as in a step.
 
-    Layers with `states` have them in pieces, as if over several steps, the last token of all sequences together.
+    Layers with `states` run in pieces, as if over several steps, with the last tokens of all sequences together.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Packed(Watching):
         return read[..., : call.value.shape[-1]].contiguous()
 
     def state_called(self, call: StateCall) -> torch.Tensor:
-        """Go on from state to state within each sequence."""
+        """Continue from state to state within each sequence."""
         shape = self._state_shapes[call.number]
         made = torch.empty_like(call.hidden)
         ends = []
@@ -136,7 +136,7 @@ class Packed(Watching):
 
 
 class Watched(Watching):
-    """One sequence, with the masks that the model asks for; `windows`: how far back each call sees."""
+    """One sequence, with the masks that the model asks for; `windows`: the window of each call."""
 
     def __init__(self, length: int, most_position: int) -> None:
         super().__init__()
@@ -145,11 +145,11 @@ class Watched(Watching):
         self._masks = AskedMasks(most_position)
 
     def mask(self, **asked: Any) -> Any:
-        """Make the mask that eager attention would get."""
+        """Return the mask that eager attention would get."""
         return self._masks.make(asked)
 
     def answer(self, call: AttentionCall) -> torch.Tensor:
-        """Attend, and note the window. Raise Refusal for a call that is not attention as it is known."""
+        """Attend, and record the window. Raise Refusal if the call is not standard attention."""
         reason, window = self._masks.window_of(call.mask)
         if reason is not None:
             raise Refusal(f"call {call.number} of attention {reason}")
@@ -163,10 +163,10 @@ class Watched(Watching):
 
 
 def _is_known(call: AttentionCall, params: AttentionParams, seen: torch.Tensor) -> bool:
-    """Return whether the model's own attention computes the same from random numbers, in 32 bits.
+    """Return whether the model's own attention gives the same result on random numbers, in float32.
 
-    Numbers are large, so that caps and biases matter. True for a model without attention of its own to compare with:
-    it is compared as a whole.
+    Numbers are large, so that caps and biases matter. True for a model without an eager attention to compare with; it
+    is compared as a whole.
     """
     own = getattr(sys.modules.get(type(call.module).__module__), "eager_attention_forward", None)
     if own is None:

@@ -162,7 +162,14 @@ def _engine(
         )
     else:
         part = register(
-            parts=open_group_cache(of_model, groups, num_blocks=num_counted, tell=log.tell_details, with_ids=True)
+            parts=open_group_cache(
+                of_model,
+                groups,
+                num_blocks=num_counted,
+                tell=log.tell_details,
+                with_ids=True,
+                make_order=of_model.eviction,
+            )
         )
     engine = build_engine(
         of_model,

@@ -1,1 +1,1 @@
-"""KV events in vLLM's form, over ZMQ: what an engine's caches hold, told to routers and indexers."""
+"""KV events in vLLM's format over ZMQ: the contents of an engine's caches, for routers and indexers."""

@@ -1,4 +1,4 @@
-"""A queue between the thread of an engine and that of a publisher, which can wait for it and for sockets at once."""
+"""A queue between the threads of an engine and a publisher. The publisher can wait for it and for sockets at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["BatchQueue"]
 
 MAX_WAITING = 100_000
 AT_ONCE = 1000
-"""Batches that are sent before the sender looks at what is asked of it."""
+"""Batches sent before the sender checks for requests."""
 
 
 class BatchQueue:
-    """Batches that were told and not yet sent, in order. What is put after `close` is dropped."""
+    """Batches that are emitted and not yet sent, in order. Batches put after `close` are dropped."""
 
     def __init__(self) -> None:
         self._waiting: deque[Batch] = deque()
@@ -29,13 +29,13 @@ class BatchQueue:
         self._write.setblocking(False)
 
     def put(self, batch: Batch) -> None:
-        """Add a batch, and wake what waits for it. Never waits."""
+        """Add a batch, and wake the sender. Never waits."""
         if not self._is_closed:
             self._waiting.append(batch)
             self.wake()
 
     def pace(self) -> None:
-        """Wait while there is too much to send: for what puts, where it holds nothing that the sender needs."""
+        """Wait while too many batches are queued. The caller must not hold locks that the sender needs."""
         if len(self._waiting) > MAX_WAITING:
             with self._has_room:
                 self._has_room.wait_for(lambda: len(self._waiting) <= MAX_WAITING or self._is_closed)
@@ -46,11 +46,11 @@ class BatchQueue:
             self._write.send(b"\0")
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there may be something."""
+        """Return a descriptor that is readable when batches may be queued."""
         return self._read.fileno()
 
     def take(self) -> Iterator[Batch]:
-        """Take batches, AT_ONCE at most: until none is left would never end beside a fast engine."""
+        """Take at most AT_ONCE batches: with a fast engine, the queue might never be empty."""
         with suppress(BlockingIOError):
             while self._read.recv(4096):
                 pass
@@ -63,11 +63,11 @@ class BatchQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether the queue is empty."""
         return not self._waiting
 
     def close(self) -> None:
-        """Close the descriptors, and let go what waits for room."""
+        """Close the descriptors, and release threads that wait for room."""
         with self._has_room:
             self._is_closed = True
             self._has_room.notify_all()

@@ -1,4 +1,4 @@
-"""What is published, and where."""
+"""Settings of the publisher of KV events: contents and endpoints."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Form = Literal["map", "array"]
 
 
 class EventGroup(msgspec.Struct, frozen=True):
-    """A KV group as events tell of it: what its layers keep, and the tokens of a window or a chunk."""
+    """A KV group as described in events: the retention of its layers, and the tokens of a window or a chunk."""
 
     kind: Literal["full", "latent", "window", "chunk", "state"]
     tokens: int | None = None
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where KV events of one engine go, and in which form. Raises ConfigError for a value out of range.
+    """Endpoints and format of the KV events of one engine. Raises ConfigError for a value out of range.
 
-    `endpoint`: of the PUB socket, bound unless `connects`. `replay_endpoint`: of a ROUTER socket that answers with
-    past batches, the last `buffer_steps` of them. `form`: events as maps, as vLLM writes them since PR 42892, or as
-    arrays, as before. `topic`: routers that subscribe to everything may expect the empty one. `rank`: the data-parallel
-    rank; a TCP port is that of rank 0 plus `rank`. `hash_bytes`: hashes are 32 bytes, not their last eight as a number.
-    `seed` is vLLM's PYTHONHASHSEED, if that is set there. `state_on_subscribe`: a new subscriber makes the publisher
-    tell everything again, to all. `state_on_replay`: a replay that asks for more than is left begins with everything.
-    `groups`: the KV groups of an engine that counts them.
+    `endpoint`: the PUB socket's, bound unless `connects`. `replay_endpoint`: that of a ROUTER socket that sends past
+    batches, the last `buffer_steps` of them. `form`: events as maps, as vLLM writes them since PR 42892, or as arrays,
+    as before. `topic`: routers that subscribe to everything may expect the empty one. `rank`: the data-parallel rank; a
+    TCP port is that of rank 0 plus `rank`. `hash_bytes`: send whole hashes of 32 bytes instead of their last eight as a
+    number. `seed` is vLLM's PYTHONHASHSEED, if that is set there. `state_on_subscribe`: a new subscriber makes the
+    publisher send the full state again, to all. `state_on_replay`: the answer to a replay from before the first batch
+    in the buffer begins with the full state. `groups`: the KV groups, for an engine that counts them.
 
-    Events hold the token ids of all prompts, and ZMQ neither encrypts nor asks for credentials: an endpoint that
-    other machines reach needs `insecure`, how often --insecure was given, see kvarts.reach.
+    Events hold the token ids of all prompts, and ZMQ neither encrypts nor authenticates: an endpoint that other
+    machines reach requires `insecure`, the number of times --insecure was given, see kvarts.reach.
     """
 
     endpoint: str
@@ -74,8 +74,10 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
 
     def for_model(self, name: str, place: int) -> KvEventsConfig:
-        """Return the same for model `name`, of several the one at `place` from 0: each at the next port, as engines of
-        one model each would be. `{model}` in the topic stands for the name.
+        """Return the settings for model `name`, at `place` among several, from 0.
+
+        Each model has the next port, as engines of one model each would have. `{model}` in the topic is replaced by the
+        name.
         """
         replay = self.replay_endpoint
         return msgspec.structs.replace(
@@ -86,12 +88,12 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def for_rank(self, rank: int) -> KvEventsConfig:
-        """Return the same for another data-parallel rank."""
+        """Return the settings for another data-parallel rank."""
         return msgspec.structs.replace(self, rank=rank)
 
 
 def at_rank(endpoint: str, rank: int) -> str:
-    """Return the endpoint of `rank`: another port, or another name. Port 0 stays, which is any free one."""
+    """Return the endpoint of `rank`: another port, or another name. Port 0, any free port, is unchanged."""
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{rank}" if rank else endpoint
     port = _port(endpoint)

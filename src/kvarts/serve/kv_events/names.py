@@ -1,4 +1,4 @@
-"""Names of blocks: the keys of pages, each computed once for all contents that follow one another."""
+"""Names of blocks: the keys of pages, each computed once for contents that share a prefix."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["BlockNames"]
 
 
 class BlockNames:
-    """The keys of pages that were asked for, as long as their contents live. `algorithm` and `seed`: those of vLLM."""
+    """The keys of requested pages, cached for the life of their contents. `algorithm` and `seed`: those of vLLM."""
 
     def __init__(self, algorithm: KeyAlgorithm, seed: str) -> None:
         self._maker = KeyMaker(algorithm, root_key(algorithm, seed))
 
     def of(self, content: Content, start: int, end: int, before: Content | None = None) -> list[BlockKey]:
-        """Return the keys of pages [start, end) of `content`, which must be known.
+        """Return the keys of pages [start, end) of `content`, whose tokens must be known.
 
-        `before`: a content with the same pages up to `start`, of which keys may be known already.
+        `before`: a content with the same pages up to `start`, whose keys may be cached already.
         """
         keys: list[BlockKey] | None = content.noted(self)
         if keys is None:

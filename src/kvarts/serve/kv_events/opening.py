@@ -1,4 +1,4 @@
-"""Opens what publishes the KV events of one engine."""
+"""Opens the publisher of the KV events of one engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["KvEvents", "open_kv_events"]
 
 
 class KvEvents:
-    """A reader of the events of one engine, to be handed to it when it is built, and what publishes them."""
+    """A reader of the events of one engine, to be passed to the engine when it is built, and its publisher."""
 
     def __init__(self, config: KvEventsConfig, reader: KvEventReader, publisher: ZmqPublisher) -> None:
         self.config = config
@@ -21,12 +21,12 @@ class KvEvents:
         self.publisher = publisher
 
     def close(self) -> None:
-        """Publish what waits, and close the sockets."""
+        """Publish queued batches, and close the sockets."""
         self.publisher.close()
 
 
 def open_kv_events(config: KvEventsConfig, *, now_s: Callable[[], float] | None = None) -> KvEvents:
-    """Open the sockets of `config`. `now_s`: the time of a batch, time.time for a server; left out, the engine's.
+    """Open the sockets of `config`. `now_s`: clock for batches, time.time for a server; by default, the engine's.
 
     Raise ConfigError for an endpoint that cannot be bound.
     """

@@ -1,9 +1,9 @@
-"""Publishes batches over ZMQ, and answers requests for past ones and for full state. One thread has all sockets.
+"""Publishes batches over ZMQ, and answers requests for past ones and for full state. One thread owns all sockets.
 
 A batch is three frames: topic, number in eight bytes (big endian), payload. A replay request is an empty frame and the
-number to begin with; its answer is one message a batch: empty, topic, number, payload; and at the end empty, empty,
-eight bytes of ff, empty. The number FULL_STATE asks for everything instead: batches that clear and then store what
-there is, all under the number of the last batch that they include. vLLM answers that request with an end alone.
+number to begin with; its answer is one message per batch: empty, topic, number, payload; and at the end empty, empty,
+eight bytes of ff, empty. The number FULL_STATE requests the full state instead: batches that clear and then store all
+blocks, each with the number of the last batch that the state includes. vLLM answers that request with only an end.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ FULL_STATE = (-2).to_bytes(8, "big", signed=True)
 LINGER_MS = 1000
 RUNS_IN_A_MESSAGE = 1000
 BLOCKS_IN_A_MESSAGE = 4096
-"""Of full state: these bound the size of a message."""
+"""Limits of runs and blocks per message of full state, which bound its size."""
 ANSWERED = (b"", b"", END, b"")
 MAX_PAST_BYTES = 32 << 20
 MAX_UNREAD_BYTES = 16 << 20
-"""Of batches that wait for subscribers, all together. Beyond it all of them are cut off: those that read come back."""
+"""Limit of all batches that wait for subscribers. Beyond it, all are disconnected; those that read reconnect."""
 STALLED_MS = 10_000
-"""A subscriber that has read nothing for so long is cut off."""
+"""A subscriber that has read nothing for this time is disconnected."""
 OPEN_AGAIN_MS = 10
 MAX_SUBSCRIPTION_BYTES = 4096
 SUBSCRIPTIONS_AT_ONCE = 1000
 
 
 class StateSource(Protocol):
-    """Knows which blocks there are. Any thread may ask."""
+    """Source of the set of stored blocks. Any thread may call it."""
 
     def snapshot(self) -> Batch:
-        """Return what tells of everything that there is after the last batch, under its number; -1 before the first."""
+        """Return events that describe the full state after the last batch, under its number; -1 before the first."""
 
     def announce(self) -> None:
-        """Tell of everything that there is, in a batch of its own."""
+        """Emit the full state as a new batch."""
 
 
 class ZmqPublisher:
-    """Owner of the sockets of `config`, and of the past batches. It sends what comes to `queue`, in order.
+    """Owner of the sockets of `config`, and of the past batches. It sends the batches of `queue`, in order.
 
-    `source` answers what there is. Raises ConfigError for an endpoint that cannot be bound.
+    `source` provides the full state. Raises ConfigError for an endpoint that cannot be bound.
     """
 
     def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: StateSource) -> None:
@@ -67,21 +67,21 @@ class ZmqPublisher:
         self._wire = Wire(config.form, rank=config.rank, hash_bytes=config.hash_bytes, groups=config.groups)
         self._topic = config.topic.encode()
         self._past: deque[bytes] = deque()
-        """The payloads of the last batches: `buffer_steps` of them, and not more than MAX_PAST_BYTES."""
+        """Payloads of the last batches: at most `buffer_steps`, and at most MAX_PAST_BYTES."""
         self._num_past_bytes = 0
         self._first_past = 0
-        """The number of the first of them."""
+        """Number of the first of these batches."""
         self._unread = Unread()
         self.num_sent = 0
         self.num_subscriptions = 0
-        """Subscriptions that hold now."""
+        """Present number of subscriptions."""
         self.num_cuts = 0
-        """How often all subscribers were cut off."""
+        """Number of times that all subscribers were disconnected."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         self._replies: Replies | None = None
         self._publish: zmq.Socket[bytes] | None
-        """None from when all subscribers were cut off until it is open again."""
+        """None after all subscribers were disconnected, until it is open again."""
         try:
             self._publish = publish = self._open_publish(at_rank(config.endpoint, config.rank))
             self.endpoint = _name_of(publish)
@@ -105,20 +105,20 @@ class ZmqPublisher:
 
     @property
     def num_bad_requests(self) -> int:
-        """Messages that were no requests."""
+        """Messages that were not requests."""
         return 0 if self._replies is None else self._replies.num_bad
 
     @property
     def num_dropped_requests(self) -> int:
-        """Requests that got no answer, or not all of it: there were too many."""
+        """Requests with no answer or an incomplete one, because there were too many."""
         return 0 if self._replies is None else self._replies.num_dropped
 
     def wait_for_subscriber(self, timeout_s: float | None = None) -> bool:
-        """Wait until there has been a subscription; return whether there has."""
+        """Wait for the first subscription; return whether there was one."""
         return self._has_subscriber.wait(timeout_s)
 
     def close(self) -> None:
-        """Send what waits, and close the sockets."""
+        """Send queued batches, and close the sockets."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -128,14 +128,14 @@ class ZmqPublisher:
 
     def _open_publish(self, endpoint: str) -> zmq.Socket[bytes]:
         config = self._config
-        # XPUB is PUB that also says that something subscribes.
+        # XPUB is PUB that also receives subscriptions.
         publish: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
         publish.setsockopt(zmq.XPUB_VERBOSER, 1)
         publish.setsockopt(zmq.SNDHWM, config.high_water_mark)
         publish.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
         publish.setsockopt(zmq.LINGER, LINGER_MS)
         publish.setsockopt(zmq.TCP_MAXRT, STALLED_MS)
-        publish.copy_threshold = 0  # of messages that are tracked, whatever their size
+        publish.copy_threshold = 0  # for tracked messages, whatever their size
         try:
             _open(publish, endpoint, "endpoint", connects=config.connects)
         except ConfigError:
@@ -160,7 +160,7 @@ class ZmqPublisher:
                 poller.register(socket, zmq.POLLIN)
         wait_ms: int | None = None
         while True:
-            is_closing = self._is_closing  # asked first: what was put before it was set is sent
+            is_closing = self._is_closing  # read first: batches put before it was set are sent
             if not is_closing:
                 poller.poll(wait_ms)
             wait_ms = None
@@ -186,7 +186,7 @@ class ZmqPublisher:
         self._context.term()
 
     def _cut_off(self, poller: zmq.Poller) -> None:
-        """Close the connections of all subscribers, with what waits for them: ZMQ cannot close one."""
+        """Disconnect all subscribers, dropping their queued messages: ZMQ cannot disconnect a single one."""
         assert self._publish is not None
         poller.unregister(self._publish)
         self._publish.close(linger=0)
@@ -196,10 +196,10 @@ class ZmqPublisher:
         self.num_cuts += 1
 
     def _open_again(self, poller: zmq.Poller) -> int | None:
-        """Let subscribers connect again; return after how many milliseconds to try once more, None if that is done."""
+        """Let subscribers reconnect; return the milliseconds until the next attempt, None on success."""
         try:
             self._publish = self._open_publish(self.endpoint)
-        except ConfigError:  # ZMQ is about to close it
+        except ConfigError:  # ZMQ is still closing the old socket
             return OPEN_AGAIN_MS
         poller.register(self._publish, zmq.POLLIN)
         return None
@@ -244,7 +244,7 @@ class ZmqPublisher:
                 self.num_subscriptions -= 1
 
     def _reply_to(self, frames: list[bytes]) -> Reply | None:
-        """Return the answer to a request, None for no request."""
+        """Return the answer to a request; None if the message is not a request."""
         if len(frames) != 2 or len(frames[1]) > 8:
             return None
         if frames[1] == FULL_STATE:
@@ -255,7 +255,7 @@ class ZmqPublisher:
         return Reply(lambda: self._batches(first), is_copy=False)
 
     def _batches(self, seq: int) -> Iterator[Frames]:
-        """Yield the batches from `seq` on that are left, up to the last one of now, and the end."""
+        """Yield the batches still available from `seq` up to the present last one, and the end."""
         end = self._first_past + len(self._past)
         while True:
             seq = max(seq, self._first_past)
@@ -266,7 +266,7 @@ class ZmqPublisher:
         yield ANSWERED
 
     def _state(self) -> Iterator[Frames]:
-        """Yield everything that there is, in messages of bounded size, and the end."""
+        """Yield the full state, in messages of bounded size, and the end."""
         state = self._source.snapshot()
         if state.seq >= 0:
             for part in _parts(state.told):
@@ -275,7 +275,7 @@ class ZmqPublisher:
 
 
 def _parts(told: Sequence[Told]) -> Iterator[Sequence[Told]]:
-    """Yield all of `told`, in parts of at most RUNS_IN_A_MESSAGE runs, and BLOCKS_IN_A_MESSAGE blocks if possible."""
+    """Yield all events in parts of at most RUNS_IN_A_MESSAGE runs, and BLOCKS_IN_A_MESSAGE blocks if possible."""
     start = num_blocks = 0
     for place, one in enumerate(told):
         num_more = 0 if isinstance(one, Cleared) else len(one.keys)

@@ -1,4 +1,4 @@
-"""Reads the events of an engine and tells of blocks: what was stored, what was removed, and on request everything."""
+"""Translates the events of an engine into KV events: blocks stored, blocks removed, and on request the full state."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE"})
 
 
 class Sink(Protocol):
-    """Takes batches in the order of their numbers, in whichever thread."""
+    """Receives batches in the order of their numbers, in any thread."""
 
     def put(self, batch: Batch) -> None:
-        """Take a batch. Never waits."""
+        """Receive a batch. Never waits."""
 
     def pace(self) -> None:
-        """Wait while there is too much to send."""
+        """Wait while too many batches are queued."""
 
 
 class KvEventReader:
-    """An EventReader that hands batches, numbered from 0, to `sink`, and knows which blocks can be found.
+    """An EventReader that passes batches, numbered from 0, to `sink`, and tracks which blocks can be found.
 
-    It knows of the caches what their events say, and nothing else. `now_s`: the time of a batch; left out, that of the
-    engine. Pages of unknown tokens have no name, and are counted in `num_unnamed_pages`; only their own request can
-    find them. Where nothing is left, that is told as one `Cleared`, unless `clears` is False: with other ranks behind
-    one name, consumers may take it for all of these.
+    It knows the caches only by their events. `now_s`: clock for batches; by default, the engine's. Pages of unknown
+    tokens are unnamed and counted in `num_unnamed_pages`; only their own request can find them. When the last
+    block is removed, one `Cleared` is emitted instead, unless `clears` is False: with several ranks under one name,
+    consumers may apply it to all of them.
     """
 
     wants_details = True
@@ -63,11 +63,11 @@ class KvEventReader:
         self._removed: list[BlockKey] = []
         self._removed_from: Part = "", None
         self.num_batches = 0
-        """Batches so far, and the number of the next."""
+        """Number of batches so far, which is the number of the next batch."""
         self.num_unnamed_pages = 0
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Tell of the blocks that `events` are about, as one batch, if there are any."""
+        """Emit the block changes in `events`, if any, as one batch."""
         with self._lock:
             for event in events:
                 if isinstance(event, PagesStored):
@@ -84,25 +84,25 @@ class KvEventReader:
             if self._told:
                 told, self._told = self._told, []
                 self._batch(told)
-        self._sink.pace()  # not above: the sender may be asking for everything
+        self._sink.pace()  # outside the lock: the sender may be calling `snapshot`
 
     def snapshot(self) -> Batch:
-        """Return what tells of everything that there is after the last batch, under its number; -1 before the first.
+        """Return events that describe the full state after the last batch, under its number; -1 before the first.
 
-        Any thread may ask.
+        Any thread may call it.
         """
         with self._lock:
             seq, time_s, parts = self.num_batches - 1, self.time_s, self._resident.copy()
         return Batch(seq, time_s, _everything(parts))
 
     def announce(self) -> None:
-        """Tell of everything that there is, in a batch of its own, as if it had been stored anew."""
+        """Emit the full state as a new batch, as if all blocks had just been stored."""
         with self._lock:
             self._batch(_everything(self._resident.copy()))
 
     @property
     def time_s(self) -> float:
-        """The time of a batch that is told now."""
+        """Time of a batch that is emitted now."""
         return self._time_s if self._now_s is None else self._now_s()
 
     def _batch(self, told: Sequence[Told]) -> None:
@@ -134,7 +134,7 @@ class KvEventReader:
         if end <= event.start_page:
             return
         keys = self._names.of(content, event.start_page, end)
-        keys.reverse()  # the last page goes first
+        keys.reverse()  # the last page is removed first
         if part != self._removed_from:
             self._tell_removed()
             self._removed_from = part
@@ -151,7 +151,7 @@ class KvEventReader:
 
 
 def _everything(parts: Mapping[Part, Mapping[BlockKey, Place]]) -> list[Told]:
-    """Return what clears, and then stores what is in each medium."""
+    """Return events that clear everything, and then store the blocks of each medium."""
     told: list[Told] = [Cleared()]
     for part, blocks in parts.items():
         told += runs_of(blocks, part)

@@ -1,7 +1,7 @@
-"""Answers to clients that may read slowly or not at all, over a ROUTER socket.
+"""Answers over a ROUTER socket to clients that may read slowly or not at all.
 
-ZMQ would keep a whole answer in memory until it is read. Here an answer is made as it is read: MARK messages of each
-client wait in ZMQ, and the place in the answer waits here.
+ZMQ would keep a whole answer in memory until it is read. Here answers are produced as they are read: at most MARK
+messages per client wait in ZMQ, and the position in the answer is kept here.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import zmq
 __all__ = ["Frames", "Replies", "Reply"]
 
 MARK = 4
-"""Messages of a client that wait in ZMQ."""
+"""Messages per client queued in ZMQ."""
 MOST_CLIENTS = 1024
-"""Clients that are answered at once. Requests of others are dropped."""
+"""Clients answered concurrently. Requests of further clients are dropped."""
 MOST_ASKED = 4
-"""Requests of a client that wait. One more is dropped."""
+"""Requests that may wait per client. Further ones are dropped."""
 MOST_COPIES = 2
-"""Copies of full state in memory at once. All clients that wait when one is made share it."""
+"""Copies of full state in memory. All clients that wait when a copy is made share it."""
 COPY_SHARE = 0.2
-"""Of the time, what making copies takes at most."""
+"""Largest share of the time spent in making copies."""
 STALLED_S = 1.0
-"""A client that has read nothing of a copy for so long loses it if another client waits for one."""
+"""A client that has read nothing of a copy for this time loses it if another client waits for one."""
 AT_ONCE = 8
-"""Messages of a client in a row."""
+"""Consecutive messages to one client."""
 REQUESTS_AT_ONCE = 1000
 ROUND_S = 0.01
-"""So long answers are sent before anything else has a turn."""
+"""Time for sending answers before other work has a turn."""
 SEND_BUFFER_BYTES = 128 * 1024
-"""Of a client, in the system."""
+"""Send buffer per client in the operating system."""
 SOONEST_S = 0.0005
 LATEST_S = 0.05
-"""A client that was not ready is tried again after so long: twice as long each time, between these."""
+"""Range of the delay before a client that was not ready is retried; it doubles with each attempt."""
 MAX_REQUEST_BYTES = 1024
 
 Frames = tuple[bytes, ...]
@@ -50,35 +50,35 @@ class Reply:
 
 
 class _Client:
-    """The answers to a client, the first of which is under way, and the message that is next."""
+    """The answers to a client, beginning with the one in progress, and the next message."""
 
     def __init__(self) -> None:
         self.replies: deque[Reply] = deque()
         self.under_way: Iterator[Frames] | None = None
         self.next: Frames | None = None
         self.copy: tuple[Frames, ...] | None = None
-        """What the answer under way is taken from, if it is a copy."""
+        """Source of the answer in progress, if it is a copy."""
         self.num_sent = 0
         self.moved_s = 0.0
-        """When something was sent to it, or its answer began."""
+        """Time of the last message to it, or of the start of its answer."""
         self.try_again_s = 0.0
         self.pause_s = SOONEST_S
 
     @property
     def waits_for_copy(self) -> bool:
-        """Whether its next answer needs a copy that it has not got."""
+        """Whether its next answer needs a copy that it does not have."""
         return bool(self.replies) and self.replies[0].is_copy and self.copy is None
 
     def wait(self, now_s: float) -> None:
-        """Try it again later, and the next time later still."""
+        """Delay the next attempt, and double the delay after it."""
         self.try_again_s = now_s + self.pause_s
         self.pause_s = min(LATEST_S, 2 * self.pause_s)
 
 
 class Replies:
-    """Owner of the answers that are under way on `socket`. For one thread.
+    """Owner of the answers in progress on `socket`, for one thread.
 
-    `reply_to`: returns the answer to the frames of a request behind the client's name, or None for no request.
+    `reply_to`: returns the answer to the frames of a request after the client's name; None if they are not a request.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], reply_to: Callable[[list[bytes]], Reply | None]) -> None:
@@ -89,18 +89,18 @@ class Replies:
         self.num_answered = 0
         self.num_bad = 0
         self.num_dropped = 0
-        """Requests and answers that were dropped, because there were too many."""
+        """Requests and answers that were dropped because there were too many."""
 
     @staticmethod
     def set_limits(socket: zmq.Socket[bytes]) -> None:
         """Prepare a socket that is not bound yet."""
         socket.setsockopt(zmq.SNDHWM, MARK)
         socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says that a client is not ready, instead of dropping silently
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raises if a client is not ready, instead of dropping silently
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
 
     def take(self) -> None:
-        """Take requests that have come, some at a time."""
+        """Receive requests that have arrived, up to a limit."""
         for _ in range(REQUESTS_AT_ONCE):
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -119,7 +119,7 @@ class Replies:
                 client.replies.append(reply)
 
     def send(self) -> float | None:
-        """Send what clients are ready for; return after how many seconds to come again, None for a new request only."""
+        """Send messages to ready clients; return the seconds until the next call, None to wait for a request."""
         if not self._clients:
             return None
         now_s = time.monotonic()
@@ -133,26 +133,26 @@ class Replies:
             if not client.replies:
                 del self._clients[name]
             if time.monotonic() - now_s > ROUND_S:
-                has_sent = True  # as far as is known: there are others
+                has_sent = True  # other clients may be ready
                 break
         if has_sent:
             return 0.0
         return min((max(0.0, client.try_again_s - now_s) for client in self._clients.values()), default=None)
 
     def _send_to(self, name: bytes, client: _Client, now_s: float) -> bool:
-        """Send some messages; return whether there were any."""
+        """Send some messages; return whether any were sent."""
         has_sent = False
         for _ in range(AT_ONCE):
             if client.next is None and not self._advance(client, now_s):
                 return has_sent
             assert client.next is not None
             try:
-                # Without a copy of what is large: clients share it with the past and with each other.
+                # Without copying: large frames are shared with the past batches and among clients.
                 self._socket.send_multipart((name, *client.next), zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 client.wait(now_s)
                 return has_sent
-            except zmq.ZMQError:  # it has gone
+            except zmq.ZMQError:  # the client has disconnected
                 client.replies.clear()
                 return has_sent
             client.next = None
@@ -162,7 +162,7 @@ class Replies:
         return has_sent
 
     def _advance(self, client: _Client, now_s: float) -> bool:
-        """Have the next message of a client ready; return whether there is one now."""
+        """Prepare the next message of a client; return whether it is available now."""
         while client.replies:
             if client.waits_for_copy and not self._copy(client.replies[0], now_s):
                 client.wait(now_s)
@@ -177,7 +177,7 @@ class Replies:
         return False
 
     def _copy(self, reply: Reply, now_s: float) -> bool:
-        """Make a copy for all clients that wait for one; return whether that may be done now."""
+        """Make a copy for all clients that wait for one; return whether the limits allow it now."""
         copies = {id(client.copy) for client in self._clients.values() if client.copy is not None}
         if len(copies) >= MOST_COPIES or now_s < self._next_copy_s:
             return False
@@ -190,7 +190,7 @@ class Replies:
         return True
 
     def _drop_stalled(self, now_s: float) -> None:
-        """Take copies from clients that do not read them, if a client waits for one."""
+        """Take copies away from clients that do not read them, if another client waits for one."""
         if not any(client.waits_for_copy for client in self._clients.values()):
             return
         for client in self._clients.values():

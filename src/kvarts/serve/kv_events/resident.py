@@ -1,4 +1,4 @@
-"""Which blocks can be found, in which medium: known from what was told alone."""
+"""The blocks that can be found in each medium, derived only from emitted KV events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvarts.serve.kv_events.told import Stored
 __all__ = ["Part", "Place", "ResidentBlocks", "runs_of"]
 
 Part = tuple[str, int | None]
-"""A medium, and the KV group of the parts there; None where blocks are whole."""
+"""A medium, and the KV group of the parts in it; None for whole blocks."""
 
 Place = tuple[Content, int, BlockKey | None]
-"""A content and page that a block names, and the block before it."""
+"""A content and page named by a block, and the block before it."""
 
 
 class ResidentBlocks:
@@ -26,7 +26,7 @@ class ResidentBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all media together, or parts of them."""
+        """Number of blocks, or parts of blocks, in all media together."""
         return sum(map(len, self._parts.values()))
 
     def has(self, key: BlockKey) -> bool:
@@ -34,7 +34,7 @@ class ResidentBlocks:
         return any(key in blocks for blocks in self._parts.values())
 
     def add(self, run: Stored) -> None:
-        """Take note that blocks are in a medium."""
+        """Record that blocks are in a medium."""
         blocks = self._parts.setdefault((run.medium, run.group), {})
         content, page, before = run.content, run.start_page, run.parent
         for key in run.keys:
@@ -43,7 +43,7 @@ class ResidentBlocks:
             before = key
 
     def remove(self, part: Part, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Take note that blocks left a medium, or a group there; return those of them that were there."""
+        """Record that blocks left a medium, or a group in it; return those that were present."""
         blocks = self._parts.get(part, {})
         return [key for key in keys if blocks.pop(key, None) is not None]
 
@@ -58,7 +58,7 @@ def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[Stored]:
     """Return runs that store `blocks`, each after the runs that it follows."""
     runs: list[Stored] = []
     open_runs: dict[BlockKey, list[BlockKey]] = {}
-    # Pages in order of their depth: a page comes after the page before it, and a run after the one that it follows.
+    # In order of depth, every page follows its parent, and every run the run that it continues.
     for key, (content, page, before) in sorted(blocks.items(), key=lambda item: item[1][1]):
         keys = None if before is None else open_runs.pop(before, None)
         if keys is None:
@@ -66,5 +66,5 @@ def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[Stored]:
             runs.append(Stored(content, page, keys, before, *part))
         keys.append(key)
         open_runs[key] = keys
-    # The content of a run's first page may end before the run does: that of the last has the tokens of all.
+    # The content of a run's first page may end before the run does; that of the last page covers the whole run.
     return [Stored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part) for run in runs]

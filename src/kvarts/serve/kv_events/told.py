@@ -1,4 +1,4 @@
-"""What is told of blocks, before it has a form: runs of blocks with their names."""
+"""KV events before encoding: runs of blocks with their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Batch", "Cleared", "Removed", "Stored", "Told"]
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Pages of `content` from `start_page` on, one for each of `keys`, can be found.
 
-    `parent`: the block before them. `group`: of a cache with KV groups, the one that these parts of them are in.
+    `parent`: the block before them. `group`: with KV groups, the group of these parts.
     """
 
     content: Content
@@ -27,7 +27,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks can no longer be found in `medium`, or the parts of them that are in `group`."""
+    """Blocks, or their parts in `group`, can no longer be found in `medium`."""
 
     keys: Sequence[BlockKey]
     medium: str
@@ -35,14 +35,14 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """No block can be found any more, in no medium."""
+    """All blocks were removed from all media."""
 
 
 Told = Stored | Removed | Cleared
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """What is told at once: number `seq`, at `time_s`."""
+    """The events emitted together at `time_s`, with number `seq`."""
 
     seq: int
     time_s: float

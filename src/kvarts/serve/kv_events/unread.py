@@ -11,27 +11,27 @@ MARK_BYTES = 1 << 20
 
 
 class Tracker(Protocol):
-    """Of a message: whether ZMQ holds it."""
+    """Tracks whether ZMQ still holds a message."""
 
     @property
     def done(self) -> bool:
-        """Whether ZMQ has sent or dropped it, for all subscribers."""
+        """Whether ZMQ has sent or dropped the message, for all subscribers."""
 
 
 class Unread:
-    """Upper bound of the bytes that wait, from one message per MARK_BYTES that ZMQ tracks.
+    """Upper bound of the waiting bytes, from one tracked message per MARK_BYTES.
 
-    Messages of a subscriber wait in order: whatever waits was sent after the last mark that does not.
+    Messages of a subscriber wait in order: all waiting messages were sent after the last mark that no longer waits.
     """
 
     def __init__(self) -> None:
         self._marks: deque[tuple[Tracker, int]] = deque()
-        """Marks that may wait, each with the bytes that were sent before it."""
+        """Marks that may wait, each with the number of bytes sent up to it."""
         self._num_sent_bytes = 0
         self._next_mark = 0
 
     def add(self, num_bytes: int) -> bool:
-        """Count a message; return whether it is to be a mark."""
+        """Count a message; return whether it must be tracked as a mark."""
         self._num_sent_bytes += num_bytes
         if self._num_sent_bytes <= self._next_mark:
             return False
@@ -39,11 +39,11 @@ class Unread:
         return True
 
     def mark(self, tracker: Tracker) -> None:
-        """Note the tracker of the message that was counted last."""
+        """Record the tracker of the last counted message."""
         self._marks.append((tracker, self._num_sent_bytes))
 
     def update(self) -> int:
-        """Drop the marks of which nothing waits; return the bytes that may wait, but for MARK_BYTES."""
+        """Drop marks that no longer wait; return the bytes that may wait, to within MARK_BYTES."""
         marks = self._marks
         while marks and marks[0][0].done:
             marks.popleft()

@@ -1,4 +1,4 @@
-"""KV events as bytes, in the forms of vLLM: maps since vLLM's PR 42892, arrays before."""
+"""Encoder of KV events in vLLM's formats: maps since vLLM's PR 42892, arrays before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvarts.serve.kv_events.told import Removed, Stored, Told
 __all__ = ["Wire"]
 
 ONE_GROUP = EventGroup("full")
-"""Of the layers that keep alike: a cache of whole pages has one group."""
+"""The group of a cache of whole pages, whose layers all retain every token."""
 KINDS = MappingProxyType(
     {
         "full": "full_attention",
@@ -25,13 +25,13 @@ KINDS = MappingProxyType(
         "state": "mamba",
     }
 )
-"""vLLM's names of what the layers of a group keep."""
+"""vLLM's names of the kinds of groups."""
 
 
 class Wire:
-    """Encodes batches of one engine in one form. `rank`: its data-parallel rank; `hash_bytes`: hashes are whole.
+    """Encodes batches of one engine in one format. `rank`: its data-parallel rank; `hash_bytes`: send whole hashes.
 
-    `groups`: its KV groups, if it has several; then arrays have the fields for these, too.
+    `groups`: its KV groups, if there are several; arrays then include the fields for them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Wire:
         return ["AllBlocksCleared"]
 
     def _kept_by(self, told: Stored) -> dict[str, Any]:
-        """Return what the layers keep that blocks are of."""
+        """Return the fields that describe the group of the blocks."""
         group = ONE_GROUP if told.group is None else self._groups[told.group]
         kept: dict[str, Any] = {"kv_cache_spec_kind": KINDS[group.kind]}
         if group.kind == "window":

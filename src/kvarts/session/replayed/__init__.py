@@ -1,1 +1,1 @@
-"""Sessions of a trace in a replay: what engines keep of them between turns."""
+"""Sessions of a trace in a replay, with the KV that engines keep between turns."""

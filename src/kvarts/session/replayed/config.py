@@ -1,4 +1,4 @@
-"""What the engines of a replay keep of a trace's sessions."""
+"""Settings of sessions in a replay."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["SessionReplay"]
 
 
 class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sessions on the server: a turn brings new tokens only, and goes to the replica that has its session.
+    """Sessions on the server: a turn sends only new tokens, and is routed to the replica that has its session.
 
-    With a `window`, sessions are bounded: each keeps the KV of its first `sink` and its last `window` tokens in pages
-    of its own, which are reserved for as long as it lives. Without one, `retention` says where the KV of a session is
-    between turns: in the prefix cache, as of all requests; pinned, until a request needs the memory; or in the host
-    tier, to which every page is copied when it is complete.
+    With a `window`, sessions are bounded: each keeps the KV of its first `sink` and its last `window` tokens in
+    separate pages, which are reserved as long as it lives. Without one, `retention` is where the KV of a session is
+    between turns: in the prefix cache, like that of all requests; pinned, until a request needs the memory; or in the
+    host tier, to which every page is copied when it is complete.
 
-    A session ends with its last turn in the trace, or after `ttl_s` seconds of idleness. `at_capacity`: what happens to
-    a turn of a bounded session for which there is no room: it is refused, or the session that is idle longest goes.
-    `chunk_tokens`: see SessionsConfig. Raises ConfigError for a value out of range.
+    A session ends with its last turn in the trace, or after `ttl_s` seconds of idleness. `at_capacity`: if there is no
+    room for a turn of a bounded session, refuse it, or evict the session idle longest. `chunk_tokens`: see
+    SessionsConfig. Raises ConfigError for a value out of range.
     """
 
     window: Annotated[
@@ -93,7 +93,7 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def keeps(self) -> SinkWindow | None:
-        """What a bounded session keeps; None without a window."""
+        """The tokens that a bounded session keeps; None without a window."""
         return None if self.window is None else SinkWindow(self.sink, self.window)
 
     @property
@@ -104,7 +104,7 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> ReplayedSessions:
         """Return the sessions of `trace` on `engines` of `config`.
 
-        Raise ConfigError for a configuration without what they need, and for a trace without sessions.
+        Raise ConfigError if the configuration lacks a requirement of sessions, or the trace lacks sessions.
         """
         from kvarts.session.memory import SessionMemory
         from kvarts.session.replayed.sessions import ReplayedSessions

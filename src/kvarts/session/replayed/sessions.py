@@ -1,4 +1,4 @@
-"""The sessions of a replay: which replica has one, what it keeps, and what its next turn has to compute."""
+"""The sessions of a replay: the replica of each, its KV, and the tokens that its next turn must compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNIT_BYTES = 8
 
 @dataclass(eq=False)
 class _Session:
-    """A session between its first turn and its end. `row`: its last turn; `num_computed`: tokens with KV so far."""
+    """A session between its first turn and its end. `row`: its last turn; `num_computed`: tokens computed so far."""
 
     replica: int
     row: TraceRequest
@@ -34,7 +34,7 @@ class _Session:
 
 
 class _Replica:
-    """Sessions on one replica, the one used longest ago first."""
+    """The state of sessions on one replica."""
 
     def __init__(self, scheduler: Scheduler, config: SessionReplay, memory: SessionMemory) -> None:
         self.scheduler = scheduler
@@ -43,11 +43,11 @@ class _Replica:
 
 
 class ReplayedSessions:
-    """The sessions of one model's traffic. `memory`: what they take of an engine.
+    """The sessions of one model's traffic. `memory`: their memory needs on an engine.
 
-    A turn goes on with its session if its prompt begins with the prompt before it, as far as the units of the trace
-    tell, and is longer than that and the answer to it. Otherwise its client has changed the history: the session begins
-    anew. What expires is looked for when a request arrives.
+    A turn continues its session if its prompt begins with the previous prompt, as far as the units of the trace show,
+    and is longer than that and its answer. Otherwise the client has changed the history, and the session starts again.
+    Expired sessions are looked for when a request arrives.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ReplayedSessions:
         self._knows_output = trace.has_output_tokens and trace.unit_tokens == 1
         self._replicas = [_Replica(engine.scheduler, config, memory) for engine in engines]
         self._sessions: dict[str, _Session] = {}
-        """By id, the one used longest ago first."""
+        """By id, the least recently used first."""
         self._computed: dict[str, int] = {}
         """Tokens of its history that each session has computed, whether their KV is kept or not."""
         self._totals = dict.fromkeys(
@@ -81,18 +81,18 @@ class ReplayedSessions:
 
     @property
     def totals(self) -> Mapping[str, int]:
-        """What is counted of all sessions, by the names of the report."""
+        """Counts over all sessions, named as in the report."""
         pins = [at.scheduler.pins for at in self._replicas]
         return {**self._totals, "num_pins_given_up": sum(each.num_given_up for each in pins if each is not None)}
 
     def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
-        """Return the replica that has the session of `row`, after those that expired have gone; None if none has."""
+        """Return the replica with the session of `row`, after removing expired sessions; None if not found."""
         self._expire(now_ns)
         session = self._sessions.get(row.session_id) if row.session_id is not None else None
         return None if session is None else session.replica
 
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
-        """Let `request` be the next turn of its session; return the reason why it cannot be, or None."""
+        """Make `request` the next turn of its session; return the reason if that is not possible, else None."""
         session_id, totals = row.session_id, self._totals
         if session_id is None:
             return None
@@ -115,12 +115,12 @@ class ReplayedSessions:
         self._sessions[session_id] = session
         if session.pages is not None:
             request.own = session.pages
-            # The last token is computed, for its logits.
+            # The last token is always computed, for its logits.
             request.start = min(session.num_computed, row.num_prompt_tokens - 1)
         return None
 
     def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
-        """Note that a turn has ended, or was refused, before its source hears of it."""
+        """Record that a turn has ended or was refused. Called before the source is notified."""
         session_id = row.session_id
         if session_id is None:
             return
@@ -146,7 +146,7 @@ class ReplayedSessions:
     # Inside -----------------------------------------------------------------------------------------------
 
     def _continues(self, row: TraceRequest, before: TraceRequest) -> bool:
-        """Return whether the prompt of `row` is that of `before`, an answer to it, and more."""
+        """Return whether the prompt of `row` consists of that of `before`, its answer, and more."""
         if row.num_prompt_tokens <= before.num_prompt_tokens + before.num_output_tokens or row.tenant != before.tenant:
             return False
         known = spell(before.units)[: before.num_prompt_tokens // self._unit_tokens * UNIT_BYTES]
@@ -167,12 +167,12 @@ class ReplayedSessions:
                 self._totals["num_expired"] += 1
 
     def _reserve(self, session: _Session, keeps: SinkWindow) -> str | None:
-        """Reserve the pages of a bounded session; return the reason why that cannot be, or None."""
+        """Reserve the pages of a bounded session; return the reason if that is not possible, else None."""
         at = self._replicas[session.replica]
         scheduler, reserve = at.scheduler, at.scheduler.own_pages.reserve
         most_pages = self._memory.most_pages(keeps)
         num_wanted = most_pages + (0 if at.num_bounded else at.room.num_pages)
-        # A request that is here already must fit beside what is reserved, or it would wait for ever.
+        # A request already here must fit next to the reserved pages, or it would wait for ever.
         num_beside = self._memory.total - scheduler.most_pages_needed() - reserve.num_pages
         num_missing = num_wanted - min(num_beside, scheduler.cache.num_free)
         leaving: list[str] = []
@@ -191,7 +191,7 @@ class ReplayedSessions:
         for session_id in leaving:
             self._remove(self._sessions.pop(session_id))
             self._totals["num_evicted"] += 1
-        # The last session that left may have taken the room for chunks along.
+        # If the last bounded session was evicted, the room for chunks was released with it.
         reserve.extend(most_pages + (0 if at.num_bounded else at.room.num_pages))
         at.num_bounded += 1
         session.pages = self._memory.open(keeps, reserve, at.room)
@@ -199,7 +199,7 @@ class ReplayedSessions:
         return None
 
     def _remove(self, session: _Session) -> None:
-        """Give back all that a session has that is not under way."""
+        """Release everything that an idle session holds."""
         at = self._replicas[session.replica]
         if session.pages is not None:
             most_pages = self._memory.most_pages(session.pages.keeps)
@@ -207,11 +207,11 @@ class ReplayedSessions:
             at.num_bounded -= 1
             at.scheduler.own_pages.reserve.shrink(most_pages + (0 if at.num_bounded else at.room.num_pages))
         self._unpin(session)
-        # A request that waits for memory may find it now.
+        # A request that waits for memory may fit now.
         at.scheduler.blocked = Blocked.NOT
 
     def _pin(self, session: _Session, request: Request) -> None:
-        """Keep what the turn left in use, and then no longer what the turn before it left."""
+        """Pin the pages of this turn, and only then unpin those of the previous turn."""
         at = self._replicas[session.replica]
         pins = at.scheduler.pins
         assert pins is not None, "an engine with one pool of pages has pins"
@@ -229,5 +229,5 @@ class ReplayedSessions:
         session.pin = None
 
     def _note(self, at: _Replica) -> None:
-        """Note what is reserved, where that has become more."""
+        """Update the peak of reserved pages."""
         self._totals["peak_reserved_pages"] = max(self._totals["peak_reserved_pages"], at.scheduler.cache.num_reserved)

@@ -1,1 +1,1 @@
-"""A long run of sessions with a verdict: whether memory and latency stayed bounded, turn by turn."""
+"""Soak test of sessions, with a verdict on whether memory and latency stay bounded from turn to turn."""

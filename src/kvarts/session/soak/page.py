@@ -1,4 +1,4 @@
-"""A self-contained page of HTML that shows a long run: its verdict, bytes, latency, and the server's memory."""
+"""A self-contained HTML page of a soak: its verdict, bytes, latency, and the server's memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["render_soak_page"]
 
 MIB = 1 << 20
 MAX_POINTS = 4000
-"""Of samples on the page; bytes of a longer run are thinned evenly. The verdict is that on all of them."""
+"""Most samples on the page; a longer run is thinned evenly. The verdict covers all samples."""
 
 
 def render_soak_page(record: SoakRecord, verdict: SoakVerdict) -> bytes:
-    """Return the page."""
+    """Return the page of a soak."""
     shown = record.samples[:: -(-len(record.samples) // MAX_POINTS) or 1]
     turns = [sample for sample in shown if sample.phase == "turn"]
     slope = next((result.slope for result in verdict.rules if result.rule == "latency"), None)

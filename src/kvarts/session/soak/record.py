@@ -1,4 +1,4 @@
-"""What a long run of sessions was to do, and what was measured: the form of its file."""
+"""The plan of a soak and its measurements, with their file format."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ EndedBy = Literal["duration", "stopped", "error"]
 
 
 class KvLayers(msgspec.Struct, frozen=True):
-    """Layers that keep alike: `bytes_per_token` over all of them, and how many tokens each keeps at most."""
+    """Layers with the same limit: `bytes_per_token` over all of them, and the most tokens that each keeps."""
 
     max_tokens: int
     bytes_per_token: int
 
 
 class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is to do, and what it is judged by. Raises ConfigError for a value out of range.
+    """The plan of a run, and the criteria of its verdict. Raises ConfigError for a value out of range.
 
     Each turn appends `prompt_tokens` tokens to one of `num_sessions` sessions, in rotation, and generates `max_tokens`.
-    Turns begin `turn_spacing_s` seconds apart, or when the one before has ended.
+    Turns begin `turn_spacing_s` seconds apart, or when the previous one has ended.
 
-    `layers`: what a token takes, where that is known; if empty, it is derived while sessions fill up. `max_drift`: how
-    much of its first value the latency may rise over the run; `max_rss_growth`: the same for the server's memory.
+    `layers`: bytes per token, if known; if empty, they are derived while sessions fill up. `max_drift`: largest
+    relative increase of latency over the run; `max_rss_growth`: the same for the server's memory.
     """
 
     target: str
@@ -73,10 +73,10 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading of a session, after an append or after the whole turn. None: the server did not say.
+    """One reading of a session, after an append or after a whole turn. None: not reported by the server.
 
-    `num_sent_tokens`: what the client has sent and received, which is its own count of the history. `at_s`: since the
-    run began. A turn has latencies too: `ttft_s` to the first token, `itl_s` between tokens, on the mean.
+    `num_sent_tokens`: tokens sent and received by the client, its own count of the history. `at_s`: time since the run
+    began. A turn also has latencies: `ttft_s` to the first token, and `itl_s`, the mean between tokens.
     """
 
     turn: int
@@ -97,8 +97,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as far as it went. `ended_by` is None while it goes on; `why`: the error that ended it. Raises ConfigError
-    for a time that cannot be.
+    """A run so far. `ended_by` is None while it continues; `why`: the error that ended it.
+
+    Raises ConfigError for an invalid time.
     """
 
     plan: SoakPlan
@@ -118,7 +119,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_record(path: Path, record: SoakRecord, verdict: Any) -> None:
-    """Write a run and its verdict as JSON, whole or not at all, with keys in one order. Raise OutputError."""
+    """Write a run and its verdict as JSON, completely or not at all, with keys in a fixed order. Raise OutputError."""
     raw = msgspec.Raw(msgspec.json.encode(verdict))
     write_whole(path, msgspec.json.encode(_File(version=VERSION, verdict=raw, record=record)) + b"\n")
 

@@ -1,9 +1,9 @@
-"""The rules of a long run, each a pure function of its record.
+"""The rules of a soak, each a pure function of its record.
 
-What a client cannot be told falsely it takes from itself: how many tokens a session has is what the client sent and
-received, so the bytes that a session should take follow from the client's own count and from what a token takes. That
-is given by the user, or derived while sessions fill up: only a number that explains at least two different lengths
-counts, so that a constant, or a server that makes up its bytes from a bound, passes nothing.
+The rules rely on the client's own count of each history, the tokens it sent and received, which a server cannot
+falsify. The expected bytes of a session follow from this count and the bytes per token. These are given by the user, or
+derived while sessions fill up: a value counts only if it explains at least two different lengths, so that a server that
+reports a constant, or computes its bytes from a bound, does not pass.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["RULES", "RuleResult", "Status", "derived_layers", "expected_bytes", 
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
 
 MIN_FULL_TURNS = 8
-"""Turns of full sessions, of all sessions together."""
+"""Fewest turns of full sessions, over all sessions."""
 MIN_POINTS = 20
-"""For a slope."""
+"""Fewest points for a slope."""
 WARM_UP_SHARE = 0.1
-"""Of all turns."""
+"""Share of all turns."""
 BOOKKEEPING_BYTES = 8
-"""A token may take these beside its KV: histories are kept, and grow."""
+"""Allowance per token in addition to its KV, since histories are kept and grow."""
 MAX_LISTED = 5
 
 
 class RuleResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a rule, in words; and the slope that it judged, if it did."""
+    """The outcome of a rule, in words; and the slope that it judged, if any."""
 
     rule: str
     status: Status
@@ -42,16 +42,16 @@ class RuleResult(msgspec.Struct, frozen=True, kw_only=True):
     slope: Slope | None = None
     low_growth: float | None = None
     high_growth: float | None = None
-    """Over the run, as a share of the value at its beginning: the ends of a 95 % interval."""
+    """Growth over the run relative to the initial value: the ends of a 95 % interval."""
 
 
 def expected_bytes(layers: Sequence[KvLayers], num_tokens: int) -> int:
-    """Return what a session of `num_tokens` tokens takes, to the byte."""
+    """Return the exact bytes of a session of `num_tokens` tokens."""
     return sum(part.bytes_per_token * min(num_tokens, part.max_tokens) for part in layers)
 
 
 def derived_layers(record: SoakRecord) -> tuple[KvLayers, ...] | None:
-    """Return what tokens take: as the plan says, or as sessions that fill up show. None: nothing shows it."""
+    """Return the bytes per token: from the plan, or derived from sessions that fill up. None if not derivable."""
     plan = record.plan
     if plan.layers:
         return plan.layers
@@ -69,7 +69,7 @@ def derived_layers(record: SoakRecord) -> tuple[KvLayers, ...] | None:
 
 
 def judge_end(record: SoakRecord) -> RuleResult:
-    """Judge whether the run ended as it should."""
+    """Judge whether the run ended as planned."""
     if record.ended_by == "error":
         return RuleResult(rule="end", status="inconclusive", what=f"the run broke off: {record.why}")
     if record.ended_by is None:
@@ -96,7 +96,7 @@ def judge_history(record: SoakRecord) -> RuleResult:
 
 
 def judge_bytes(record: SoakRecord) -> RuleResult:
-    """Judge whether sessions take the bytes that their retained tokens take, reach their bound, and stay on it."""
+    """Judge whether sessions occupy exactly the bytes of their retained tokens, reach their bound, and stay at it."""
     name = "kv_live_bytes"
     if all(sample.kv_live_bytes is None for sample in record.samples):
         return _missing(name, record, (name,)) or _no_samples(name)
@@ -113,7 +113,7 @@ def judge_bytes(record: SoakRecord) -> RuleResult:
 
     def complaint(sample: Sample) -> str | None:
         expected = expected_bytes(layers, sample.num_sent_tokens)
-        # The token that was generated last is known, and has no KV until the next step.
+        # The last generated token is known, but has no KV until the next step.
         pending = expected_bytes(layers, sample.num_sent_tokens - 1) if sample.phase == "turn" else expected
         if sample.kv_live_bytes in (expected, pending):
             return None
@@ -137,7 +137,7 @@ def judge_bytes(record: SoakRecord) -> RuleResult:
 
 
 def judge_allocated(record: SoakRecord) -> RuleResult:
-    """Judge whether pages stay within the bound that the server names, and hold what is live."""
+    """Judge whether allocated pages stay within the server's stated bound and cover the live bytes."""
     fields = ("kv_allocated_bytes", "kv_bound_bytes")
     if all(getattr(sample, field) is None for sample in record.samples for field in fields):
         return RuleResult(rule="kv_allocated_bytes", status="not_run", what="the server does not say")
@@ -158,7 +158,7 @@ def judge_allocated(record: SoakRecord) -> RuleResult:
 
 
 def judge_invariants(record: SoakRecord) -> RuleResult:
-    """Judge whether the server has counted no violation of its invariants."""
+    """Judge whether the server counted no violations of its invariants."""
     return _every(
         "invariants",
         record,
@@ -173,13 +173,13 @@ def judge_invariants(record: SoakRecord) -> RuleResult:
 
 
 def judge_latency(record: SoakRecord) -> RuleResult:
-    """Judge whether a token takes as long at the end as after warm-up."""
+    """Judge whether the time per token is the same at the end as after warm-up."""
     turns, seconds = latency_points(record)
     return _growth("latency", turns, seconds, record.plan.max_drift, 0.0, "time between tokens")
 
 
 def judge_rss(record: SoakRecord) -> RuleResult:
-    """Judge whether the server's memory stays as it was after warm-up, histories excepted."""
+    """Judge whether the server's memory stays constant after warm-up, except for histories."""
     warm = _warm_turns(record)
     known = [sample for sample in warm if sample.rss_bytes is not None]
     if not record.plan.expects_rss:
@@ -209,13 +209,13 @@ RULES: tuple[Callable[[SoakRecord], RuleResult], ...] = (
 
 
 def latency_points(record: SoakRecord) -> tuple[list[float], list[float]]:
-    """Return turns after warm-up, and seconds between their tokens."""
+    """Return turns after warm-up, and the time between their tokens in seconds."""
     known = [(float(sample.turn), sample.itl_s) for sample in _warm_turns(record) if sample.itl_s is not None]
     return [turn for turn, _ in known], [seconds for _, seconds in known if seconds is not None]
 
 
 def _warm_turns(record: SoakRecord) -> list[Sample]:
-    """Return turns after the first tenth, and of sessions that were full when they began."""
+    """Return the turns after the first tenth whose sessions were full when they began."""
     turns = [sample for sample in record.samples if sample.phase == "turn"]
     first = WARM_UP_SHARE * (turns[-1].turn + 1) if turns else 0
     return [
@@ -226,7 +226,7 @@ def _warm_turns(record: SoakRecord) -> list[Sample]:
 
 
 def _growth(rule: str, x: Sequence[float], y: Sequence[float], most: float, allowance: float, what: str) -> RuleResult:
-    """Judge the growth over all points: at most the share `most` of the value at the beginning, and `allowance`."""
+    """Judge the growth over all points: at most the share `most` of the initial value, plus `allowance`."""
     if len(x) < MIN_POINTS:
         return RuleResult(
             rule=rule, status="inconclusive", what=f"{len(x)} turns after warm-up are too few, {MIN_POINTS} are needed"
@@ -270,7 +270,7 @@ def _no_samples(rule: str) -> RuleResult:
 def _every(
     rule: str, record: SoakRecord, fields: Sequence[str], complaint: Callable[[Sample], str | None], what: str
 ) -> RuleResult:
-    """Judge each sample that has all fields: what is wrong is violated, whatever else is missing."""
+    """Judge each sample that has all fields. A violation counts even if other samples are incomplete."""
     found = []
     for sample in record.samples:
         if all(getattr(sample, field) is not None for field in fields):

@@ -1,4 +1,4 @@
-"""Drives turns against sessions, and records what it sees."""
+"""Drives turns against sessions, and records the measurements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["run_soak"]
 T = TypeVar("T")
 
 CHECKPOINT_SHARE = 20
-"""A checkpoint costs what the run has recorded so far, so one waits for a twentieth of that at least."""
+"""A checkpoint writes everything recorded so far, so checkpoints are at least a twentieth of that apart."""
 
 
-class _Stopped(Exception):  # noqa: N818  # not an error: the run was told to stop
+class _Stopped(Exception):  # noqa: N818  # not an error: the run was asked to stop
     pass
 
 
@@ -33,11 +33,11 @@ async def run_soak(
     checkpoint: Callable[[SoakRecord], None],
     checkpoint_turns: int = 10,
 ) -> SoakRecord:
-    """Run turns until the duration has passed or `stop` is set, and return what was recorded.
+    """Run turns until the duration has passed or `stop` is set, and return the record.
 
-    `checkpoint` is called with what there is after every `checkpoint_turns` turns, or more where that is less than a
-    twentieth of all, and at the end. When the run is told to stop, a turn under way is cancelled; its append may have
-    been sampled. An error of the server ends the run, and is said in the record; one before the first turn is raised.
+    `checkpoint` is called with the record so far after every `checkpoint_turns` turns, or less often once these are
+    less than a twentieth of all, and at the end. When `stop` is set, the current turn is cancelled; its append may have
+    been sampled. An error of the server ends the run and is recorded; one before the first turn is raised.
     """
     run = _Run(plan, target, stop)
     ended_by: EndedBy = "duration"
@@ -55,7 +55,7 @@ async def run_soak(
                 await run.unless_stopped(target.sleep_s(min(next_s, plan.duration_s) - run.time_s()))
     except _Stopped:
         ended_by = "stopped"
-    except Exception as error:  # hours of samples are kept, whatever it was
+    except Exception as error:  # keeps hours of samples, whatever the error
         ended_by, why = "error", str(error) if isinstance(error, KvartsError) else repr(error)
     record = run.record(ended_by, why)
     checkpoint(record)
@@ -78,18 +78,18 @@ class _Run:
         self.num_turns = 0
 
     def time_s(self) -> float:
-        """Return how long the run has been going on."""
+        """Return the time since the start of the run."""
         return self._target.now_s() - self._begin_s
 
     def record(self, ended_by: EndedBy | None, why: str | None) -> SoakRecord:
-        """Return what was seen so far."""
+        """Return the record so far."""
         return SoakRecord(
             plan=self._plan, samples=list(self._samples), duration_s=self.time_s(), ended_by=ended_by, why=why
         )
 
     async def create_sessions(self) -> None:
         """Open all sessions."""
-        # Memory is measured, and not the text: a run goes on beyond the positions that the model was trained for.
+        # The run measures memory, not text, so it continues beyond the positions that the model was trained for.
         settings = SessionSettings(
             sink=self._plan.sink, window=self._plan.window, past_max_positions=True, label="kvarts soak"
         )
@@ -98,13 +98,13 @@ class _Run:
             self._lengths.append(0)
 
     async def close_sessions(self) -> None:
-        """Close all sessions, as far as the server still answers."""
+        """Close all sessions, ignoring errors."""
         for session_id in self._session_ids:
             with suppress(Exception):
                 await self._target.close(session_id)
 
     async def unless_stopped(self, work: Awaitable[T], *, timeout_s: float | None = None) -> T:
-        """Return the result of `work`. Raise _Stopped, when it has been cancelled, if the run is told to stop.
+        """Return the result of `work`. If the run is asked to stop, cancel `work` and raise _Stopped.
 
         Raise KvartsError if it takes longer than `timeout_s` of real time.
         """
@@ -123,7 +123,7 @@ class _Run:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def turn(self) -> None:
-        """Append to the session that is next, generate, and take samples."""
+        """Append to the next session, generate, and take samples."""
         if self._stop.is_set():
             raise _Stopped
         await self.unless_stopped(self._turn(), timeout_s=self._plan.turn_timeout_s)
@@ -156,7 +156,7 @@ class _Run:
         )
 
     def _parts(self, *, is_first: bool) -> list[int]:
-        """Return the lengths in which a prompt is appended: the first in parts, to see how memory fills up."""
+        """Return the lengths of the pieces of a prompt. The first prompt is split, to observe how memory fills up."""
         num_tokens = self._plan.prompt_tokens
         if not is_first:
             return [num_tokens]

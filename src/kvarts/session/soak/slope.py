@@ -1,20 +1,20 @@
 """The slope of noisy measurements, with its uncertainty.
 
-The slope is the median of the slopes of all pairs, which outliers do not move (Theil 1950; Sen 1968, "Estimates of the
-regression coefficient based on Kendall's tau", JASA 63). Its interval is Sen's, as in Gilbert 1987, "Statistical
+The slope is the median of the slopes of all pairs, which is robust against outliers (Theil 1950; Sen 1968, "Estimates
+of the regression coefficient based on Kendall's tau", JASA 63). Its interval is Sen's, as in Gilbert 1987, "Statistical
 Methods for Environmental Pollution Monitoring", section 16.5: the pairs' slopes at ranks (N -+ z sqrt(Var S)) / 2, with
 Var S = (n (n - 1) (2 n + 5) - sum t (t - 1) (2 t + 5)) / 18 for groups of t equal values.
 
-That variance is for independent noise. Slow minutes follow slow minutes, so it is multiplied by what autocorrelation of
-the ranks of what the line leaves adds: the larger of two estimates, and at least 1. One is equation 9 of Hamed and Rao
-1998, "A modified Mann-Kendall trend test for autocorrelated data", J. Hydrology 204, over the lags up to the first that
-is negative, as in Geyer 1992, "Practical Markov Chain Monte Carlo", section 3.3. The other is that of a first-order
-process, (1 + r) / (1 - r), with r from the first lag where that is significant at 95 %, and corrected for its bias of
-(1 + 4 r) / n (Marriott and Pope 1954, "Bias in the estimation of autocorrelations", Biometrika 41).
+That variance assumes independent noise, but slow minutes follow slow minutes. It is therefore multiplied by a
+correction for autocorrelation of the ranks of the residuals: the larger of two estimates, and at least 1. One is
+equation 9 of Hamed and Rao 1998, "A modified Mann-Kendall trend test for autocorrelated data", J. Hydrology 204, over
+the lags up to the first negative one, as in Geyer 1992, "Practical Markov Chain Monte Carlo", section 3.3. The other is
+that of a first-order process, (1 + r) / (1 - r), with r from the first lag if that is significant at 95 %, corrected
+for its bias of (1 + 4 r) / n (Marriott and Pope 1954, "Bias in the estimation of autocorrelations", Biometrika 41).
 
-Measured on 150 runs each of 40, 150 and 480 points with a trend in first-order noise: intervals held the truth in 93 to
-98 % of runs without autocorrelation, and in 91 % or more at r = 0.5, 0.8 and 0.9; Hamed and Rao's sum over all
-significant lags, which counts negative ones, did in 63 to 84 %.
+Measured on 150 runs each of 40, 150 and 480 points with a trend in first-order noise: intervals contained the truth in
+93 to 98 % of runs without autocorrelation, and in 91 % or more at r = 0.5, 0.8 and 0.9. With Hamed and Rao's sum over
+all significant lags, which includes negative ones, they did in 63 to 84 %.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import numpy.typing as npt
 __all__ = ["Slope", "slope_of"]
 
 Z = 1.959963984540054
-"""Of a two-sided interval of 95 %."""
+"""Normal quantile of a two-sided interval of 95 %."""
 MAX_POINTS = 600
-"""More are replaced by the medians of as many stretches: pairs grow with the square."""
+"""Longer series are replaced by the medians of this many sections, since the number of pairs grows quadratically."""
 
 MAX_CORRELATION = 0.98
-"""Of what noise can have and still be told from a trend."""
+"""The largest autocorrelation of noise that can still be distinguished from a trend."""
 
 Column = npt.NDArray[np.float64]
 
@@ -49,12 +49,12 @@ class Slope(msgspec.Struct, frozen=True):
     num_points: int
 
     def growth(self, per_x: float) -> float:
-        """Return what a slope makes over the whole span, as a share of the value at the beginning."""
+        """Return the growth of a slope over the whole span, relative to the initial value."""
         return per_x * self.span_x / self.first
 
 
 def slope_of(x: npt.ArrayLike, y: npt.ArrayLike) -> Slope:
-    """Return the line through at least 3 points, with rising x."""
+    """Return the line through at least 3 points, with increasing x."""
     at, values = _thinned(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
     n = len(at)
     assert n >= 3, "a slope with an interval needs three points"
@@ -87,7 +87,7 @@ def _thinned(at: Column, values: Column) -> tuple[Column, Column]:
 
 
 def _inflation(rest: Column) -> float:
-    """Return by how much autocorrelation widens the variance of S."""
+    """Return the factor by which autocorrelation increases the variance of S."""
     n = len(rest)
     ranks = np.unique(rest, return_inverse=True)[1].astype(np.float64)
     ranks -= ranks.mean()

@@ -1,4 +1,4 @@
-"""What a long run is driven against, and the sessions of kvarts as that."""
+"""The interface of a soak's target, and its implementation for the sessions of kvarts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Reading", "SessionsTarget", "SoakClock", "SoakTarget", "rss_of"]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of a session. None: it does not say."""
+    """A server's report on a session. None: not reported."""
 
     history_length: int | None = None
     kv_live_bytes: int | None = None
@@ -25,7 +25,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakClock(Protocol):
-    """Time in seconds, which never goes back."""
+    """A monotonic time in seconds."""
 
     def now_s(self) -> float:
         """Return the time."""
@@ -41,23 +41,23 @@ class SoakTarget(SoakClock, Protocol):
         """Return the id of a new session."""
 
     async def append(self, session_id: str, tokens: Sequence[int], expected_length: int) -> int:
-        """Append to a history of `expected_length` tokens; return its length when the KV of all tokens is in pages."""
+        """Append to a history of `expected_length` tokens; return its length once the KV of all tokens is in pages."""
 
     def generate(self, session_id: str, max_tokens: int) -> AsyncGenerator[Update, None]:
-        """Yield `max_tokens` tokens as they come, and what else a generation says. Closing it cancels it."""
+        """Yield `max_tokens` tokens as they are generated, and other updates. Closing it cancels the generation."""
 
     async def read(self, session_id: str) -> Reading:
-        """Return what the server says of a session."""
+        """Return the server's report on a session."""
 
     async def close(self, session_id: str) -> int:
         """End a session; return the length of its history."""
 
     def rss_bytes(self) -> int | None:
-        """Return the resident memory of the server; None if that is not known."""
+        """Return the resident memory of the server; None if unknown."""
 
 
 class SessionsTarget:
-    """A SoakTarget of anything with the methods of SessionRuntime without an owner, such as a client."""
+    """A SoakTarget over any object with the methods of SessionRuntime without an owner, such as a client."""
 
     def __init__(self, sessions: Any, clock: SoakClock, rss_bytes: Callable[[], int | None] = lambda: None) -> None:
         self._sessions = sessions
@@ -76,13 +76,13 @@ class SessionsTarget:
         return length
 
     def generate(self, session_id: str, max_tokens: int) -> AsyncGenerator[Update, None]:
-        """Generate greedily, whatever the model says of an end."""
+        """Generate greedily, ignoring the model's end token."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         updates: AsyncGenerator[Update, None] = self._sessions.generate(session_id, params)
         return updates
 
     async def read(self, session_id: str) -> Reading:
-        """Return what the server says of a session; what it lacks is None."""
+        """Return the server's report on a session; missing values are None."""
         info = await self._sessions.info(session_id)
         return Reading(**{name: getattr(info, name, None) for name in Reading.__struct_fields__})
 
@@ -93,7 +93,7 @@ class SessionsTarget:
 
 
 def rss_of(pid: int) -> int | None:
-    """Return the resident memory of a process on this machine in bytes; None where Linux does not tell."""
+    """Return the resident memory in bytes of a process on this machine; None if Linux does not report it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
             for line in lines:

@@ -1,4 +1,4 @@
-"""What is to be said of a long run: bounded, violated, or inconclusive."""
+"""Verdict on a soak: bounded, violated, or inconclusive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_CODES = {"bounded": 0, "violated": 5, "inconclusive": 6}
 
 
 class SoakVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on a run. `layers`: what a token takes, as given or as derived; empty if neither."""
+    """The verdict on a run. `layers`: bytes per token, given or derived; empty if neither."""
 
     verdict: Literal["bounded", "violated", "inconclusive"]
     num_turns: int
@@ -29,7 +29,7 @@ class SoakVerdict(msgspec.Struct, frozen=True, kw_only=True):
         return EXIT_CODES[self.verdict]
 
     def to_text(self) -> str:
-        """Return the verdict for people, with a line end."""
+        """Return the verdict as text, with a line end."""
         width = max(len(result.rule) for result in self.rules)
         lines = [f"{self.verdict}, {self.num_turns:,} turns"]
         lines += [
@@ -39,7 +39,7 @@ class SoakVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_soak(record: SoakRecord) -> SoakVerdict:
-    """Judge a run: a violation outweighs what cannot be told, and that outweighs everything that is well."""
+    """Judge a run: violated if any rule is, else inconclusive if any rule is, else bounded."""
     results = [rule(record) for rule in RULES]
     statuses = {result.status for result in results}
     verdict: Literal["bounded", "violated", "inconclusive"] = "bounded"

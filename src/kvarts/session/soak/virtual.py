@@ -1,4 +1,4 @@
-"""Sessions of this process as a target, on a clock on which waiting takes no time."""
+"""Sessions of this process as a target, on a virtual clock that makes waiting free."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["OneOwner", "VirtualSoakClock"]
 class VirtualSoakClock:
     """A SoakClock over the clock of the engine.
 
-    The engine does not wait for what it says to be read. So while an answer is read, the time is that at which each
-    token came, and not that of the engine, which may be further.
+    The engine does not wait until its updates are read. So while an answer is read, the time is that of the token being
+    read, not that of the engine, which may be ahead.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -45,7 +45,7 @@ class VirtualSoakClock:
             self._read_at_s = None
 
     async def sleep_s(self, duration_s: float) -> None:
-        """Let time pass, between steps."""
+        """Advance the time, between steps."""
         self._clock.wait_until_ns(self._clock.now_ns() + round(duration_s * 1e9))
 
 
@@ -70,7 +70,7 @@ class OneOwner:
         return self._clock.replay(self._sessions.generate(self._owner, session_id, params))
 
     async def info(self, session_id: str) -> SessionInfo:
-        """Return a session as it is now."""
+        """Return the current state of a session."""
         return await self._sessions.info(self._owner, session_id)
 
     async def close(self, session_id: str) -> int:

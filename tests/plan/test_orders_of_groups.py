@@ -1,0 +1,64 @@
+"""Policies with KV groups: an audit follows what they evict part by part, and they decide what goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.errors import ConfigError
+from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.group_memory import PartGroup
+from kvarts.plan.league import ALL_POLICIES, find_policy
+
+from builders.case import Case, Row, cases
+from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by
+from builders.guide_policies import LeastHits
+from builders.rooms import HAS_AUDIT
+
+pytestmark = pytest.mark.laws
+
+
+def maker(name: str, case: Case) -> Callable[[], EvictionOrder]:
+    return LeastHits if name == "LeastHits" else find_policy(name, case.trace())
+
+
+@given(
+    case=cases(max_requests=10),
+    groups=part_groups(),
+    keeps=st.sampled_from(["all", "tails"]),
+    name=st.sampled_from([*ALL_POLICIES, "LeastHits"]),
+)
+def test_an_audit_follows_every_policy(case: Case, groups: tuple[PartGroup, ...], keeps: str, name: str) -> None:
+    case.profile = "default"
+    audited, _ = told_by(case, groups, keeps, eviction=maker(name, case), audit=HAS_AUDIT)
+    again, _ = told_by(case, groups, keeps, eviction=maker(name, case), step_by_step=True)
+    assert_same_outcome(audited, again)
+
+
+@pytest.mark.parametrize(("name", "num_hit"), [("lru", 0), ("LeastHits", 16), ("arc", 16)])
+def test_a_policy_decides_what_goes(name: str, num_hit: int) -> None:
+    """A prompt that came twice is gone after two others, unless the policy keeps it for that."""
+
+    def row(second: int, first_unit: int) -> Row:
+        return Row(1000 * second, list(range(first_unit, first_unit + 5)), 20, 1, None, 0, None)
+
+    case = Case([row(second, unit) for second, unit in enumerate((0, 0, 100, 200, 0))], 4, 4, 13, 64, 4, "default", 1)
+    report, _ = told_by(case, (PartGroup(FULL, 2), WINDOW), "all", eviction=maker(name, case), audit=HAS_AUDIT)
+    assert report.request_columns["cached_tokens"].tolist()[-1] == num_hit
+
+
+def test_an_order_of_whole_pages_only_is_named() -> None:
+    class Mine(LruOrder):
+        pass
+
+    case = Case([Row(0, [1], 4, 1, None, 0, None)], 4, 4, 13, 64, 4, "default", 1)
+    groups: dict[str, Any] = {"groups": (PartGroup(FULL, 2), WINDOW), "keeps": "all"}
+    report, _ = told_by(case, **groups, eviction=partial(LruOrder))
+    assert report.summary["num_requests"] == 1
+    with pytest.raises(ConfigError, match="makes Mine, which is derived from LruOrder"):
+        told_by(case, **groups, eviction=Mine)
