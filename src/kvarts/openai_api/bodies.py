@@ -6,7 +6,7 @@ Fields that are not known are left alone, and null is as good as nothing, becaus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -45,10 +45,6 @@ def error_body(error: ApiError) -> bytes:
     return encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
-class _CappedBody(ChatBody, kw_only=True):
-    """A chat with a number of tokens that every client has to give, and that none waits for."""
-
-
 class MessagesBody(msgspec.Struct, kw_only=True):
     """POST /v1/messages."""
 
@@ -76,7 +72,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
         if isinstance(form, dict):
             form = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
         choice = self.tool_choice or {}
-        return _CappedBody(
+        return ChatBody(
             model=self.model,
             messages=self._messages(),
             max_tokens=self.max_tokens,
