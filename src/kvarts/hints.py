@@ -8,7 +8,7 @@ import msgspec
 
 from kvarts.limits import MOST_COUNT, MOST_MS
 
-__all__ = ["Hints"]
+__all__ = ["Hints", "Priority"]
 
 Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]

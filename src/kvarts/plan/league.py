@@ -120,13 +120,19 @@ class League:
         }
 
 
-def find_policy(name: str, trace: Trace) -> MakeOrder:
+def find_policy(name: str, trace: Trace | None) -> MakeOrder:
     """Return the factory of an order: a name of POLICIES, or `module:Class`. Raise ConfigError for anything else.
 
-    The session-aware order takes the ends of sessions from `trace`.
+    The session-aware order takes the ends of sessions from `trace`; None where requests are not known beforehand.
     """
-    if name == SESSION_AWARE:
+    if name == SESSION_AWARE and trace is not None:
         return finishing(trace)
+    if name == SESSION_AWARE:
+        raise ConfigError(
+            f"{name!r} needs a trace, which has the ends of sessions",
+            field="policy",
+            hint="Give hinted, and let clients send a ttl.",
+        )
     if name in POLICIES:
         return POLICIES[name]
     known = ", ".join(ALL_POLICIES)
