@@ -28,13 +28,16 @@ class RunAccount(PartAccount):
         run.holders.append(holding)
         holding.held[run.group].append(run)
 
+    def note_begin(self) -> None:
+        """Let the order know the time, as a sequence begins."""
+        if self.note_request is not None:
+            self.note_request(None, self.now_ns)
+
     def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
         """Hold the runs of `path`, of one group, by page: a sequence begins with them, which is a hit."""
         order = self.eviction_order
         if order is not None and path:
             listed = [run for run in path if run.listed_by is not None]
-            if self.note_request is not None:
-                self.note_request(None, self.now_ns)
             order.pinned(listed, path)
             for run in listed:
                 run.leave_order()
