@@ -190,10 +190,13 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row == "priority":
+    if row in ("priority", "groups"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
+    if row == "groups":
+        kinds = [draw.choice(["window", "chunk"]) for _ in range(draw.randint(2, 4))]
+        workload.groups = [FULL, *((kind, draw.randint(2, 8 * page_size)) for kind in kinds)]
     elif row in ("window", "chunk"):
         span = page_size * draw.randint(1, 6)
         if row == "window":
@@ -207,6 +210,7 @@ ROWS = {
     "priority": "three priorities",
     "window": "a window beside a full group, everything kept",
     "chunk": "chunks beside a full group, everything kept",
+    "groups": "two to four windows and chunks of any span beside a full group, everything kept, three priorities",
 }
 
 

@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Callable[[list[Event]], list[Event]], str]] = {
     ),
     "a part of a window that is not given back": (
         lambda events: [*events[: given_back(events)], *events[given_back(events) + 1 :]],
-        "no later token sees it",
+        "the step counts",
     ),
     "a part that is evicted out of turn": (
         lambda events: damage(events, run(events), end_page=events[run(events)].end_page - 1),  # type: ignore[union-attr]

@@ -8,9 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.faults import Fault, Kind
 
 from builders.case import Case, cases
-from oracles.naive_fleet import NaiveFleet, worker_of
+from oracles.naive_fleet import NaiveFault, NaiveFleet, worker_of
 
 
 @dataclass
@@ -23,6 +24,7 @@ class FleetCase:
     rate: float | None
     latency_ms: float
     only_missing: bool
+    faults: tuple[Fault, ...] = ()
 
     @property
     def is_mocker(self) -> bool:
@@ -43,6 +45,7 @@ class FleetCase:
             latency_ms=self.latency_ms,
             transfer="missing" if self.only_missing else "full-prompt",
             token_bytes=1,
+            faults=self.faults,
         )
 
     def naive(self) -> NaiveFleet:
@@ -73,25 +76,57 @@ class FleetCase:
             self.rate,
             round(self.latency_ms * 1e6),
             self.only_missing,
+            faults=[
+                NaiveFault(each.kind, each.worker, each.start_ns, each.end_ns, each.factor) for each in self.faults
+            ],
         )
         fleet.run(case.naive_requests())
         return fleet
 
 
 @st.composite
-def fleets(draw: st.DrawFn, *, max_requests: int = 24, profile: str | None = None, cancels: bool = False) -> FleetCase:
-    """Small pools, slow links, and everything that makes requests wait for each other."""
+def fleets(
+    draw: st.DrawFn,
+    *,
+    max_requests: int = 24,
+    profile: str | None = None,
+    cancels: bool = False,
+    faults: bool = False,
+) -> FleetCase:
+    """Small pools, slow links, and everything that makes requests wait for each other.
+
+    `cancels`: clients give some requests up. `faults`: workers and links fail, some for good.
+    """
     case = draw(cases(max_requests=max_requests, cancels=cancels))
     if profile is not None:
         case.profile = profile
     most = max(-(-(row.num_prompt_tokens + row.num_output_tokens - 1) // case.page_size) for row in case.rows)
+    num_prefills, num_decodes = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 1, 2]))
+    failing = st.lists(fault(num_prefills + num_decodes), max_size=6, unique_by=lambda each: (each.kind, each.worker))
     return FleetCase(
         case,
-        draw(st.sampled_from([1, 1, 2, 3])),
-        draw(st.sampled_from([1, 1, 2])),
+        num_prefills,
+        num_decodes,
         max(1, most + draw(st.sampled_from([-1, 0, 0, 1, 3, 10, 50]))),
         min(case.max_num_batched_tokens, draw(st.sampled_from([1, 2, 4, 8]))),
         draw(st.sampled_from([None, None, 50.0, 1000.0, 100000.0])),
         draw(st.sampled_from([0.0, 0.0, 3.0, 30.0])),
         draw(st.booleans()),
+        tuple(draw(failing)) if faults else (),
+    )
+
+
+@st.composite
+def fault(draw: st.DrawFn, num_workers: int) -> Fault:
+    """Of any worker, soon, and for a while or for good."""
+    kinds: list[Kind] = ["down", "down", "cut", "slow"]
+    kind = draw(st.sampled_from(kinds))
+    start_ms = draw(st.sampled_from([0, 5, 17, 40, 90, 200]) | st.integers(0, 400))
+    after_ms = draw(st.sampled_from([None, 1, 20, 100, 1000]))
+    return Fault(
+        kind,
+        draw(st.integers(0, num_workers - 1)),
+        start_ms * 1_000_000,
+        None if after_ms is None else (start_ms + after_ms) * 1_000_000,
+        draw(st.integers(2, 20)) if kind == "slow" else 1,
     )

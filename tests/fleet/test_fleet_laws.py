@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 
@@ -19,6 +20,8 @@ from builders.fleet import FleetCase, fleets
 
 pytestmark = pytest.mark.laws
 
+LATE = (Fault("down", 5, 60_000_000, 90_000_000), Fault("cut", 6, 50_000_000))
+"""Faults of workers that come later, or never."""
 ENDS = ("completed", "rejected", "failed", "cancelled")
 SCALERS = (
     None,
@@ -33,7 +36,7 @@ def replayed(case: FleetCase, **changes: Any) -> FleetReport:
     return case.config(**changes).replay(case.case.trace())
 
 
-@given(st.booleans().flatmap(lambda cancels: fleets(cancels=cancels)))
+@given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))
 def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -> None:
     """L4, L7, L8; laws L1 to L3 of each worker are checked after each of its steps."""
     naive = case.naive()
@@ -62,26 +65,32 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
             "last_token_ns": None if status == "cancelled" else decode.last_token_ns,
             "output_tokens": decode.made,
             "preemptions": decode.preemptions,
-            "recomputed_tokens": decode.recomputed_tokens,
+            "recomputed_tokens": prefill.recomputed_tokens + decode.recomputed_tokens,
+            "num_restarts": handoff.restarts,
         }
         if case.is_mocker:
             expected["cached_tokens"] = max(prefill.largest_hit_tokens, decode.largest_hit_tokens)
-        assert mine | {name: -1 if value is None else value for name, value in expected.items()} == mine
+        theirs = {name: -1 if value is None else value for name, value in expected.items()}
+        assert {name: mine[name] for name in theirs} == theirs
         if status == "cancelled":
             after_ms = (handoff.cancelled_ns - decode.arrival_ns) / 1e6
             assert reasons[place] == f"its client gave up {after_ms:g} ms after sending it"
-    assert report.summary["fleet"]["num_deadlocks"] == naive.num_deadlocks
+    fleet = report.summary["fleet"]
+    assert fleet["num_deadlocks"] == naive.num_deadlocks
+    if case.faults:
+        assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
-@given(fleets(max_requests=40, cancels=True), st.sampled_from(SCALERS), st.booleans())
+@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans())
 def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None, is_shared: bool) -> None:
-    """L5, with workers that come and go, and links that they share."""
+    """L5, with workers that come, go and fail, and links that they share."""
     fast, slow = (
         structs.replace(
             case.config(step_by_step=step_by_step),
             scaler=None if policy is None else partial(parse_scaler, policy),
             startup_s=0.03,
             sharing="worker" if is_shared else "none",
+            faults=case.faults if policy is None else (*case.faults, *LATE),
         ).replay(case.case.trace())
         for step_by_step in (False, True)
     )

@@ -68,7 +68,7 @@ def test_llm_d_decides_nothing_while_workers_start() -> None:
         ("queue,target=0", "above 0"),
         ("queue,goal=4", "has no"),
         ("llm-d,least=3,most=2", "least is 3"),
-        ("script,30s=3", "P:D"),
+        ("script,30s=3:1:2", "P:D"),
         ("script,30s=0:1", "without a worker"),
         ("script,soon=1:1", "duration"),
         ("kv,every=0s", "every"),

@@ -239,7 +239,9 @@ def test_auto_leaves_a_tool_alone_of_which_no_arguments_can_be_made(server: Runn
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "sometimes"}, "tool_choice"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format"),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
         (RESPONSES, {"background": True}, "background"),
     ],
 )  # fmt: skip

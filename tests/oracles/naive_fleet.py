@@ -6,6 +6,7 @@ It restates who does what when, as plainly as there is, on the naive engine, and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import ceil
 
 from oracles.naive import Batch, CostFn, NaiveEngine, NaiveRequest, Page, polynomial_ns, round_ns
@@ -30,6 +31,7 @@ class NaiveHandoff:
     outcome: str = ""
     given_up: bool = False
     cancelled_ns: int = -1
+    restarts: int = 0
 
 
 def decode_only_ns(batch: Batch, engine: NaiveEngine) -> int:
@@ -52,7 +54,8 @@ class NaiveWorker(NaiveEngine):
         self.deferred: list[tuple[str, NaiveHandoff]] = []
         self.end_ns: int | None = None
         self.ended: list[NaiveRequest] = []  # in the step under way
-        self.dropping: list[NaiveHandoff] = []
+        self.interrupts: list[tuple[str, NaiveHandoff]] = []
+        self.is_down = self.is_failing = False
         self.generation = 0
         self.refused_at = -1
 
@@ -61,7 +64,7 @@ class NaiveWorker(NaiveEngine):
     def try_to_reserve(self, now_ns: int) -> list[NaiveHandoff]:
         """The first pending request takes its pages, and without the mocker's rules as many as can."""
         done: list[NaiveHandoff] = []
-        while self.pending:
+        while self.pending and not self.is_down:
             if self.is_mocker and self.refused_at == self.generation:
                 break
             handoff = self.pending[0]
@@ -183,7 +186,7 @@ class NaiveWorker(NaiveEngine):
                 if victim is request:
                     break
             if request not in self.running:
-                continue
+                break  # as in vLLM, none that was admitted after it computes
             request.pages += [self.take_page() for _ in range(need)]
             took[request.seq] = (request, want)
             self.budget -= want
@@ -255,6 +258,17 @@ class NaiveWorker(NaiveEngine):
 
 
 @dataclass
+class NaiveFault:
+    """What happens to a worker, by its number: down, or its link is cut, or slow by a factor."""
+
+    kind: str
+    worker: int
+    start_ns: int
+    end_ns: int | None
+    factor: int
+
+
+@dataclass
 class NaiveFleet:
     """`rate`: bytes a second, or None; a token is one byte."""
 
@@ -266,12 +280,22 @@ class NaiveFleet:
     only_missing: bool
     handoffs: list[NaiveHandoff] = field(default_factory=list)
     num_deadlocks: int = 0
+    faults: list[NaiveFault] = field(default_factory=list)
+    num_failed_transfers: int = 0
 
     def run(self, requests: list[NaiveRequest]) -> None:
         self.workers = [*self.prefills, *self.decodes]
         self.actions: list[tuple[str, NaiveHandoff]] = []
         self.transfers: list[tuple[int, int, NaiveHandoff]] = []
-        self.num_submitted = self.num_held = self.num_reserved = self.num_sent = 0
+        self.num_reserved = self.num_sent = 0
+        self.turns = {True: 0, False: 0}
+        self.stranded: list[NaiveHandoff] = []
+        self.cut: set[int] = set()
+        self.slow: dict[int, int] = {}
+        self.changes = sorted(
+            [(fault.start_ns, True, place) for place, fault in enumerate(self.faults)]
+            + [(fault.end_ns, False, place) for place, fault in enumerate(self.faults) if fault.end_ns is not None],
+        )
         coming = sorted(requests, key=lambda r: r.arrival_ns)
         now = 0
         while True:
@@ -280,9 +304,11 @@ class NaiveFleet:
             times += [end for end, _, _ in self.transfers]
             times += [coming[0].arrival_ns] if coming else []
             times += [end for end, _ in self.deadlines()]
+            if (times or self.stranded) and self.changes:
+                times.append(self.changes[0][0])
             if times:
                 now = max(now, min(times))
-            elif not self.break_deadlock(now):
+            elif not self.fail_stranded() and not self.break_deadlock(now):
                 return
 
     def at(self, now: int, coming: list[NaiveRequest]) -> None:
@@ -318,12 +344,29 @@ class NaiveFleet:
         """Clients give up, and requests arrive."""
         happened = False
         for worker in self.workers:
-            if worker.end_ns is None and worker.dropping:
+            if worker.end_ns is None and (worker.interrupts or worker.is_failing):
                 self.act(now)
                 happened = True
-                dropping, worker.dropping = worker.dropping, []
-                for handoff in dropping:
-                    self.drop(handoff, worker, now)
+                interrupts, worker.interrupts = worker.interrupts, []
+                for what, handoff in interrupts:
+                    if what == "drop":
+                        self.drop(handoff, worker, now)
+                    else:
+                        self.compute_instead(handoff, worker, now)
+                if worker.is_failing:
+                    self.act(now)
+                    self.lose(worker, now)
+        while self.changes and self.changes[0][0] <= now:
+            self.act(now)
+            happened = True
+            _, begins, place = self.changes.pop(0)
+            self.change(self.faults[place], begins, now)
+        for is_prefill in (True, False):
+            if any(not w.is_down and not w.is_failing for w in self.pool(is_prefill)):
+                for handoff in [each for each in self.stranded if self.wants_prefill(each) is is_prefill]:
+                    self.stranded.remove(handoff)
+                    self.actions.append(("send", handoff))
+                    happened = True
         while True:
             due = [each for each in self.deadlines() if each[0] <= now]
             if due:
@@ -332,7 +375,7 @@ class NaiveFleet:
                 if due:
                     self.give_up(self.handoffs[min(due)[1]], now)
             elif coming and coming[0].arrival_ns <= now:
-                self.actions.append(("submit", self.handoff_of(coming.pop(0))))
+                self.actions.append(("send", self.handoff_of(coming.pop(0))))
             else:
                 return happened
             happened = True
@@ -360,7 +403,7 @@ class NaiveFleet:
             if worker.end_ns is None:
                 self.drop(handoff, worker, now)
             else:
-                worker.dropping.append(handoff)
+                worker.interrupts.append(("drop", handoff))
         self.note_given_up(handoff, now)
 
     def drop(self, handoff: NaiveHandoff, worker: NaiveWorker, now: int) -> None:
@@ -373,7 +416,7 @@ class NaiveFleet:
 
     def note_given_up(self, handoff: NaiveHandoff, now: int) -> None:
         """It is over once no worker is to drop it any more."""
-        if not any(handoff in worker.dropping for worker in self.workers):
+        if not any(("drop", handoff) in worker.interrupts for worker in self.workers) and not handoff.outcome:
             handoff.outcome, handoff.cancelled_ns = "cancelled", now
 
     def handoff_of(self, request: NaiveRequest) -> NaiveHandoff:
@@ -412,8 +455,7 @@ class NaiveFleet:
             else:
                 handoff.held_ns = now
                 worker.held.append(request)
-                if not handoff.given_up:
-                    self.actions.append(("choose", handoff))
+                self.actions.append(("send", handoff))
 
     def send(self, reserved: list[NaiveHandoff]) -> None:
         for handoff in reserved:
@@ -423,12 +465,18 @@ class NaiveFleet:
 
     def do(self, what: str, handoff: NaiveHandoff, now: int) -> None:
         source, target = self.prefills[handoff.source], self.decodes[handoff.target]
-        if what == "submit":
-            self.submit(handoff)
+        if what == "send":
+            if handoff.given_up:
+                return
+            chosen = self.choose(self.wants_prefill(handoff))
+            if chosen is None:
+                self.stranded.append(handoff)
+            elif self.is_held(handoff):
+                handoff.target = self.decodes.index(chosen)
+                self.do("choose", handoff, now)
+            else:
+                self.submit(handoff, chosen)
         elif what == "choose":
-            handoff.target = self.num_held % len(self.decodes)
-            self.num_held += 1
-            target = self.decodes[handoff.target]
             if self.is_mocker and self.never_fits(handoff):
                 handoff.outcome = "failed"
                 self.actions.append(("release", handoff))
@@ -437,10 +485,14 @@ class NaiveFleet:
             if target.end_ns is None:
                 self.send(target.try_to_reserve(now))
         elif what == "transfer":
+            if self.cut & {self.workers.index(source), self.workers.index(target)}:
+                self.fail_transfer(handoff, now)
+                return
             num_tokens = len(handoff.request.tokens)
             if self.only_missing:
                 num_tokens = (target.pages_for(num_tokens) - handoff.hit_pages) * target.page_size
             duration = self.latency_ns + (0 if self.rate is None else ceil(num_tokens / self.rate * 1e9))
+            duration *= self.slowness(handoff)
             if duration:
                 self.transfers.append((now + duration, self.num_sent, handoff))
                 self.num_sent += 1
@@ -466,10 +518,140 @@ class NaiveFleet:
         worker = self.decodes[0]
         return worker.pages_for(len(handoff.request.tokens) + handoff.request.num_output - 1) > worker.num_pages
 
-    def submit(self, handoff: NaiveHandoff) -> None:
-        handoff.source = self.num_submitted % len(self.prefills)
-        self.num_submitted += 1
-        source = self.prefills[handoff.source]
+    # Who is next, and what fails ---------------------------------------------------------------------------
+
+    def pool(self, is_prefill: bool) -> list[NaiveWorker]:
+        return self.prefills if is_prefill else self.decodes
+
+    def wants_prefill(self, handoff: NaiveHandoff) -> bool:
+        return handoff.held_ns < 0
+
+    def is_held(self, handoff: NaiveHandoff) -> bool:
+        return handoff.activated_ns < 0 and handoff.prefill in self.prefills[handoff.source].held
+
+    def choose(self, is_prefill: bool) -> NaiveWorker | None:
+        up = [worker for worker in self.pool(is_prefill) if not worker.is_down and not worker.is_failing]
+        if not up:
+            return None
+        place = self.turns[is_prefill] % len(up)
+        self.turns[is_prefill] = place + 1
+        return up[place]
+
+    def slowness(self, handoff: NaiveHandoff) -> int:
+        return max(self.slow.get(handoff.source, 1), self.slow.get(len(self.prefills) + handoff.target, 1))
+
+    def change(self, fault: NaiveFault, begins: bool, now: int) -> None:
+        if fault.worker >= len(self.workers):
+            return
+        worker = self.workers[fault.worker]
+        if fault.kind == "slow":
+            before = [self.slowness(handoff) for _, _, handoff in self.transfers]
+            self.slow[fault.worker] = fault.factor if begins else 1
+            self.transfers = [
+                (now + ceil(Fraction((end - now) * self.slowness(handoff), old)), number, handoff)
+                for (end, number, handoff), old in zip(self.transfers, before, strict=True)
+            ]
+        elif fault.kind == "cut" and begins:
+            self.cut.add(fault.worker)
+            for _, _, handoff in sorted(self.transfers, key=lambda each: each[2].request.seq):
+                if fault.worker in (handoff.source, len(self.prefills) + handoff.target):
+                    self.fail_transfer(handoff, now)
+        elif fault.kind == "cut":
+            self.cut.discard(fault.worker)
+        else:
+            worker.is_down = begins
+            if begins and worker.end_ns is None:
+                self.lose(worker, now)
+            elif begins:
+                worker.is_failing = True
+
+    def lose(self, worker: NaiveWorker, now: int) -> None:
+        """All that is in a worker is gone; requests go on elsewhere."""
+        worker.is_failing = False
+        for handoff in self.handoffs:
+            if handoff.outcome:
+                continue
+            pending = handoff in worker.pending
+            if worker is self.decodes[handoff.target] and (pending or worker.has(handoff.decode)):
+                if pending:
+                    worker.pending.remove(handoff)
+                elif self.is_held(handoff):
+                    self.num_failed_transfers += 1
+                    handoff.reserved_ns = -1
+                self.transfers = [each for each in self.transfers if each[2] is not handoff]
+                self.forget(handoff.decode, worker)
+                handoff.restarts += 1
+                self.actions.append(("send", handoff))
+            elif worker is self.prefills[handoff.source] and worker.has(handoff.prefill):
+                if handoff.prefill not in worker.held:
+                    self.forget(handoff.prefill, worker)
+                    handoff.restarts += 1
+                    self.actions.append(("send", handoff))
+                    continue
+                target = self.decodes[handoff.target]
+                if any(each[2] is handoff for each in self.transfers):
+                    self.fail_transfer(handoff, now)
+                elif handoff in target.pending:
+                    target.pending.remove(handoff)
+                    self.compute_here(handoff, target)
+                    target.refused_at = -1
+                    if target.end_ns is None:
+                        self.send(target.try_to_reserve(now))
+                worker.let_go(handoff.prefill)
+                handoff.released_ns = now
+        assert worker.num_used == 0
+        worker.index.clear()
+        worker.lru.clear()
+        worker.num_empty = worker.num_pages
+
+    def forget(self, request: NaiveRequest, worker: NaiveWorker) -> None:
+        """It has nothing in a worker any more, but the tokens that it has made."""
+        worker.drop(request)
+        request.computed = 0
+
+    def fail_transfer(self, handoff: NaiveHandoff, now: int) -> None:
+        self.transfers = [each for each in self.transfers if each[2] is not handoff]
+        self.num_failed_transfers += 1
+        target = self.decodes[handoff.target]
+        if target.end_ns is None:
+            self.compute_instead(handoff, target, now)
+        else:
+            target.interrupts.append(("compute", handoff))
+        self.actions.append(("release", handoff))
+
+    def compute_instead(self, handoff: NaiveHandoff, target: NaiveWorker, now: int) -> None:
+        self.forget(handoff.decode, target)
+        self.compute_here(handoff, target)
+        target.refused_at = -1
+        self.send(target.try_to_reserve(now))
+
+    def compute_here(self, handoff: NaiveHandoff, target: NaiveWorker) -> None:
+        handoff.restarts += 1
+        handoff.reserved_ns = handoff.activated_ns = -1
+        self.queue(handoff.decode, target)
+
+    def queue(self, request: NaiveRequest, worker: NaiveWorker) -> None:
+        if not request.admissions:
+            request.furthest = len(request.tokens)
+        worker.orders[request.seq] = 1 << 62
+        worker.submit(request)
+        if not self.is_mocker and worker in self.decodes:
+            worker.waiting.sort(key=worker.age)
+
+    def fail_stranded(self) -> bool:
+        stranded, self.stranded = [each for each in self.stranded if not each.outcome], []
+        for handoff in stranded:
+            handoff.outcome = "failed"
+            self.actions.append(("release", handoff))
+        return bool(stranded)
+
+    def submit(self, handoff: NaiveHandoff, worker: NaiveWorker) -> None:
+        if worker in self.decodes:
+            handoff.target = self.decodes.index(worker)
+            self.queue(handoff.decode, worker)
+            return
+        handoff.source = self.prefills.index(worker)
+        source = worker
         fits_here = source.pages_for(len(handoff.request.tokens)) <= source.num_pages
         if not fits_here or (self.never_fits(handoff) and not self.is_mocker):
             handoff.outcome = "rejected"

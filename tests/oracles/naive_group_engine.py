@@ -1,7 +1,7 @@
 """A naive engine with KV groups: of every request, every group and every token, what is held, found and given back.
 
 The order of a step is that of the naive engine; parts are those of the naive cache with groups. What is wanted of
-memory is found by trying every place at which a chunk may begin.
+memory is what vLLM wants, and a request releases at its turn, as there.
 """
 
 from __future__ import annotations
@@ -73,23 +73,48 @@ class NaiveGroupEngine(NaiveEngine):
         """The most tokens of a chunk."""
         return self.max_num_batched_tokens
 
-    def wanted(self, start: int, end: int, found: list[dict[int, NaivePart]]) -> int:
-        """The most bytes that are to be taken for tokens [start, end) at one time, of those that others do not hold."""
-        most = 0
-        for first in range(start, end):
-            asked = 0
-            pages = self.while_computing(first, min(end, first + self.most_new()))
-            for group, (layer, part_bytes) in enumerate(self.layers):
-                parts = found[group] if found else {}
-                if layer.kind == "state":
-                    asked += part_bytes
-                    if first == start:
-                        asked += part_bytes * sum(part.refs == 0 for part in parts.values())
-                    continue
-                shared = {page for page, part in parts.items() if part.refs}
-                asked += part_bytes * len(pages[group] - shared)
-            most = max(most, asked)
-        return most
+    def most_pages(self, layer: KvLayer) -> int | None:
+        """vLLM's bound of the pages that a request holds at one time; None for a layer that keeps all tokens."""
+        if layer.kind not in ("window", "chunk"):
+            return None
+        reach = (layer.span or 1) - (layer.kind == "window") + self.most_new()
+        pages = {position // self.page_size for position in range(reach)}
+        sink = {position // self.page_size for position in range(layer.sink)}
+        return len(pages) + len(sink) + (layer.kind == "window")
+
+    def wanted(self, start: int, known: int, end: int, found: list[dict[int, NaivePart]]) -> int:
+        """The bytes to be free for a request that found the first `start` tokens and computes those up to `end` first.
+
+        Pages that were found are not taken, nor is room for them, though a window may have passed them. Parts that
+        nothing holds yet are free now, and are not afterwards.
+        """
+        in_all = in_step = idle = 0
+        hit = set(range(start // self.page_size))
+        for group, (layer, part_bytes) in enumerate(self.layers):
+            idle += part_bytes * sum(part.refs == 0 for part in (found[group].values() if found else ()))
+            if layer.kind == "state":
+                in_all += part_bytes
+                in_step += part_bytes
+                continue
+            most = self.most_pages(layer)
+            pages = {position // self.page_size for position in range(known)}
+            in_all += part_bytes * max(0, min(len(pages), len(pages) if most is None else most) - len(hit))
+            in_step += part_bytes * len({position // self.page_size for position in range(end)} - hit)
+        return max(in_all, in_step) + idle
+
+    def most_of(self, known: int) -> int:
+        """The most bytes that a request holds at one time, without snapshots."""
+        asked = 0
+        for layer, part_bytes in self.layers:
+            pages = len({position // self.page_size for position in range(known)})
+            most = self.most_pages(layer)
+            if layer.kind == "state":
+                pages = 1
+            elif most is not None:
+                # What begins inside a page may reach into one more.
+                pages = min(pages, most + (layer.kind == "chunk" and (layer.span or 1) % self.page_size > 0))
+            asked += part_bytes * pages
+        return asked
 
     def fits(self, head: NaiveRequest, num_bytes: int) -> bool:
         return num_bytes <= self.groups.free_bytes()
@@ -99,7 +124,7 @@ class NaiveGroupEngine(NaiveEngine):
     def most_bytes(self, request: NaiveRequest) -> int:
         """What a request may need at most."""
         num_tokens = len(request.tokens) + request.num_output - 1
-        asked = self.wanted(0, max(1, num_tokens), [])
+        asked = self.most_of(max(1, num_tokens))
         if num_tokens > self.page_size:  # it may begin from a snapshot
             asked += sum(part_bytes for layer, part_bytes in self.layers if layer.kind == "state")
         return asked
@@ -169,6 +194,12 @@ class NaiveGroupEngine(NaiveEngine):
                 if page not in needed:
                     self.groups.release(sequence.parts[group].pop(page))
 
+    def can_settle(self) -> bool:
+        """Whether all pages that decodes begin in the next step are free already, so that turns make no difference."""
+        page_bytes = sum(part_bytes for layer, part_bytes in self.layers if layer.kind != "state")
+        begins = [r for r in self.running if r.seq in self.decoding and r.computed % self.page_size == 0]
+        return page_bytes * len(begins) <= self.groups.free_bytes()
+
     # A step -----------------------------------------------------------------------------------------------
 
     def step(self, now_ns: int) -> int:
@@ -192,6 +223,7 @@ class NaiveGroupEngine(NaiveEngine):
             if request not in self.running:
                 continue
             want = min(request.known - request.computed, budget)
+            self.settle(request)
             is_decode = request.seq in self.decoding
             missing = self.groups.missing(self.sequences[request.seq], want)
             while (asked := missing + sum(planned.values())) > self.groups.free_bytes():
@@ -232,7 +264,8 @@ class NaiveGroupEngine(NaiveEngine):
                 pages = sorted(self.groups.needed(layer, hit_tokens))
                 names = {page: self.groups.name(tokens, sequence.salt, page) for page in pages}
                 sequence.parts.append({page: self.groups.copies[group, names[page]][0] for page in pages})
-            if not self.fits(head, self.wanted(hit_tokens, head.known, sequence.parts)):
+            end = min(head.known, hit_tokens + budget)
+            if not self.fits(head, self.wanted(hit_tokens, head.known, end, sequence.parts)):
                 break
             self.waiting.remove(head)
             for part in [part for parts in sequence.parts for part in parts.values()]:
@@ -278,8 +311,10 @@ class NaiveGroupEngine(NaiveEngine):
                     self.running.remove(request)
                     self.release(request)
                     self.finished.append(request)
-        for request in self.running:
-            self.settle(request)
+        if self.can_settle():
+            for request in self.running:
+                if request.seq in self.decoding:
+                    self.settle(request)
         used, cached, released, counts = mark
         self.steps.append(
             NaiveStep(

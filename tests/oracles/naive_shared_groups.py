@@ -125,9 +125,8 @@ class NaiveGroupTenant(NaiveTenant, NaiveGroupEngine):
         return self.bytes_of([part for part, count in holds.items() if part.refs == count])
 
     def rest_of(self, request: NaiveRequest) -> int:
-        """The most that is needed for a chunk of the rest, beside what it has."""
-        needed = self.wanted(request.computed, request.known, [])
-        return max(0, needed - self.bytes_of(self.parts_of(request)))
+        """The most that is needed for the rest, beside what it has."""
+        return max(0, self.most_of(request.known) - self.bytes_of(self.parts_of(request)))
 
     def whole_of(self, request: NaiveRequest) -> int:
-        return self.wanted(0, request.known, [])
+        return self.most_of(request.known)

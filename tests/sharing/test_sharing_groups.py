@@ -161,13 +161,13 @@ def test_what_the_rest_of_a_prompt_needs_is_kept_for_it() -> None:
     part = rig.device.memory.parts["a"]
     part.token_budget = 8
     rig.run("a", 6)
-    # Two pages are computed. The rest, at once, needs six pages in the full group and five in the window.
+    # Two pages are computed, and nothing of the window is released before the next chunk.
     scheduler = rig.schedulers["a"]
-    assert scheduler.cache.num_used == 3
-    assert scheduler.num_pages_of_chunked() == 6 + 5 - 3
+    assert scheduler.cache.num_used == 4
+    assert scheduler.num_pages_of_chunked() == 6 + 6 - 4, "a window of a step of all tokens holds all six pages"
     waits = rig.add("b", 10, num_output=2)
     rig.turn("b")
-    assert waits.admission < 0, "17 are free, and eight of them are kept"
+    assert waits.admission < 0, "16 are free, and eight of them are kept"
     fits = rig.add("c", 8, num_output=2)
     rig.turn("c")
     assert fits.admission < 0, "claims hold in the order in which they were made"

@@ -137,10 +137,10 @@ class Found:
 
 
 @given(part_groups(), st.integers(1, 6), st.integers(1, 24), st.integers(0, 5), st.integers(1, 60), st.data())
-def test_what_a_request_may_need_is_the_most_of_all_its_chunks(
+def test_what_a_request_needs(
     groups: tuple[PartGroup, ...], page_size: int, most_new: int, num_hit: int, num_new: int, data: st.DataObject
 ) -> None:
-    """Wherever chunks begin: a bound that is reached, of what is held alone and of what is not held by others."""
+    """To begin as in vLLM, at least that much if it finds less; and no step of it holds more than it may at most."""
     memory = GroupMemory(groups)
     needs = GroupNeeds(memory, page_size=page_size, most_new=most_new)
     engine = NaiveGroupEngine(
@@ -151,15 +151,28 @@ def test_what_a_request_may_need_is_the_most_of_all_its_chunks(
         max_num_batched_tokens=most_new,
         cost=polynomial_ns,
     )
-    start = num_hit * page_size
-    found: list[dict[int, Any]] = []
-    for index, group in enumerate(groups):
-        pages = sorted(engine.groups.needed(group.layer, start))
-        found.append({page: Part(index, is_kept=True) for page in pages})
-        for part in found[-1].values():
-            part.refs = data.draw(st.integers(0, 1))
-    wanted = engine.wanted(start, start + num_new, found)
-    assert needs.to_admit(start, start + num_new, Found(groups, found, page_size)) * memory.block_bytes == wanted
+    known = num_hit * page_size + num_new
+    budget = data.draw(st.integers(1, most_new))
+    wants: list[int] = []
+    refs = [[data.draw(st.integers(0, 1)) for _ in range(num_hit)] for _ in groups]
+    for hit in range(num_hit + 1):
+        start = hit * page_size
+        end = min(known, start + budget)
+        found: list[dict[int, Any]] = []
+        for index, group in enumerate(groups):
+            found.append({page: Part(index, is_kept=True) for page in sorted(engine.groups.needed(group.layer, start))})
+            for page, part in found[-1].items():
+                part.refs = refs[index][page]
+        wanted = engine.wanted(start, known, end, found)
+        of_parts = Found(groups, found, page_size)
+        assert needs.to_admit(start, known, end, of_parts) * memory.block_bytes == wanted
+        wants.append(wanted)
+        assert needs.least_to_admit(start, known, end, of_parts) * memory.block_bytes <= min(wants)
+    most_bytes = needs.to_compute(known) * memory.block_bytes
+    assert most_bytes == engine.most_of(known)
+    assert max(wants) <= needs.at_most(known) * memory.block_bytes
     states = sum(group.part_bytes for group in groups if group.is_state)
-    alone = engine.wanted(0, start + num_new, []) + (states if start + num_new > page_size else 0)
-    assert needs.at_most(start + num_new) * memory.block_bytes == alone
+    for first in range(known):
+        pages = engine.while_computing(first, min(known, first + most_new))
+        held = sum(groups[index].part_bytes * len(pages_of) for index, pages_of in pages.items())
+        assert held + states <= most_bytes

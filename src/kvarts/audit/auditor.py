@@ -424,6 +424,7 @@ class Auditor:
         filled = []
         for request in self._decoding:
             known = self._requests[request]
+            known.began = known.computed
             known.computed += 1
             known.known += 1
             if known.computed % self._page_size == 0:
@@ -515,7 +516,7 @@ class Auditor:
             )
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
-        known.computed = event.start
+        known.computed = known.began = event.start
         is_end = event.end == event.num_known_tokens
         page_end = event.end // size * size
         if is_end and self._has_states and known.computed < page_end < event.end:
@@ -531,6 +532,8 @@ class Auditor:
         if known is None or index >= len(known.parts):
             self._find(f"was given back{words}, and was not held", request, event.start_page)
             return
+        if self._is_served and not self._is_settled:
+            self._serve_takers()
         needed = self.ledger.groups[index].needed(known.computed, self._page_size)
         for page in range(event.end_page - 1, event.start_page - 1, -1):
             part = known.parts[index].get(page)

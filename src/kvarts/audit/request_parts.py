@@ -16,15 +16,17 @@ __all__ = ["KnownRequest", "RequestParts"]
 class KnownRequest:
     """The auditor's state of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
-    `parts`: those of its first `num_taken` pages, by group and page; `states`: by group. `admission`: its place in the
-    order of admission. `drafted`: tokens drafted for it in this step. `load`: the pages that it waits for, None once
-    admitted; `offer`: first page and pages per tier of a load of only a part of the match below; `awaited`: the
-    transfer for another request that it waits for, or -1; `is_cancelled`: it ends when its load does.
+    `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
+    order of admission. `began`: the tokens computed before the last step in which it computed any. `drafted`: tokens
+    that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else None; `offer`:
+    from which page on so many pages of each tier are loaded, if not all that is below; `awaited`: the transfer for
+    another request that it waits for, or -1; `is_cancelled`: it is gone when its load has ended.
     """
 
     __slots__ = (
         "admission",
         "awaited",
+        "began",
         "computed",
         "content",
         "drafted",
@@ -42,7 +44,7 @@ class KnownRequest:
     def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int) -> None:
         self.content = content
         self.known = num_prompt_tokens
-        self.computed = self.num_named = self.num_taken = self.drafted = 0
+        self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, Part]] = [{} for _ in range(num_groups)]
         self.states: dict[int, Part] = {}
         self.is_running = False
@@ -202,16 +204,17 @@ class RequestParts:
         known.is_running = False
 
     def look_at(self, known: KnownRequest) -> None:
-        """Report unjudged drafts, and parts held between steps though no later token sees them."""
+        """Find what a running request holds between two steps and no token sees that it computed in its last step or
+        later, and drafts not judged."""
         if known.drafted:
             self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
             known.drafted = 0
         for index, group in enumerate(self._ledger.groups):
             if group.has_every_page:
                 continue
-            sink, others = group.needed(known.computed, self._page_size)
+            sink, others = group.needed(known.began, self._page_size)
             for page in known.parts[index]:
-                if page in others:
+                if page in others or (group.is_bounded and page >= others.start):
                     break  # pages are in order
                 if page not in sink:
                     what = f"is held{self._ledger.words(index)}, and no later token sees it"

@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about prefill and decode on workers of their own."""
+"""The part of `kvarts replay` that simulates prefill and decode on separate workers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ NOT_YET = {
     "html_file": "--html",
     "events_file": "--events",
 }
-"""Results that are not written of a fleet."""
+"""Results that a fleet does not write yet, by parameter."""
 
 
 class FleetPart(Part):
-    """Options of pools and of links."""
+    """Options of pools and links."""
 
     sections = SECTIONS
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
-        """Return the run where anything is said of pools."""
+        """Return the run if any setting of a pool is given."""
         if not is_of_fleet(given):
             return None
         if given.names("models"):
@@ -47,7 +47,7 @@ class FleetPart(Part):
 
 
 class FleetRun:
-    """A replay on a fleet. Raises ConfigError before anything is done."""
+    """A replay on a fleet. Raises ConfigError when constructed, before any work is done."""
 
     def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section]) -> None:
         self._given = given
@@ -56,11 +56,11 @@ class FleetRun:
 
     @property
     def inputs(self) -> list[Path]:
-        """The trace that the file names."""
+        """The trace that the settings file names."""
         return [self._given.path_of("trace")] if "trace" in self._given else []
 
     def outputs(self, places: Mapping[str, Any]) -> FleetOutputs:
-        """Check where results go."""
+        """Return the outputs, with their paths checked."""
         return FleetOutputs(self.config, places)
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
@@ -93,15 +93,15 @@ class FleetOutputs:
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], Sequence[EventReader]]]:
-        """Answer what observes a worker: nothing."""
+        """Yield a function that returns the observers of a worker: none."""
         yield lambda worker: ()
 
     def write(self, report: FleetReport) -> None:
-        """Write everything, and the report on standard output, unless one of the files is that."""
+        """Write all files, and print the report unless one of them is standard output."""
         if self._requests is not None:
             write_whole(self._requests, report.requests_jsonl())
         if self._timeline is not None:
-            paths = per_replica(self._timeline, len(report.step_logs))  # there may be more workers by now
+            paths = per_replica(self._timeline, len(report.step_logs))  # scaling may have added workers
             record.write_timelines(report, [paths], every=self._every)
         if self._report is not None:
             write_whole(self._report, report.to_json())

@@ -1,4 +1,4 @@
-"""`kvarts serve model`, which `kvarts serve --model DIR` means."""
+"""`kvarts serve model`, also called by `kvarts serve --model DIR`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", 
 
 
 def _options() -> list[click.Parameter]:
-    """Return the options of a server, whatever it serves."""
+    """Return the options of any HTTP server."""
     options: list[click.Parameter] = [*http_options()]
     options += http_sessions.server_options()
     return options

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.fleet.faults import Fault, parse_faults
 from kvarts.fleet.scaling import Scaler, parse_scaler
 from kvarts.limits import MOST_MS, check_number, check_whole
 from kvarts.settings import Given, Section, Setting, SettingError, Source, setting, settings_of
@@ -110,6 +111,31 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise SettingError(error.what, "policy", hint=error.hint) from error
 
 
+class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers and links that fail."""
+
+    script: Annotated[
+        str | None,
+        setting(
+            "What fails, and when: down:1=60s-90s for worker 1, cut:1=60s-90s for its link, slow:1:10=60s for a link "
+            "that takes ten times as long from then on; several with commas between.",
+            flag="--faults",
+            metavar="SCRIPT",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.faults
+        except ConfigError as error:
+            raise SettingError(error.what, "script", hint=error.hint) from error
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """The script as values."""
+        return () if self.script is None else parse_faults(self.script)
+
+
 OF_POOL = (
     "replicas",
     "device",
@@ -151,6 +177,7 @@ SECTIONS = (
     Section(struct=pool_settings("generate"), title="Prefill and decode apart", table="decode"),
     Section(struct=TransferSettings, title="Prefill and decode apart", table="transfer"),
     Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
+    Section(struct=FaultSettings, title="Prefill and decode apart", table="faults"),
 )
 """What can be said of a fleet beside what is said of each of its workers."""
 
@@ -191,11 +218,14 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for each in section.settings:
             if each.key in given:
                 of_all.add(each, given.value_of(each.key), given.source_of(each.key))
-    if "replicas" in of_all:
-        raise given.error("replicas", "says nothing of pools", hint="Give --prefill-replicas and --decode-replicas.")
     known = {each.key: each for struct in (DeviceSettings, ReplayConfig) for each in settings_of(struct)}
     pools = []
-    for role in ROLES:
+    is_split = any(given.in_table(table) for table in (*ROLES, "transfer"))
+    if not is_split:
+        pools.append(PoolConfig(role="mixed", each=resolve_replay(of_all, sections)))
+    elif "replicas" in of_all:
+        raise given.error("replicas", "says nothing of pools", hint="Give --prefill-replicas and --decode-replicas.")
+    for role in ROLES if is_split else ():
         if f"{role}.replicas" not in given:
             first = next(key for section in SECTIONS for key in given.in_table(section.table))
             raise given.error(
@@ -230,6 +260,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             scaler=None if policy is None else partial(parse_scaler, policy),
             scaling=policy or "",
             startup_s=scaling.startup_s,
+            faults=given.build(FaultSettings, "faults").faults,
         )
     except ConfigError as error:
         raise given.named(error, ()) from error
@@ -255,7 +286,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `bytes_per_s`: of each transfer, or with `sharing` of each worker; None: a transfer takes `latency_ms` alone.
     `scaler`: makes what decides how many workers there are; None: as many as the pools say. `scaling`: its name, for
-    reports. `startup_s`: how long a new worker starts.
+    reports. `startup_s`: how long a new worker starts. `faults`: what fails, and when.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -267,6 +298,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     scaler: Callable[[], Scaler] | None = None
     scaling: str = ""
     startup_s: float = 0.0
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         roles = [pool.role for pool in self.pools]
@@ -276,6 +308,14 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "pools",
                 hint="Give one mixed pool, or one prefill and one decode.",
             )
+        if self.scaler is None:
+            for fault in self.faults:
+                if fault.worker >= self.replicas:
+                    raise SettingError(
+                        f"names worker {fault.worker}, which is not there",
+                        "faults.script",
+                        hint=f"There are workers 0 to {self.replicas - 1}.",
+                    )
         if len({pool.each.page_size for pool in self.pools}) > 1:
             raise SettingError("have pages of different sizes", "pools", hint="KV goes from page to page.")
         if len({pool.each.profile for pool in self.pools}) > 1:

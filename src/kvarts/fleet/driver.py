@@ -1,10 +1,9 @@
 """The loop of a fleet: virtual time, the workers, requests on their way through them.
 
-At any time, in this order: steps that end now are finished, transfers that end now are taken note of, requests that
-their clients give up now are dropped, requests that arrive now are routed, what follows from all that is done in the
-order in which it came up, and idle workers start a step. Among workers, those that compute prompts come first.
-
-A worker drops a request between steps: if a step is under way, at its end, whatever that step makes of it.
+At any time, in this order: steps that end now are finished, transfers that end now are taken note of, faults begin
+and end, requests that their clients give up now are dropped, requests that arrive now are routed, what follows from all
+that is done in the order in which it came up, and idle workers start a step. Among workers, those that compute prompts
+come first.
 """
 
 from __future__ import annotations
@@ -13,28 +12,23 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
+from kvarts.fleet.moves import Moves
 from kvarts.fleet.pool import Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
-from kvarts.report.requests import FAILED, REJECTED, RequestLog
-from kvarts.request import Request, RequestState
+from kvarts.report.requests import FAILED
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.arrivals import Arrivals
-from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["FleetDriver"]
 
 
-class FleetDriver:
-    """Runs one replay on a fleet. `first`: the pool that requests arrive at; `second`: the one that generates.
-
-    They are one pool where workers do both. `token_bytes`: what the KV of a token weighs on a link; `only_missing`:
-    pages that the second worker has are not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
-    time.
-    """
+class FleetDriver(Moves):
+    """Runs one replay on a fleet. `scaler`: decides how many workers there are; `faults`: what fails, and when."""
 
     def __init__(
         self,
@@ -47,45 +41,37 @@ class FleetDriver:
         only_missing: bool,
         is_mocker: bool,
         scaler: Scaler | None = None,
+        faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        self._arrivals = arrivals
-        self._source = arrivals.source
-        self._log: RequestLog = arrivals.log
-        self._first = first
-        self._second = second
-        self._splits = first is not second
-        self._pools = [first, second] if self._splits else [first]
-        self.workers = [worker for pool in self._pools for worker in pool.workers]
+        super().__init__(
+            arrivals,
+            first,
+            second,
+            links,
+            token_bytes=token_bytes,
+            only_missing=only_missing,
+            is_mocker=is_mocker,
+            on_progress=on_progress,
+        )
         self._polled = [each for each in self._pools if each.router.reads_metrics and each.router.staleness_ns]
-        self._links = links
-        self._token_bytes = token_bytes
-        self._only_missing = only_missing
-        self._is_mocker = is_mocker
         self._scaler = scaler
         self._tick_ns = None if scaler is None else scaler.first_ns()
-        self._on_progress = on_progress
-        self._page_size = self.workers[0].replica.config.page_size
-        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); out of date where the worker says otherwise
-        self._roused: set[int] = set()
-        self._actions: deque[tuple[Callable[[Handoff, int], None], Handoff]] = deque()
-        self._of: dict[Request, Handoff] = {}
-        """Requests in the fleet, by what an engine has of them."""
-        self._num_reserved = 0
-        self.deadlocks: list[tuple[int, int, str]] = []
-        """When nothing could go on, the worker, and the request that was given up."""
+        self._ticked_in_vain = False
+        """Whether the last tick came while nothing else could happen."""
+        self._changes = deque(changes_of(faults))
+        self.num_faults = 0
         self._deadlines: list[tuple[int, int, Handoff]] = []
         """When clients give up, with the numbers of the requests; those that have ended are passed by."""
         self._interrupted: list[Worker] = []
-        """Workers that have ended a step now, and have requests to drop."""
-        self.now_ns = 0
+        """Workers that have ended a step now, and have something to do or to lose."""
 
     def run(self) -> None:
         """Run until every request has ended."""
         while True:
             now_ns = self._next_ns()
             if now_ns == NEVER_NS:
-                if not self._break_deadlock():
+                if not (self._fail_stranded() or self._break_deadlock()):
                     break
                 now_ns = self.now_ns
             self.now_ns = now_ns
@@ -123,8 +109,13 @@ class FleetDriver:
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
         next_ns = min(next_ns, self._next_deadline_ns())
-        if next_ns == NEVER_NS:
+        if next_ns == NEVER_NS and not any(pool.stranded for pool in self._pools):
             return next_ns
+        is_idle = next_ns == NEVER_NS
+        if self._changes:
+            next_ns = min(next_ns, max(self._changes[0].time_ns, self.now_ns))
+        if is_idle:
+            return self._next_for_stranded_ns(next_ns)
         for pool in self._polled:
             staleness_ns = pool.router.staleness_ns
             next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
@@ -132,6 +123,19 @@ class FleetDriver:
             return next_ns
         others_ns = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
         return min([next_ns, *(each for each in others_ns if each is not None)])
+
+    def _next_for_stranded_ns(self, next_ns: int) -> int:
+        """Return when a worker may be there for requests that have none; `next_ns`: when the next fault changes."""
+        if self._scaler is None:
+            return next_ns
+        for pool in self._pools:
+            ready_ns = pool.next_ready_ns()
+            if ready_ns is not None:
+                next_ns = min(next_ns, ready_ns)
+        if self._tick_ns is not None and not self._ticked_in_vain:
+            self._ticked_in_vain = self._tick_ns <= next_ns
+            next_ns = min(next_ns, self._tick_ns)
+        return next_ns
 
     def _scale(self, now_ns: int) -> None:
         """Let workers go that have drained, and ask the scaler if it is time."""
@@ -173,11 +177,10 @@ class FleetDriver:
             if request.is_handed_over:
                 handoff.held_ns = now_ns
                 self._of[handoff.decode] = handoff
-                if not handoff.is_given_up:
-                    self._actions.append((self._choose_second, handoff))
+                self._actions.append((self._send, handoff))
             else:
                 self._end(handoff, worker)
-        if worker.dropping:
+        if worker.interrupts or worker.is_failing:
             self._interrupted.append(worker)
 
     def _start_steps(self, now_ns: int) -> None:
@@ -208,32 +211,29 @@ class FleetDriver:
                 worker.queue.is_gated = is_gated
             worker.changed()
 
-    def _is_busy(self, worker: Worker, now_ns: int) -> bool:
-        """Return whether `worker` has a step under way, and let what is under way end with that."""
-        end_ns = worker.end_ns
-        is_busy = worker.cut(now_ns)
-        if is_busy and worker.end_ns != end_ns:
-            heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
-        return is_busy
-
     # Requests ---------------------------------------------------------------------------------------------
 
-    def _act(self, now_ns: int) -> None:
-        """Do what follows from what was done, in the order in which it came up."""
-        actions = self._actions
-        while actions:
-            act, handoff = actions.popleft()
-            act(handoff, now_ns)
-
     def _take_in(self, now_ns: int) -> None:
-        """Drop the requests that are to be dropped now, and take in those that arrive."""
+        """Do what was to wait for the end of steps, let faults begin and end, drop requests, and let others arrive."""
         if self._interrupted:
             self._act(now_ns)
             interrupted, self._interrupted = self._interrupted, []
             for worker in interrupted:
-                dropping, worker.dropping = worker.dropping, []
-                for handoff in dropping:
-                    self._drop(handoff, worker, now_ns)
+                interrupts, worker.interrupts = worker.interrupts, []
+                for do, handoff in interrupts:
+                    do(handoff, worker, now_ns)
+                if worker.is_failing:
+                    self._act(now_ns)
+                    self._lose(worker, now_ns)
+                    if not worker.is_down:
+                        self._pool_of(worker).come_up(worker)
+        while self._changes and self._changes[0].time_ns <= now_ns:
+            self._act(now_ns)
+            self._change(self._changes.popleft(), now_ns)
+        for pool in self._pools:
+            if pool.stranded and pool.active:
+                self._actions += [(self._send, handoff) for handoff in pool.stranded]
+                pool.stranded.clear()
         source = self._source
         while True:
             if self._next_deadline_ns() <= now_ns:
@@ -249,7 +249,7 @@ class FleetDriver:
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
         handoff = self._handoff_of(request, row)
-        self._actions.append((self._submit, handoff))
+        self._actions.append((self._send, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
@@ -261,271 +261,55 @@ class FleetDriver:
             heappop(deadlines)
         return deadlines[0][0] if deadlines else NEVER_NS
 
-    def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
-        if not self._splits:
-            return Handoff(request, row, None)
-        if self._is_mocker:
-            request.priority = 0
-        prefill = Request(
-            request.index,
-            request.content,
-            request.num_prompt_tokens,
-            1,
-            request.arrival_ns,
-            request.priority,
-            request.request_id,
-            is_handed_over=True,
-        )
-        return Handoff(request, row, prefill)
+    # Faults -----------------------------------------------------------------------------------------------
 
-    def _submit(self, handoff: Handoff, now_ns: int) -> None:
-        request = handoff.decode if handoff.prefill is None else handoff.prefill
-        worker = self._route(self._first, handoff, request, now_ns)
-        handoff.source = worker.index
-        if handoff.prefill is None:
-            handoff.target = worker.index
-        elif not self._is_mocker:
-            reason = self._second.never_fits(handoff.decode)
-            if reason is not None:
-                self._reject(handoff, worker, reason, now_ns)
-                return
-        self._is_busy(worker, now_ns)
-        reason = worker.replica.submit(request, now_ns)
-        if reason is not None:
-            self._reject(handoff, worker, reason, now_ns)
+    def _change(self, change: Change, now_ns: int) -> None:
+        """Let a fault begin or end; with a scaler, its worker may not be there any more, or not yet."""
+        fault = change.fault
+        worker = self.workers[fault.worker] if fault.worker < len(self.workers) else None
+        pool = None if worker is None else self._pool_of(worker)
+        if worker is None or pool is None or worker.index in pool.gone_ns:
             return
-        worker.num_owned += 1
-        self._of[request] = handoff
-        self._roused.add(worker.index)
-
-    def _route(self, pool: Pool, handoff: Handoff, request: Request, now_ns: int) -> Worker:
-        router = pool.router
-        if router.is_told or router.reads_metrics:
-            if not router.staleness_ns:
-                self._poll(pool, now_ns)
-            pool.tell(now_ns, range(len(pool.workers)))
-        worker = pool.choose(request, handoff.row.session_id, now_ns)
-        if router.reads_prefills and request is handoff.decode and handoff.prefill is not None:
-            router.prefilled(request.index)  # elsewhere
-        return worker
-
-    def _poll(self, pool: Pool, now_ns: int) -> None:
-        """Let the router of `pool` see what its workers have done, and their metrics if it is time."""
-        for worker in pool.workers:
-            self._is_busy(worker, now_ns)
-        if pool.poll_ns(now_ns) == now_ns:
-            pool.poll(now_ns)
-
-    def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
-        """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route(self._second, handoff, handoff.decode, now_ns)
-        handoff.target = worker.index
-        reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
-        if reason is not None:
-            self._fail(handoff, reason, now_ns)
-            return
-        worker.num_owned += 1
-        worker.pending.append(handoff)
-        if len(worker.pending) > 1 and worker.refused_at == worker.generation():
-            return  # it waits behind one that waits for pages
-        if not self._is_busy(worker, now_ns):
-            self._reserve_for(worker, now_ns)
-            self._roused.add(worker.index)
-
-    def _reserve_for(self, worker: Worker, now_ns: int) -> None:
-        """Let requests that want pages of `worker` have them, in order; as Dynamo's mocker: one at a time."""
-        pending = worker.pending
-        running, config = worker.scheduler.running, worker.replica.config
-        while pending:
-            if worker.refused_at == worker.generation():
-                return
-            handoff = pending[0]
-            request = handoff.decode
-            is_full = running.num_running >= config.max_num_seqs
-            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request):
-                worker.refused_at = worker.generation()
-                return
-            pending.popleft()
-            worker.refused_at = -1
-            handoff.reserved_ns = now_ns
-            handoff.order = self._num_reserved
-            self._num_reserved += 1
-            if isinstance(worker.queue, ByReservation):
-                worker.queue.orders[request.index] = handoff.order
-            self._actions.append((self._transfer, handoff))
-            if self._is_mocker:
-                return
-
-    def _transfer(self, handoff: Handoff, now_ns: int) -> None:
-        handoff.transfer_ns = now_ns
-        num_tokens = handoff.decode.num_prompt_tokens
-        if self._only_missing:
-            num_pages = -(-num_tokens // self._page_size)
-            num_tokens = num_pages * self._page_size - handoff.decode.hit_tokens
-        handoff.num_bytes = num_tokens * self._token_bytes
-        if self._links.begin(handoff, handoff.num_bytes, now_ns):
-            self._actions.append((self._activate, handoff))
-
-    def _activate(self, handoff: Handoff, now_ns: int) -> None:
-        """Let the request wait for its place, at the end of the step under way."""
-        worker = self.workers[handoff.target]
-        if self._is_busy(worker, now_ns):
-            worker.deferred.append((self._activate_now, handoff))
+        self.num_faults += change.is_begin
+        if fault.kind == "slow":
+            self._links.slow_down(worker.index, fault.factor if change.is_begin else 1, now_ns)
+        elif fault.kind == "cut":
+            self._cut.discard(worker.index)
+            if change.is_begin:
+                self._cut.add(worker.index)
+                cut = (each for each in self._links.under_way() if worker.index in (each.source, each.target))
+                for handoff in sorted(cut, key=lambda handoff: handoff.decode.index):
+                    self._fail_transfer(handoff, now_ns)
+        elif change.is_begin:
+            worker.is_down = True
+            pool.go_down(worker)
+            worker.is_failing = self._is_busy(worker, now_ns)
+            if not worker.is_failing:
+                self._lose(worker, now_ns)
         else:
-            self._activate_now(handoff, now_ns)
+            worker.is_down = False
+            if not worker.is_failing:
+                pool.come_up(worker)
 
-    def _activate_now(self, handoff: Handoff, now_ns: int) -> None:
-        worker = self.workers[handoff.target]
-        worker.handoffs.activate(handoff.decode)
-        worker.changed()
-        self._roused.add(worker.index)
-        handoff.activated_ns = now_ns
-        self._reserve_for(worker, now_ns)
-        self._actions.append((self._release, handoff))
+    def _pool_of(self, worker: Worker) -> Pool:
+        return next(pool for pool in self._pools if worker in pool.workers)
 
-    def _release(self, handoff: Handoff, now_ns: int) -> None:
-        """Give back the pages at the source, at the end of the step under way."""
-        if handoff.is_released:
-            return  # it was dropped meanwhile
-        worker = self.workers[handoff.source]
-        if self._is_busy(worker, now_ns):
-            worker.deferred.append((self._release_now, handoff))
-        else:
-            self._release_now(handoff, now_ns)
+    # Requests that cannot go on -----------------------------------------------------------------------------
 
-    def _release_now(self, handoff: Handoff, now_ns: int) -> None:
-        if handoff.is_released:
-            return
-        worker = self.workers[handoff.source]
-        assert handoff.prefill is not None
-        worker.handoffs.release(handoff.prefill)
-        worker.engine.emit()
-        handoff.released_ns = now_ns
-        self._leave_source(handoff, worker)
-        if handoff.is_ended:
-            self._complete(handoff)
-
-    def _leave_source(self, handoff: Handoff, worker: Worker) -> None:
-        assert handoff.prefill is not None
-        worker.num_owned -= 1
-        worker.changed()
-        self._roused.add(worker.index)
-        self._first.ended(handoff.prefill)
-        handoff.is_released = True
-
-    # Clients that give up ---------------------------------------------------------------------------------
-
-    def _give_up(self, handoff: Handoff, now_ns: int) -> None:
-        """Drop a request wherever it is: its client gives it up."""
-        handoff.is_given_up = True
-        if handoff.target < 0:
-            handoff.is_ended = True
-        else:
-            self._drop_soon(handoff, self.workers[handoff.target], now_ns)
-        if not handoff.is_released:
-            self._drop_soon(handoff, self.workers[handoff.source], now_ns)
-
-    def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop a request at `worker`, at the end of the step under way; at once what that step does not need."""
-        is_busy = self._is_busy(worker, now_ns)
-        if handoff in worker.pending:
-            worker.pending.remove(handoff)
-            handoff.decode.become(RequestState.CANCELLED)
-            self._leave_target(handoff, worker)
-            worker.refused_at = -1
-            if not is_busy:
-                self._reserve_for(worker, now_ns)
-            return
-        if handoff.decode.state is RequestState.LOADING:
-            self._links.cancel(handoff, now_ns)
-        if is_busy:
-            worker.dropping.append(handoff)
-        else:
-            self._drop(handoff, worker, now_ns)
-
-    def _drop(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop all that idle `worker` has of a request. Its pages are free at once."""
-        if not handoff.is_released and worker.index == handoff.source:
-            prefill = handoff.prefill
-            assert prefill is not None
-            if prefill.state is RequestState.HELD:
-                self._release_now(handoff, now_ns)
-                return
-            del self._of[prefill]
-            worker.replica.cancel(prefill, now_ns)
-            self._leave_source(handoff, worker)
-        elif not handoff.is_ended and worker.index == handoff.target:
-            worker.replica.cancel(handoff.decode, now_ns)
-            self._leave_target(handoff, worker)
-            worker.refused_at = -1
-            self._reserve_for(worker, now_ns)
-        if handoff.is_released and handoff.is_ended:
-            self._complete(handoff)
-
-    def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
-        """Take note that `worker` has nothing of a request any more."""
-        self._of.pop(handoff.decode, None)
-        worker.num_owned -= 1
-        worker.changed()
-        self._roused.add(worker.index)
-        handoff.is_ended = True
-        self._second.ended(handoff.decode)
-
-    # Ends -------------------------------------------------------------------------------------------------
-
-    def _end(self, handoff: Handoff, worker: Worker) -> None:
-        self._leave_target(handoff, worker)
-        if not handoff.is_given_up:
-            self._source.done(handoff.row, handoff.decode.last_token_ns)
-            self._tell(1)
-        if handoff.is_released:
-            self._complete(handoff)
-
-    def _complete(self, handoff: Handoff) -> None:
-        """Log the request, which has ended everywhere."""
-        if handoff.is_reported:
-            return
-        handoff.is_reported = True
-        request, prefill = handoff.decode, handoff.prefill
-        self._of.pop(request, None)
-        more = (handoff.source, *handoff.times(), handoff.num_bytes)
-        if prefill is not None:
-            request.first_admitted_ns = prefill.first_admitted_ns
-            request.cached_tokens += prefill.cached_tokens
-            request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
-            request.num_admissions += prefill.num_admissions
-            request.furthest_computed = max(prefill.num_computed, prefill.furthest_computed, request.furthest_computed)
-        if handoff.is_given_up:
-            request.cancelled_ns = self.now_ns
-            replica = handoff.source if handoff.target < 0 else handoff.target
-            self._arrivals.note_cancelled(request, handoff.row, replica, more)
-            self._tell(1)
-        else:
-            self._log.end(request, handoff.row, handoff.target, more=more)
-
-    def _reject(self, handoff: Handoff, worker: Worker, reason: str, now_ns: int) -> None:
-        """Refuse a request on arrival."""
-        self._first.ended(handoff.decode)
-        self._refuse(handoff, worker, reason, REJECTED)
-
-    def _refuse(self, handoff: Handoff, worker: Worker, reason: str, status: int) -> None:
-        """Log a request that is given up, because of `reason`."""
-        handoff.is_reported = True
-        more = (handoff.source, *handoff.times(), handoff.num_bytes)
-        self._log.reject(handoff.decode, handoff.row, worker.index, reason, status, more=more)
-        self._source.done(handoff.row, self.now_ns)
-        self._tell(1)
-
-    def _fail(self, handoff: Handoff, reason: str, now_ns: int) -> None:
-        """End a request that fits into no worker that generates; its pages are held at its source."""
-        self._of.pop(handoff.decode)
-        self._second.ended(handoff.decode)
-        self._refuse(handoff, self.workers[handoff.target], reason, FAILED)
-        self._actions.append((self._release, handoff))
-
-    def _tell(self, num_ended: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress(num_ended)
+    def _fail_stranded(self) -> bool:
+        """Give up requests that no worker is there for, nor will be; return whether there were any."""
+        has_any = False
+        for pool in self._pools:
+            stranded, pool.stranded = pool.stranded, []
+            for handoff in stranded:
+                if handoff.is_reported:
+                    continue
+                has_any = True
+                if handoff.at_source:
+                    self._actions.append((self._release, handoff))
+                reason = f"no {pool.role} worker was up"
+                self._refuse(handoff, handoff.target if handoff.target >= 0 else handoff.source, reason, FAILED)
+        return has_any
 
     def _break_deadlock(self) -> bool:
         """Give up a request where nothing can go on any more; return whether there was one.
@@ -544,6 +328,6 @@ class FleetDriver:
             self.deadlocks.append((self.now_ns, worker.index, request.request_id or str(request.index)))
             worker.engine.cancel(request)
             self._leave_target(handoff, worker)
-            self._refuse(handoff, worker, reason, FAILED)
+            self._refuse(handoff, worker.index, reason, FAILED)
             return True
         return False

@@ -19,7 +19,7 @@ TIMES = (
 
 
 class Handoff:
-    """A request with a prompt that `source` computes; `target` goes on with it.
+    """A request with a prompt that `source` computes; `target` goes on with it. -1: it was not sent there yet.
 
     `prefill` and `decode` are what the two engines have of it; the first is None where one worker does both. `order`:
     its place among the reservations of its target.
@@ -27,13 +27,16 @@ class Handoff:
 
     __slots__ = (
         "activated_ns",
+        "at_source",
+        "at_target",
         "decode",
         "held_ns",
         "is_ended",
         "is_given_up",
-        "is_released",
+        "is_recomputed",
         "is_reported",
         "num_bytes",
+        "num_restarts",
         "order",
         "prefill",
         "released_ns",
@@ -58,14 +61,36 @@ class Handoff:
         self.activated_ns = -1
         self.released_ns = -1
         self.num_bytes = 0
-        self.is_released = prefill is None
-        """Whether its source has nothing of it any more."""
+        self.num_restarts = 0
+        """How often a worker or a link failed, and it went on elsewhere."""
+        self.at_source = False
+        """Whether `source` has anything of it: a place in its queue, or pages."""
+        self.at_target = False
+        """Whether `target` has anything of it."""
         self.is_ended = False
-        """Whether its target has nothing of it any more, or will never have."""
+        """Whether all its tokens were generated."""
         self.is_given_up = False
         """Whether its client has given it up."""
+        self.is_recomputed = False
+        """Whether the target computed the prompt, since its KV was lost."""
         self.is_reported = False
         """Whether the log has it already, as refused or failed."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its source holds the KV of its prompt, which its target does not have yet."""
+        return self.at_source and self.held_ns >= 0 and self.activated_ns < 0
+
+    def never_came(self) -> None:
+        """Take note that its target gets no KV from its source, or has none any more."""
+        self.reserved_ns = self.transfer_ns = self.activated_ns = -1
+        self.num_bytes = 0
+
+    def is_without_kv(self) -> None:
+        """Take note that the target begins with the prompt, which was computed before."""
+        if self.prefill is not None and not self.decode.num_admissions:
+            self.is_recomputed = True
+            self.decode.furthest_computed = self.decode.num_prompt_tokens
 
     @property
     def is_waited_for(self) -> bool:

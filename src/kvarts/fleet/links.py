@@ -24,6 +24,12 @@ class Links(Protocol):
     def cancel(self, handoff: Handoff, now_ns: int) -> None:
         """End a transfer that is under way: its KV never comes."""
 
+    def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
+        """Let all that `worker` sends and receives take `factor` times as long as usual from now on."""
+
+    def under_way(self) -> list[Handoff]:
+        """Return the transfers under way."""
+
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
 
@@ -39,6 +45,7 @@ class FixedRate:
         self._latency_ns = latency_ns
         self._ends: list[tuple[int, int, Handoff]] = []
         self._num_begun = 0
+        self._factors: dict[int, int] = {}
 
     def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it takes no time."""
@@ -47,6 +54,8 @@ class FixedRate:
             duration_ns += ceil(num_bytes / self._bytes_per_s * 1e9)
         if not duration_ns:
             return True
+        if self._factors:
+            duration_ns *= slower_of(self._factors, handoff)
         heappush(self._ends, (now_ns + duration_ns, self._num_begun, handoff))
         self._num_begun += 1
         return False
@@ -55,6 +64,20 @@ class FixedRate:
         """End a transfer that is under way."""
         self._ends = [each for each in self._ends if each[2] is not handoff]
         heapify(self._ends)
+
+    def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
+        """Let what is left of each transfer of `worker`, its latency included, take `factor` times as long as usual."""
+        before = [slower_of(self._factors, handoff) for _, _, handoff in self._ends]
+        self._factors[worker] = factor
+        self._ends = [
+            (now_ns - (now_ns - end_ns) * slower_of(self._factors, handoff) // factor_before, number, handoff)
+            for (end_ns, number, handoff), factor_before in zip(self._ends, before, strict=True)
+        ]
+        heapify(self._ends)
+
+    def under_way(self) -> list[Handoff]:
+        """Return the transfers under way."""
+        return [handoff for _, _, handoff in self._ends]
 
     def next_ns(self) -> int:
         """Return when the next transfer ends."""
@@ -66,6 +89,11 @@ class FixedRate:
         while self._ends and self._ends[0][0] <= now_ns:
             ended.append(heappop(self._ends)[2])
         return ended
+
+
+def slower_of(factors: dict[int, int], handoff: Handoff) -> int:
+    """Return how many times as long a transfer takes, by the slower of its ends."""
+    return max(factors.get(handoff.source, 1), factors.get(handoff.target, 1))
 
 
 class _Job:
@@ -89,6 +117,7 @@ class SharedByWorkers:
         self._latency = FixedRate(None, latency_ns)
         self._jobs: list[_Job] = []
         self._now_ns = 0
+        self._factors: dict[int, int] = {}
         self._num_sending: dict[int, int] = {}
         self._num_receiving: dict[int, int] = {}
 
@@ -110,6 +139,16 @@ class SharedByWorkers:
                 self._count(handoff, -1)
                 return
         self._latency.cancel(handoff, now_ns)
+
+    def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
+        """Let what is left of each transfer of `worker` take `factor` times as long as usual."""
+        self._advance(now_ns)
+        self._factors[worker] = factor
+        self._latency.slow_down(worker, factor, now_ns)
+
+    def under_way(self) -> list[Handoff]:
+        """Return the transfers under way."""
+        return [*(job.handoff for job in self._jobs), *self._latency.under_way()]
 
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before."""
@@ -134,7 +173,8 @@ class SharedByWorkers:
 
     def _rate(self, handoff: Handoff) -> float:
         """Return the bytes a nanosecond that a transfer gets now."""
-        return self._bytes_per_ns / max(self._num_sending[handoff.source], self._num_receiving[handoff.target])
+        num_sharing = max(self._num_sending[handoff.source], self._num_receiving[handoff.target])
+        return self._bytes_per_ns / num_sharing / slower_of(self._factors, handoff)
 
     def _advance(self, now_ns: int) -> None:
         elapsed_ns = now_ns - self._now_ns

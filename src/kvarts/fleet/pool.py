@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
+from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.scaling import PoolState, WorkerState
 from kvarts.fleet.worker import Worker
 from kvarts.request import Request
@@ -38,6 +39,10 @@ class Pool(Informed):
         self.starting: list[tuple[int, Worker]] = []
         """Workers that are not ready yet, and when they are."""
         self.draining: list[Worker] = []
+        self.down: list[Worker] = []
+        """Workers that are to come up again, or not."""
+        self.stranded: list[Handoff] = []
+        """Requests that came while no worker was active."""
         self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
         self.gone_ns: dict[int, int] = {}
 
@@ -65,6 +70,30 @@ class Pool(Informed):
         """Return the reason why no worker could ever have the pages of `request`; None if they could."""
         return self.workers[0].scheduler.never_fits(request)
 
+    # Faults -----------------------------------------------------------------------------------------------
+
+    def go_down(self, worker: Worker) -> None:
+        """Send nothing to `worker` any more until it comes up."""
+        starting = [each for each in self.starting if each[1] is worker]
+        if worker in self.active:
+            self.active.remove(worker)
+            self.router.leave(self._places[worker.index])
+        elif starting:
+            self.starting.remove(starting[0])
+        else:
+            return  # it drains
+        self.down.append(worker)
+
+    def come_up(self, worker: Worker) -> None:
+        """Send requests to `worker` again."""
+        if worker in self.down:
+            self.down.remove(worker)
+            self._activate(worker)
+
+    def _activate(self, worker: Worker) -> None:
+        insort(self.active, worker, key=lambda worker: worker.index)
+        self.router.enter(self._places[worker.index])
+
     # Scaling ----------------------------------------------------------------------------------------------
 
     def next_ready_ns(self) -> int | None:
@@ -74,9 +103,7 @@ class Pool(Informed):
     def make_ready(self, now_ns: int) -> None:
         """Let workers that are ready now have requests."""
         while self.starting and self.starting[0][0] <= now_ns:
-            worker = self.starting.pop(0)[1]
-            insort(self.active, worker, key=lambda worker: worker.index)
-            self.router.enter(self._places[worker.index])
+            self._activate(self.starting.pop(0)[1])
 
     def remove_drained(self, now_ns: int) -> None:
         """Let workers that drain and have nothing left go."""

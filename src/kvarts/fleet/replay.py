@@ -41,7 +41,7 @@ def replay_fleet(
     first = config.first
     is_mocker = first.profile == "mocker"
     source = first.source(trace)
-    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes"))
+    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes", "num_restarts"))
     steps: list[StepLog] = []
 
     def opener(place: int, of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
@@ -85,6 +85,7 @@ def replay_fleet(
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
         scaler=None if config.scaler is None else config.scaler(),
+        faults=config.faults,
         on_progress=on_progress,
     )
     driver.run()
@@ -96,6 +97,8 @@ def replay_fleet(
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
         deadlocks=driver.deadlocks,
+        num_faults=driver.num_faults,
+        num_failed_transfers=driver.num_failed_transfers,
         pools=pools,
     )
 

@@ -44,10 +44,14 @@ class FleetReport(Report):
         *,
         num_evicted_pages: int,
         deadlocks: Sequence[tuple[int, int, str]] = (),
+        num_faults: int = 0,
+        num_failed_transfers: int = 0,
         pools: Sequence[Pool] = (),
     ) -> None:
         super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages)
         self._deadlocks = deadlocks
+        self._num_faults = num_faults
+        self._num_failed_transfers = num_failed_transfers
         self._of_pools = pools
 
     @cached_property
@@ -61,6 +65,7 @@ class FleetReport(Report):
             columns[name.removesuffix("_ns") + "_ms"] = values
         columns["prefill_replica"] = raw["source"]
         columns["transferred_bytes"] = raw["num_bytes"]
+        columns["restarts"] = raw["num_restarts"]
         return columns
 
     @cached_property
@@ -79,16 +84,32 @@ class FleetReport(Report):
         handed = {name: column[done] for name, column in raw.items()}
         waits = {}
         if len(self.config.pools) > 1:
-            waits = {name: distribution_ms(handed[end] - handed[start]) for name, start, end in WAITS}
+            waits = {name: distribution_ms(_between(handed[start], handed[end])) for name, start, end in WAITS}
         return {
             "waits": waits,
             "pools": self._pools(),
             "transferred_bytes": int(raw["num_bytes"].sum()),
+            **self._faults(raw),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [
                 {"at_ms": at_ns / NS_PER_MS, "replica": worker, "request_id": request}
                 for at_ns, worker, request in self._deadlocks[:10]
             ],
+        }
+
+    def _faults(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return what failed, and what that cost; nothing if nothing was to fail."""
+        if not self.config.faults:
+            return {}
+        restarted = raw["num_restarts"] > 0
+        return {
+            "faults": {
+                "num_faults": self._num_faults,
+                "num_failed_transfers": self._num_failed_transfers,
+                "num_restarted": int(restarted.sum()),
+                "num_restarts": int(raw["num_restarts"].sum()),
+                "recomputed_tokens": int(raw["recomputed_tokens"][restarted].sum()),
+            }
         }
 
     def _pools(self) -> list[dict[str, Any]]:
@@ -120,3 +141,8 @@ def devices_of(config: ReplayConfig) -> int:
     """Return how many devices a worker has."""
     ways = (getattr(config.cost, name, 1) for name in ("tensor_parallel", "pipeline_parallel"))
     return prod(map(int, ways))
+
+
+def _between(start: Any, end: Any) -> Any:
+    """Return how long requests took between two times, those that have both."""
+    return (end - start)[(start > -1) & (end > -1)]

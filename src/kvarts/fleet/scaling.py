@@ -121,6 +121,8 @@ class Proportional:
 
     def _needed(self, pool: PoolState) -> int:
         n = len(pool.active)
+        if not n:
+            return max(self._least, pool.num_expected)
         values = [100 * each.used_share if self._of_kv else float(each.num_waiting) for each in pool.active]
         ratio = sum(values) / n / self._target
         if abs(ratio - 1) <= 0.1:
@@ -173,7 +175,8 @@ class SpareCapacity:
 def parse_scaler(text: str) -> Scaler:
     """Return the scaler of `script,30s=3:1,90s=1:3`, `queue,target=4` or `kv,target=70`, or `llm-d`.
 
-    A script says how many prefill and decode workers there are from a time on. The others take `every`, `least` and
+    A script says how many prefill and decode workers there are from a time on; of workers that do both, how many. The
+    others take `every`, `least` and
     `most` as well. Raise ConfigError for anything else.
     """
     name, *parts = (part.strip() for part in text.split(","))
@@ -218,10 +221,11 @@ def parse_scaler(text: str) -> Scaler:
 def _script(given: Mapping[str, str]) -> list[tuple[int, dict[str, int]]]:
     steps = []
     for when, numbers in given.items():
-        prefill, colon, decode = numbers.partition(":")
-        if not colon:
+        roles = ("prefill", "decode") if ":" in numbers else ("mixed",)
+        parts = numbers.split(":")
+        if len(parts) != len(roles):
             raise ConfigError(f"{brief(numbers)} is not P:D", field="scaler", hint="Write script,30s=3:1,90s=1:3.")
-        targets = {"prefill": int(_number(prefill, when)), "decode": int(_number(decode, when))}
+        targets = {role: int(_number(part, when)) for role, part in zip(roles, parts, strict=True)}
         if min(targets.values()) < 1:
             raise ConfigError(f"{when} leaves a pool without a worker", field="scaler", hint="Give 1 or more of each.")
         steps.append((_ns(when, when), targets))

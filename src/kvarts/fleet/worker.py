@@ -9,7 +9,7 @@ from typing import Protocol
 from kvarts.events import Blocked
 from kvarts.fleet.handoff import Handoff
 from kvarts.limits import LATEST_NS, TooLateError
-from kvarts.request import Request
+from kvarts.request import Request, RequestState
 from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sim.replica import Replica
@@ -49,8 +49,12 @@ class Worker:
         self.num_in_transfer = 0
         self.deferred: list[tuple[Callable[[Handoff, int], None], Handoff]] = []
         """What is done at the end of the step under way."""
-        self.dropping: list[Handoff] = []
-        """Requests that are dropped at the end of the step under way."""
+        self.interrupts: list[tuple[Callable[[Handoff, Worker, int], None], Handoff]] = []
+        """What is done once the step under way has ended, and what followed from that."""
+        self.is_down = False
+        """Whether it takes no requests, and loses what it has at the end of the step under way."""
+        self.is_failing = False
+        """Whether it has yet to lose what it has."""
         self.num_owned = 0
         """Requests that are here, in whatever form."""
         self.refused_at = -1
@@ -127,6 +131,13 @@ class Worker:
             self._do_leap()
         self.end_ns = NEVER_NS
         return self.replica.finish()
+
+    def withdraw(self, request: Request, now_ns: int) -> None:
+        """Drop `request`, between steps. It is as a new one, except that it keeps its tokens."""
+        if request.state is RequestState.DECODING and request not in self.scheduler.running.stalled:
+            request.last_token_ns = now_ns
+        self.replica.cancel(request, now_ns)
+        self.handoffs.renew(request)
 
     def changed(self) -> None:
         """Note that the head of the queue may be admitted now."""

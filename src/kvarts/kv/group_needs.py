@@ -1,67 +1,82 @@
-"""The most memory that a request with KV groups holds while its known tokens are computed, chunk by chunk."""
+"""The memory that a request with KV groups needs to begin, and the most that it holds at one time."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory
 
 __all__ = ["GroupNeeds", "Held"]
 
 
 class Held(Protocol):
-    """What others hold of the parts that a request was found to begin with, by the number of a group."""
+    """The parts of a match that others hold, by the number of a group."""
 
     def num_shared(self, group: int, first_page: int) -> int:
-        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
+        """Return how many of the parts of pages from `first_page` on and of the sink others hold."""
 
     def num_idle(self, group: int) -> int:
-        """Return how many snapshots of a group of states nothing holds."""
+        """Return how many snapshots of a group of states are not held."""
 
 
 class GroupNeeds:
-    """Answers in blocks of `memory`. `most_new`: tokens of a request that a step may compute."""
+    """Memory needs, in blocks of `memory`. `most_new`: the most tokens of a request that a step may compute.
+
+    A window or a chunk holds at most the pages that its span and the tokens of one step extend over, its *cap*: it
+    bounds the need of a request, whatever its length and wherever its steps begin and end.
+    """
 
     def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int) -> None:
         self._page_size = page_size
         self.most_new = most_new
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
-        self._spans = sorted({group.layer.span or 1 for group in memory.groups if group.layer.kind == "chunk"})
-        self._begins_in_pages = len(self._spans) > 1 or any(span % page_size for span in self._spans)
         self._whole_blocks = sum(blocks for group, blocks in self._groups if group.layer.kind in ("full", "latent"))
-        self._bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
+        bounded = [(group.layer, blocks) for group, blocks in self._groups if group.is_bounded]
+        self._caps = [(self._cap(layer), blocks) for layer, blocks in bounded]
+        # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
+        self._most = [
+            (self._cap(layer) + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
+            for layer, blocks in bounded
+        ]
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
-        """What a decode takes for the first token of a page."""
+        """The blocks that a decode takes for the first token of a page."""
 
-    def while_computing(self, start: int, end: int) -> int:
-        """Return the blocks of parts that tokens [start, end) need, snapshots not counted."""
-        page_size = self._page_size
-        blocks = self._state_blocks + self._whole_blocks * -(-end // page_size)
-        for layer, part_blocks in self._bounded:
-            blocks += part_blocks * layer.num_pages(end, page_size, end - start)
-        return blocks
+    def _cap(self, layer: KvLayer) -> int:
+        """Return the most pages of a window or a chunk, as vLLM counts them, and those of the sink."""
+        span = layer.span or 1
+        if layer.kind == "chunk":
+            return -(-(span + self.most_new) // self._page_size)
+        return -(-(span - 1 + self.most_new) // self._page_size) + 1 + self._num_sink(layer)
+
+    def _num_sink(self, layer: KvLayer) -> int:
+        return -(-layer.sink // self._page_size)
 
     def at_most_whole(self, num_tokens: int) -> int:
-        """Return no less than any of the others for a request of `num_tokens` tokens; quick to tell."""
+        """Return an upper bound of all the others for a request of `num_tokens` tokens; fast to compute."""
         return self.page_blocks * -(-num_tokens // self._page_size) + 2 * self._state_blocks
 
-    def to_compute(self, start: int, end: int) -> int:
-        """Return the most blocks that tokens [start, end) need at one time, wherever their chunks begin and end."""
-        return max(self.while_computing(*chunk) for chunk in self._largest_chunks(start, end))
+    def to_compute(self, num_tokens: int) -> int:
+        """Return the most blocks that `num_tokens` tokens need at one time, wherever their chunks begin and end."""
+        num_pages = -(-num_tokens // self._page_size)
+        blocks = self._state_blocks + self._whole_blocks * num_pages
+        for most, part_blocks in self._most:
+            blocks += part_blocks * min(num_pages, most)
+        return blocks
 
     def at_most(self, num_tokens: int) -> int:
-        """Return the blocks that a request of `num_tokens` tokens needs to itself, wherever its chunks begin and end.
+        """Return the blocks that a request of `num_tokens` tokens needs alone, wherever its chunks begin and end.
 
-        A request that begins from snapshots holds them beside its own states for a step.
+        A request that begins from snapshots holds them in addition to its states during one step.
         """
-        blocks = self.to_compute(0, num_tokens)
+        blocks = self.to_compute(num_tokens)
         if num_tokens > self._page_size:
             blocks += self._state_blocks
         return blocks
 
     def most_tokens(self, limit: int, num_blocks: int) -> int:
-        """Return how many tokens a request has at most, of up to `limit`, that can run in `num_blocks`; 0 for none."""
+        """Return the longest request, of up to `limit` tokens, that can run in `num_blocks`; 0 if none can."""
         fewest, most = 0, limit
         while fewest < most:
             middle = (fewest + most + 1) // 2
@@ -72,50 +87,51 @@ class GroupNeeds:
         return fewest
 
     def of_request(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the same for a request by its prompt and output, the last token of which is never computed."""
+        """Return the same for a request with this prompt and output, whose last token is never computed."""
         return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))
 
-    def to_admit(self, start: int, num_known: int, found: Held, enough: int = -1) -> int:
-        """Return the blocks that may have to be taken for tokens [start, num_known) of a request, at one time.
+    def to_admit(self, start: int, num_known: int, end: int, found: Held, enough: int = -1) -> int:
+        """Return the blocks that must be free for a request whose match has `start` of its `num_known` tokens.
 
-        `found`: what it begins with. Parts that others hold are not taken, for as long as the request needs them; but
-        if `enough` blocks are certain to do without that, they are counted as well.
+        `end`: the number of computed tokens when its first step ends. The rule is vLLM's: in each group the most pages
+        that a request holds, minus all pages of the match, even those that its window has passed; or the pages of the
+        first step, if they are more. The parts of `found` that are not held are counted as well: they are free until
+        the request holds them. If `enough` blocks certainly suffice, the result may be larger.
         """
         most = self.at_most_whole(num_known)
         if most <= enough:
             return most
-        most = 0
-        for first, end in self._largest_chunks(start, num_known):
-            blocks = self.while_computing(first, end)
-            if blocks + self._state_blocks <= enough:
-                most = max(most, blocks + self._state_blocks)
-                continue
-            for index, (group, part_blocks) in enumerate(self._groups if start else ()):
-                if not group.is_state:
-                    first_page = group.layer.first_seen(first) // self._page_size
-                    blocks -= part_blocks * found.num_shared(index, first_page)
-                elif first == start:
-                    blocks += part_blocks * found.num_idle(index)
-            most = max(most, blocks)
-        return most
+        in_all, in_step = self._beside_found(start, num_known, end)
+        return max(in_all, in_step) + self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
 
-    def _largest_chunks(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return chunks of tokens from `start` to `end`, one of which needs the most of all that there can be.
+    def least_to_admit(self, start: int, num_known: int, end: int, found: Held) -> int:
+        """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.
 
-        What a chunk needs grows where it reaches one token into a page, and falls where a page leaves a window. A whole
-        page later it is the same or more, but for layers of chunks: these begin anew. So the last chunk that reaches
-        into a page is the largest, or the last one before tokens that begin anew, or the first. Where tokens begin anew
-        inside a page, all are looked at.
+        With a shorter match, a request may have no idle parts of windows to hold.
         """
-        most_new, page_size = self.most_new, self._page_size
-        if end - start <= most_new:
-            return [(start, end)]
-        # The last first token of a chunk of `most_new` tokens that ends with the first token of a page.
-        last = end - most_new - (end - 1) % page_size
-        firsts = {start, last}
-        if self._begins_in_pages:
-            firsts.update(range(last, start, -page_size))
-        elif self._spans:
-            before = last // self._spans[0] * self._spans[0] - 1
-            firsts.add(before - (before + most_new - 1) % page_size)
-        return [(first, first + most_new) for first in firsts if first >= start]
+        in_all, in_step = self._beside_found(start, num_known, end)
+        return max(in_all + self._idle(start, found, of_whole=True), in_step)
+
+    def _beside_found(self, start: int, num_known: int, end: int) -> tuple[int, int]:
+        """Return the blocks needed in addition to a match: the most at one time, and those of the first step."""
+        num_hit = start // self._page_size
+        num_pages = -(-num_known // self._page_size)
+        in_all = self._whole_blocks * (num_pages - num_hit)
+        for cap, part_blocks in self._caps:
+            in_all += part_blocks * max(0, min(num_pages, cap) - num_hit)
+        in_step = self.page_blocks * (-(-end // self._page_size) - num_hit)
+        return self._state_blocks + in_all, self._state_blocks + in_step
+
+    def _idle(self, start: int, found: Held, *, of_whole: bool) -> int:
+        """Return the blocks of a match that are not held, in groups that keep all tokens or in the others."""
+        blocks = 0
+        for index, (group, part_blocks) in enumerate(self._groups if start else ()):
+            if of_whole is (group.is_state or group.is_bounded):
+                continue
+            if group.is_state:
+                blocks += part_blocks * found.num_idle(index)
+                continue
+            first_page = group.layer.first_seen(start) // self._page_size
+            num_found = start // self._page_size - first_page + min(self._num_sink(group.layer), first_page)
+            blocks += part_blocks * (num_found - found.num_shared(index, first_page))
+        return blocks

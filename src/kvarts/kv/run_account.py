@@ -13,10 +13,10 @@ __all__ = ["RunAccount"]
 
 
 class RunAccount(PartAccount):
-    """A PartAccount that says of each run what holds it."""
+    """A PartAccount that records the holders of each run."""
 
     def hold(self, run: PartRun, holding: RunHolding) -> None:
-        """Let `holding` hold a run, after what it holds of the group already."""
+        """Make `holding` a holder of a run, which follows the runs that it already holds in the group."""
         if run.holders:
             self.disturb(run)
         else:
@@ -34,7 +34,7 @@ class RunAccount(PartAccount):
             self.note_request(None, self.now_ns)
 
     def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
-        """Hold the runs of `path`, of one group, by page: a sequence begins with them, which is a hit."""
+        """Hold the runs of `path` in one group, in order of page: a hit, with which a sequence begins."""
         order = self.eviction_order
         if order is not None and path:
             listed = [run for run in path if run.listed_by is not None]
@@ -45,10 +45,10 @@ class RunAccount(PartAccount):
             self.hold(run, holding)
 
     def disturb(self, run: PartRun) -> None:
-        """Take note that a run that is held gets another holder."""
+        """Process that a held run gets another holder."""
 
     def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
-        """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
+        """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`."""
         before: PartRun | None = None
         num_cached = num_empty = 0
         events, order = self.events, self.eviction_order
@@ -97,7 +97,7 @@ class RunAccount(PartAccount):
             note(None, self.now_ns)
 
     def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
-        """End all holds of `holding`, by group in `order`, what it began to hold last first."""
+        """End all holds of `holding`, by group in `order`, the latest first."""
         for index in order:
             held = holding.held[index]
             if held:

@@ -68,9 +68,11 @@ class Guard:
         keys = self.keys
         if keys is not None and (access is Access.ADMIN or keys.shares):
             scheme, _, key = (request.header("authorization") or "").partition(" ")
+            if scheme.lower() != "bearer":
+                key = request.header("x-api-key") or ""  # as clients of Anthropic's API send it
             found = keys.find(key.strip())
-            if found is None or scheme.lower() != "bearer":
-                raise ApiError(401, "an API key is needed: Authorization: Bearer KEY")
+            if found is None:
+                raise ApiError(401, "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
             if access is Access.ADMIN and not found.is_admin:
                 hint = "" if keys.has_admin else ": start the server with --admin-key-file"
                 raise ApiError(403, f"{request.path} needs the key of an administrator{hint}")

@@ -14,14 +14,16 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.openai_api.access import Access, Guard, Route
 from kvarts.openai_api.bodies import model_in
+from kvarts.openai_api.embeddings import Embeddings
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
 from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
 from kvarts.openai_api.intake import Body, Intake
+from kvarts.openai_api.messages import MESSAGES, Messages, error_body
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
-from kvarts.openai_api.routes import Routes
+from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
 from kvarts.openai_api.served import Health, Limits
 from kvarts.openai_api.workbench import Workbench
 
@@ -37,7 +39,10 @@ LOG = logging.getLogger("kvarts.openai_api")
 MAX_ID_CHARS = 256
 PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-request-id, x-session-id"),
+    (
+        b"access-control-allow-headers",
+        b"authorization, content-type, x-api-key, anthropic-version, x-request-id, x-session-id, x-kvarts-answer",
+    ),
     (b"access-control-max-age", b"600"),
 )
 """What a browser is told that asks whether a page may send a request."""
@@ -84,7 +89,9 @@ class OpenAIApp:
         self._intake = Intake(most * BODIES_AT_ONCE, shares)
         self._workbench = Workbench()
         generating = Generating(models)
-        responses = Responses(models, shares)
+        embeddings = Embeddings(models)
+        messages = Messages(models, generating)
+        responses = Responses(generating, shares)
         post, get, key, admin = "POST", "GET", Access.KEY, Access.ADMIN
         self.routes: tuple[Route, ...] = (
             Route(method=post, path="/v1/completions", handler=generating.completion, access=key, max_body_bytes=None,
@@ -92,6 +99,11 @@ class OpenAIApp:
             Route(method=post, path="/v1/chat/completions", handler=generating.chat, access=key, max_body_bytes=None,
                   generates=True),
             Route(method=post, path="/v1/responses", handler=responses.create, access=key, max_body_bytes=None,
+                  generates=True),
+            Route(method=post, path=MESSAGES, handler=messages.create, access=key, max_body_bytes=None, generates=True),
+            Route(method=post, path=f"{MESSAGES}/count_tokens", handler=messages.count, access=key,
+                  max_body_bytes=TOKENIZED_BYTES),
+            Route(method=post, path="/v1/embeddings", handler=embeddings.create, access=key, max_body_bytes=None,
                   generates=True),
             Route(method=get, path="/v1/responses/", handler=responses.find, access=key),
             Route(method="DELETE", path="/v1/responses/", handler=responses.delete, access=key),
@@ -141,7 +153,9 @@ class OpenAIApp:
                 self._cut(scope, response)
             else:
                 # No name for it here: its traceback has this frame, and what it refused would wait for the collector.
-                await response.error(self._told(error), without_body=request.method == "HEAD")
+                told = self._told(error)
+                body = error_body(told) if request.path.startswith(MESSAGES) else told.body
+                await response.error(told, body, without_body=request.method == "HEAD")
 
     def _told(self, error: Exception) -> ApiError:
         """Return what a client is told of an error."""

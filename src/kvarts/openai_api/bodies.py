@@ -24,9 +24,7 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "GenerationBody",
-    "ResponsesBody",
     "StreamOptions",
-    "check_response",
     "decoded",
     "messages_of",
     "model_in",
@@ -315,35 +313,6 @@ class ChatBody(GenerationBody, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
-    """POST /v1/responses."""
-
-    model: str | None = None
-    input: str | list[Any] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    text: dict[str, Any] | None = None
-    background: bool | None = None
-    conversation: Any = None
-    include: list[Any] | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-
-
 class _NamedBody(msgspec.Struct):
     model: str | None = None
 
@@ -368,20 +337,6 @@ def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
         raise ApiError(400, f"the body is no JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
-
-
-def check_response(body: ResponsesBody) -> None:
-    """Raise ApiError for what is asked of a response and not done."""
-    form = (body.text or {}).get("format")
-    if isinstance(form, dict) and form.get("type", "text") != "text":
-        raise ApiError(400, f"{form.get('type')!r} is of chat completions: a response is text", param="text.format")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(400, "calls of tools are of chat completions: ask for 'auto' or 'none'", param="tool_choice")
-    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        raise ApiError(400, "log-probabilities are of chat completions", param="top_logprobs")
-    for name in ("background", "conversation"):
-        if getattr(body, name):
-            raise ApiError(400, f"{name} is not supported: omit it", param=name)
 
 
 def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> list[dict[str, Any]]:

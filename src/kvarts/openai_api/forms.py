@@ -11,7 +11,7 @@ import msgspec
 
 from kvarts.llm.text import Completion
 from kvarts.llm.token_bytes import TextOffsets
-from kvarts.openai_api.answer import TokenLogprob
+from kvarts.openai_api.answer import Choice, TokenLogprob
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.prompts import TextModel
 from kvarts.openai_api.shapes import CallPart, Part, Reader, Shape, read_whole
@@ -79,8 +79,8 @@ class Form(Protocol):
     ) -> bytes:
         """Return the chunk of a piece of a choice. `more`: its members beside the text, each after a comma."""
 
-    def end(self, usage: Mapping[str, Any], *, tells_usage: bool) -> bytes:
-        """Return what comes after the last choice. `tells_usage`: whether the client asked for it."""
+    def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
+        """Return what comes after the last of the choices. `tells_usage`: whether the client asked for it."""
 
     def failed(self, error: ApiError) -> bytes:
         """Return the end of an answer that goes wrong after its beginning."""
@@ -95,7 +95,7 @@ class _Chunks:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._chunk_facts = facts
 
-    def end(self, usage: Mapping[str, Any], *, tells_usage: bool) -> bytes:
+    def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
         """Return the chunk with the usage and without a choice, where asked for, and the end."""
         last = encode({**self._chunk_facts, "choices": [], "usage": usage}) if tells_usage else None
         return DONE if last is None else b"data: %b\n\n%b" % (last, DONE)

@@ -41,7 +41,7 @@ from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
-__all__ = ["Exchange", "Generating", "begin", "chat_asks", "completion_asks"]
+__all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """As of OpenAI's API, where nothing is said; a chat ends by itself."""
@@ -630,6 +630,7 @@ class _Stream:
     ) -> None:
         self._exchange = exchange
         self._form = form
+        self._choices = choices
         self._usage = usage
         self._tells_usage = bool(options.include_usage)
         self._tells_usage_always = bool(options.include_usage and options.continuous_usage_stats)
@@ -661,7 +662,8 @@ class _Stream:
         except Exception as error:
             await response.more(self._form.failed(api_error(error)))
         else:
-            await failure.write(response, [self._form.end(self._usage.of_all, tells_usage=self._tells_usage)])
+            end = self._form.end(self._usage.of_all, self._choices, tells_usage=self._tells_usage)
+            await failure.write(response, [end])
         await response.end_stream()
 
     def _write_now(self, answer: Answer, direct: Direct) -> bool:

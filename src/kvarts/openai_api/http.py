@@ -147,9 +147,9 @@ class HttpResponse:
         await self._begin(200, [(b"content-type", JSON), (b"content-length", str(len(body)).encode())])
         await self.more(body[: len(body) // 2])
 
-    async def error(self, error: ApiError, *, without_body: bool = False) -> None:
-        """Send an error in its envelope."""
-        await self.whole(error.body, status=error.status, headers=error.headers, without_body=without_body)
+    async def error(self, error: ApiError, body: bytes, *, without_body: bool = False) -> None:
+        """Send an error, in an envelope."""
+        await self.whole(body, status=error.status, headers=error.headers, without_body=without_body)
 
     async def begin_stream(self) -> None:
         """Begin a stream of events."""

@@ -13,17 +13,17 @@ from uuid import uuid4
 import msgspec
 
 from kvarts.limits import brief
-from kvarts.openai_api.answer import Choice
-from kvarts.openai_api.bodies import GenerationBody, ResponsesBody, check_response, messages_of
+from kvarts.openai_api.answer import Choice, TokenLogprob
+from kvarts.openai_api.bodies import ChatBody, messages_of
 from kvarts.openai_api.budget import INLINE_BYTES
-from kvarts.openai_api.errors import ApiError, api_error
-from kvarts.openai_api.failures import Cut
-from kvarts.openai_api.generation import Exchange, asks_of, begin
-from kvarts.openai_api.http import ClientGone
-from kvarts.openai_api.models import Models
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.forms import Whole
+from kvarts.openai_api.generation import Exchange, Generating, MakeForm
 from kvarts.openai_api.served import Ask, Served
+from kvarts.openai_api.shapes import Part, Plain, Shape
 from kvarts.owners.keys import Owner
 from kvarts.owners.shares import Shares
+from kvarts.sampling import Logprobs
 
 __all__ = ["Responses"]
 
@@ -36,7 +36,7 @@ share.
 OVERHEAD_BYTES = 8 * 1024
 """Of a stored response, whatever it holds."""
 
-PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input"}
+PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text.format"}
 """What is called otherwise in completions."""
 
 encode = msgspec.json.encode
@@ -52,8 +52,8 @@ class _Stored(msgspec.Struct):
 class Responses:
     """Owner of the responses that were given, with the conversation that led to each. Owners see their own alone."""
 
-    def __init__(self, models: Models, shares: Mapping[str, float]) -> None:
-        self._models = models
+    def __init__(self, generating: Generating, shares: Mapping[str, float]) -> None:
+        self._generating = generating
         self._stored: dict[str, OrderedDict[str, _Stored]] = {}
         """By owner and id, the oldest first."""
         self._num_stored = Shares(MAX_STORED, shares)
@@ -72,67 +72,33 @@ class Responses:
 
     async def create(self, exchange: Exchange) -> None:
         """Answer POST /v1/responses."""
+        kept: list[tuple[list[dict[str, Any]], int]] = []
 
-        def read() -> tuple[Served, ResponsesBody, list[dict[str, Any]], int, list[Ask]]:
+        def read() -> tuple[ChatBody, MakeForm]:
             body = exchange.take_body(ResponsesBody)
-            check_response(body)
-            served = self._models.of(body.model)
             before = self._before(body, exchange.owner)
             added = _messages_of(body)
             messages = [*before, *added]
             exchange.budget.draw_values(len(before), "previous_response_id")
             instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-            prompt = served.conversation(messages_of([*instructions, *messages], param="input"), {})
-            tokens = served.encode(prompt, exchange.budget, add_special_tokens=False)
-            asked = GenerationBody(
-                model=body.model,
-                temperature=body.temperature,
-                top_p=body.top_p,
-                ignore_eos=body.ignore_eos,
-                min_tokens=body.min_tokens,
-                seed=body.seed,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-            )
-            try:
-                asks = asks_of(
-                    served, asked, [tokens], body.max_output_tokens, exchange, top_logprobs=None, has_end=True
-                )
-            except ApiError as error:
-                error.param = PARAMS.get(error.param or "", error.param)
-                raise
-            num_bytes = 0
+            chat = body.chat(messages_of([*instructions, *messages], param="input"))
             if body.store is not False:
                 num_bytes = size_of([added, body.instructions, body.metadata, body.tools]) + 8 * len(before)
-            return served, body, messages, num_bytes, asks
+                kept.append((messages, num_bytes))
+            return chat, partial(_form, body)
 
-        # A conversation that goes on is as long as a context may be.
-        served, body, messages, num_bytes, asks = await exchange.apart(
-            read, num_bytes=INLINE_BYTES if self._is_long(exchange) else 0
-        )
-        num_prompt_tokens = len(asks[0].tokens)
-        told = _Told(body, served.names[0])
-        under_way = begin(served, exchange, asks, body.session_id)
-        asks.clear()  # the engine has the tokens
-        answer, choices = under_way.answer, under_way.choices
         try:
-            if body.stream:
-                await _stream(exchange, told, answer.take, choices, num_prompt_tokens)
-            else:
-                texts: list[str] = []
-                reason = None
-                while reason is None:
-                    for _, text, _, reason, _ in await answer.take():  # noqa: B007  # the last one decides
-                        texts.append(text)
-                told.complete("".join(texts), str(reason), choices[0], num_prompt_tokens)
-                exchange.failure.before_answer()
-                await exchange.failure.write_whole(exchange.response, encode(told.body))
-        finally:
-            await under_way.end()
-        if body.store is not False:
-            said = {"role": "assistant", "content": told.text}
-            num_bytes += 2 * size_of(told.text) + OVERHEAD_BYTES
-            self._store(exchange.owner.name, _Stored([*messages, said], told.body, num_bytes))
+            # A conversation that goes on is as long as a context may be.
+            form = await self._generating.converse(
+                exchange, read, num_bytes=INLINE_BYTES if self._may_be_much(exchange) else 0
+            )
+        except ApiError as error:
+            error.param = PARAMS.get(error.param or "", error.param)
+            raise
+        assert isinstance(form, ResponseForm)
+        for messages, num_bytes in kept:
+            num_more = 2 * size_of(form.body["output"]) + OVERHEAD_BYTES
+            self._store(exchange.owner.name, _Stored([*messages, form.message], form.body, num_bytes + num_more))
 
     def _store(self, owner: str, stored: _Stored) -> None:
         of_owner = self._stored.setdefault(owner, OrderedDict())
@@ -170,8 +136,8 @@ class Responses:
         return self._of(owner, body.previous_response_id, "previous_response_id").messages
 
     @staticmethod
-    def _is_long(exchange: Exchange) -> bool:
-        return b"previous_response_id" in exchange.payload
+    def _may_be_much(exchange: Exchange) -> bool:
+        return any(name in exchange.payload for name in (b"previous_response_id", b"schema", b"parameters"))
 
 
 def size_of(value: Any) -> int:
@@ -189,35 +155,131 @@ def size_of(value: Any) -> int:
 
 
 def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return what a body adds to its conversation."""
+    """Return what a body adds to its conversation. Calls that follow each other are of one message."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     if not body.input:
         raise ApiError(400, "an input is needed: text, or a list of items", param="input")
-    return [_message(item, index) for index, item in enumerate(body.input)]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(body.input):
+        message = _message(item, index)
+        if message is None:
+            continue
+        last = messages[-1] if messages else {}
+        if "tool_calls" in message and last.get("role") == "assistant":
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            messages.append(message)
+    return messages
 
 
-def _message(item: Any, index: int) -> dict[str, Any]:
+def _message(item: Any, index: int) -> dict[str, Any] | None:
+    """Return the message that an item is; None for one that is of no account."""
     if not isinstance(item, dict):
         raise ApiError(400, "an item is an object", param=f"input[{index}]")
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role", "user"), "content": item.get("content")}
     if kind == "function_call_output":
-        return {"role": "tool", "content": item.get("output")}
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
     if kind == "function_call":
-        return {"role": "assistant", "content": f"{item.get('name')}({item.get('arguments')})"}
+        function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", "{}"))}
+        calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    if kind == "reasoning":
+        return None  # as templates leave out that of turns before
     raise ApiError(400, f"items of type {brief(kind)} are not read", param=f"input[{index}].type")
 
 
-class _Told:
-    """A response as it is told, from its beginning to its end."""
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """POST /v1/responses."""
 
-    def __init__(self, body: ResponsesBody, model: str) -> None:
-        self.text = ""
-        self.item_id = f"msg_{uuid4().hex}"
+    model: str | None = None
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    kvarts_answer: Any = None
+    text: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    include: list[Any] | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
+        """Return the same as a chat completion. Raise ApiError for what is asked for and not done."""
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            raise ApiError(400, "log-probabilities are of chat completions", param="top_logprobs")
+        for name in ("background", "conversation"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported: omit it", param=name)
+        form = (self.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            if choice.get("type") != "function":
+                raise ApiError(400, "must be none, auto, required or a function", param="tool_choice")
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        # Tools of other kinds are run by a server: a model here knows nothing of them, and never calls them.
+        functions = [tool for tool in self.tools or () if tool.get("type") == "function"]
+        return ChatBody(
+            model=self.model,
+            messages=messages,
+            max_tokens=self.max_output_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            seed=self.seed,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            session_id=self.session_id,
+            kvarts_answer=self.kvarts_answer,
+            response_format=form if isinstance(form, dict) else None,
+            tools=[{"type": "function", "function": tool} for tool in functions] or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+
+def _form(
+    body: ResponsesBody, served: Served, chat: ChatBody, asks: Sequence[Ask], shape: Shape | None
+) -> ResponseForm:
+    return ResponseForm(body, served.names[0], Plain() if shape is None else shape)
+
+
+class ResponseForm:
+    """A Form: /v1/responses. `body`: the response as it is told, whole in the end; `message`: its message of a chat."""
+
+    tells_ids = False
+
+    def __init__(self, body: ResponsesBody, model: str, shape: Shape) -> None:
+        self._reader = shape.reader(0)
+        self._reason = "stop"
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        """Of the last item, which is not complete."""
+        self.answer_id = f"resp_{uuid4().hex}"
         self.body: dict[str, Any] = {
-            "id": f"resp_{uuid4().hex}",
+            "id": self.answer_id,
             "object": "response",
             "created_at": int(time()),
             "status": "in_progress",
@@ -227,8 +289,9 @@ class _Told:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": body.top_p,
@@ -237,89 +300,162 @@ class _Told:
             "usage": None,
         }
 
-    def part(self, text: str) -> dict[str, Any]:
-        """Return the part of the output that is text."""
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of a conversation."""
+        parts = [part for item in self._items if item["type"] == "message" for part in item["content"]]
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            for item in self._items
+            if item["type"] == "function_call"
+        ]
+        text = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+        return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
-    def item(self, status: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the item of the output."""
-        return {
-            "id": self.item_id, "type": "message", "role": "assistant", "status": status, "content": list(parts)
-        }  # fmt: skip
+    def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
+        """Return the events of the beginning."""
+        return self._event("created", response=self.body) + self._event("in_progress", response=self.body)
 
-    def complete(self, text: str, finish_reason: str, choice: Choice, num_prompt_tokens: int) -> None:
-        """Note the end."""
-        self.text = text
-        is_whole = finish_reason == "stop"
-        status = "completed" if is_whole else "incomplete"
-        num_tokens = 0 if choice.completion is None else len(choice.completion.tokens)
-        self.body |= {
-            "status": status,
-            "output": [self.item(status, [self.part(text)])],
-            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
-            "usage": {
-                "input_tokens": num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": choice.cached_tokens},
-                "output_tokens": num_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": num_prompt_tokens + num_tokens,
-            },
-        }
+    def piece(
+        self,
+        number: int,
+        text: str,
+        finish_reason: str | None,
+        logprobs: Sequence[TokenLogprob],
+        usage: Mapping[str, Any] | None,
+        more: bytes = b"",
+    ) -> bytes:
+        """Return the events of a piece."""
+        if finish_reason is not None:
+            self._reason = finish_reason
+        return b"".join(self._take(self._reader.add(text)))
 
+    def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
+        """Return the events of the end."""
+        events = self._finish(usage)
+        return b"".join([*events, self._event(self.body["status"], response=self.body)])
 
-async def _stream(
-    exchange: Exchange, told: _Told, take: Any, choices: Sequence[Choice], num_prompt_tokens: int
-) -> None:
-    response, failure = exchange.response, exchange.failure
-    number = 0
+    def failed(self, error: ApiError) -> bytes:
+        """Return an error as an event."""
+        content = error.content
+        payload = {"type": "error", "code": str(content["code"]), "message": content["message"], "param": None}
+        return b"event: error\ndata: %b\n\n" % encode({**payload, "sequence_number": self._number})
 
-    def event(kind: str, **fields: Any) -> bytes:
-        nonlocal number
-        payload = encode({"type": kind, "sequence_number": number, **fields})
-        number += 1
+    def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+        """Return the response."""
+        (choice,) = choices
+        self.piece(0, choice.text, choice.finish_reason, (), None)
+        self._finish(usage)
+        return encode(self.body)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        payload = encode({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
 
-    pieces = await take()
-    await failure.stall()
-    await response.begin_stream()
-    place = {"output_index": 0}
-    within = {**place, "content_index": 0, "item_id": told.item_id}
-    parts = [
-        event("response.created", response=told.body),
-        event("response.in_progress", response=told.body),
-        event("response.output_item.added", **place, item=told.item("in_progress", [])),
-        event("response.content_part.added", **within, part=told.part("")),
-    ]
-    texts: list[str] = []
-    reason: str | None = None
-    try:
-        while True:
-            for _, text, _, reason, _ in pieces:  # noqa: B007  # the last one decides
-                texts.append(text)
-                parts.append(event("response.output_text.delta", **within, delta=text, logprobs=[]))
-            await failure.write(response, parts)
-            if reason is not None:
-                break
-            parts = []
-            pieces = await take()
-    except (ClientGone, Cut):
-        raise
-    except Exception as error:
-        content = api_error(error).content
-        await response.more(event("error", code=str(content["code"]), message=content["message"], param=None))
-        await response.end_stream()
-        return
-    whole = "".join(texts)
-    told.complete(whole, reason, choices[0], num_prompt_tokens)
-    part, item = told.part(whole), told.body["output"][0]
-    kind = "response.completed" if told.body["status"] == "completed" else "response.incomplete"
-    await failure.write(
-        response,
-        [
-            event("response.output_text.done", **within, text=whole, logprobs=[]),
-            event("response.content_part.done", **within, part=part),
-            event("response.output_item.done", **place, item=item),
-            event(kind, response=told.body),
-        ],
-    )
-    await response.end_stream()
+    def _take(self, part: Part) -> list[bytes]:
+        """Add a part to the items of the output; return the events of that."""
+        events: list[bytes] = []
+        texts = {"reasoning_text": part.reasoning, "output_text": part.content, "refusal": part.refusal}
+        for kind, text in texts.items():
+            if not text:
+                continue
+            if not self._items or self._kind_of(self._items[-1]) != kind:
+                events += self._close("completed")
+                events += self._open_text(kind)
+            self._texts.append(text)
+            events.append(self._event(f"{kind}.delta", **self._place, delta=text, **LOGPROBS.get(kind, {})))
+        for call in part.calls:
+            if call.call_id:
+                events += self._close("completed")
+                events += self._open({"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call.call_id,
+                                      "name": call.name, "arguments": "", "status": "in_progress"})  # fmt: skip
+            self._texts.append(call.arguments)
+            events.append(self._event("function_call_arguments.delta", **self._of_item, delta=call.arguments))
+        return events
+
+    @staticmethod
+    def _kind_of(item: Mapping[str, Any]) -> str:
+        """Return the type of the part of an item that is text; that of the item, if it has none."""
+        return str(item["content"][0]["type"] if "content" in item else item["type"])
+
+    @property
+    def _of_item(self) -> dict[str, Any]:
+        return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {**self._of_item, "content_index": 0}
+
+    def _open(self, item: dict[str, Any]) -> list[bytes]:
+        self._items.append(item)
+        return [self._event("output_item.added", output_index=len(self._items) - 1, item=item)]
+
+    def _open_text(self, kind: str) -> list[bytes]:
+        item: dict[str, Any]
+        if kind == "reasoning_text":
+            item = {"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": []}
+        else:
+            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant"}
+        events = self._open({**item, "status": "in_progress", "content": []})
+        self._items[-1]["content"] = [_part(kind, "")]
+        return [*events, self._event("content_part.added", **self._place, part=self._items[-1]["content"][0])]
+
+    def _close(self, status: str) -> list[bytes]:
+        """Complete the last item."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return []
+        item, text, events = self._items[-1], "".join(self._texts), []
+        self._texts = []
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
+            events.append(self._event("function_call_arguments.done", **self._of_item, **done))
+        else:
+            kind = self._kind_of(item)
+            item["content"] = [_part(kind, text)]
+            done = {"refusal": text} if kind == "refusal" else {"text": text, **LOGPROBS.get(kind, {})}
+            events.append(self._event(f"{kind}.done", **self._place, **done))
+            events.append(self._event("content_part.done", **self._place, part=item["content"][0]))
+        events.append(self._event("output_item.done", output_index=len(self._items) - 1, item=item))
+        return events
+
+    def _finish(self, usage: Mapping[str, Any]) -> list[bytes]:
+        """Complete the response; return the events of that."""
+        rest, _ = self._reader.end()
+        events = self._take(rest)
+        is_whole = self._reason not in ("length", "content_filter", "abort")
+        status = "completed" if is_whole else "incomplete"
+        if not self._items:
+            events += self._open_text("output_text")
+        events += self._close(status)
+        reason = "content_filter" if self._reason == "content_filter" else "max_output_tokens"
+        details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
+        self.body |= {
+            "status": status,
+            "output": self._items,
+            "incomplete_details": None if is_whole else {"reason": reason},
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": details,
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        return events
+
+
+LOGPROBS: dict[str, dict[str, Any]] = {"output_text": {"logprobs": []}}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "output_text":
+        return {"type": kind, "text": text, "annotations": [], "logprobs": None}
+    return {"type": kind, "refusal" if kind == "refusal" else "text": text}

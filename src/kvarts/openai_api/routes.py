@@ -21,7 +21,7 @@ from kvarts.openai_api.served import Ask, Served
 if TYPE_CHECKING:
     from kvarts.openai_api.metrics import Metrics
 
-__all__ = ["Routes"]
+__all__ = ["TOKENIZED_BYTES", "Routes"]
 
 TOKENIZED_BYTES = 4 * 1024 * 1024
 """Of a text that is only made into tokens."""

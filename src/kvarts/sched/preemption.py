@@ -1,6 +1,9 @@
-"""Pages for running requests, and which request loses its pages when they are short."""
+"""Pages for running requests, and the choice of the request that loses its pages when they are short."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 from kvarts.event_log import Tell
 from kvarts.events import Preemption
@@ -12,9 +15,11 @@ from kvarts.sched.running import Running
 
 __all__ = ["Planned", "Preemptor", "holding_of"]
 
+DECODING: Final = RequestState.DECODING
+
 
 class Planned:
-    """A chunk that is to be computed in the step that is planned: up to token `end`, with `num_blocks` more blocks.
+    """A chunk to compute in the step being planned: up to token `end`, with `num_blocks` more blocks.
 
     `num_blocks`: -1 until they are counted.
     """
@@ -74,7 +79,7 @@ class Preemptor:
         """Take the `num_due` pages that decodes need in this step; return whether more can be planned in it."""
         cache = self._cache
         if num_due * self._page_blocks > cache.num_free:
-            return self._take_due_one_by_one(now_ns)
+            return self._take_in_turn(self._running.wheel.needing_page(), now_ns)
         if cache.names_decodes:
             wheel, page_size = self._running.wheel, self._page_size
             needing = wheel.needing_page()
@@ -84,11 +89,21 @@ class Preemptor:
             cache.take_pages(num_due)
         return True
 
+    def take_turns(self, unsettled: Sequence[Request], now_ns: int) -> bool:
+        """Take the due pages in turn; decodes in `unsettled` first release, at their turn, the parts they no longer
+        need.
+
+        Return whether more can be planned in this step.
+        """
+        needing = self._running.wheel.needing_page()
+        turns = {request.admission: request for request in (*unsettled, *needing) if request.state is DECODING}
+        return self._take_in_turn([turns[admission] for admission in sorted(turns)], now_ns, set(unsettled))
+
     def make_room(self, asker: Request, num_pages: int, now_ns: int, planned: dict[int, Planned]) -> bool:
         """Preempt until `num_pages` can be taken for a chunk of `asker`; return False if `asker` itself was preempted.
 
         The decodes have taken their pages for this step. `planned`: chunks of this step that have not, by admission;
-        those of requests that are preempted are removed.
+        those of preempted requests are removed.
         """
         while True:
             num_asked = num_pages + sum(self._blocks_of(chunk) for chunk in planned.values())
@@ -113,13 +128,13 @@ class Preemptor:
     def give_way(self, num_victims: int, model: str, asker: int, num_pages: int) -> list[Request]:
         """Preempt the next `num_victims` victims, between steps, for request `asker` of `model`; return them.
 
-        `num_pages`: how many pages of this pool would be enough for that request.
+        `num_pages`: the number of pages of this pool that would suffice for that request.
         """
         running = self._running
         victims = []
         for _ in range(num_victims):
             victim = running.victim()
-            if victim.state is RequestState.DECODING:
+            if victim.state is DECODING:
                 victim.last_token_ns = self.last_end_ns
             running.leave(victim)
             num_used = self._cache.num_used
@@ -129,23 +144,30 @@ class Preemptor:
             victims.append(victim)
         return victims
 
-    def _take_due_one_by_one(self, now_ns: int) -> bool:
-        """Take a page for each decode, in admission order, and preempt for it: there are not enough for all.
+    def _take_in_turn(self, turns: Iterable[Request], now_ns: int, unsettled: Collection[Request] = ()) -> bool:
+        """Take a page for each decode that begins one, and preempt for it: there are not enough for all.
 
-        A request that has to preempt itself ends the step, as in vLLM: none that was admitted after it computes.
+        `turns`: these and the decodes in `unsettled`, in admission order. A request that has to preempt itself ends the
+        step, as in vLLM: none that was admitted after it computes.
         """
-        cache, wheel, blocks = self._cache, self._running.wheel, self._page_blocks
+        cache, wheel, blocks, page_size = self._cache, self._running.wheel, self._page_blocks, self._page_size
         served: set[int] = set()
-        for request in wheel.needing_page():
-            if request.state is not RequestState.DECODING:
+        for request in turns:
+            if request.state is not DECODING:
                 continue  # preempted for a request before it
+            num_computed = wheel.num_computed(request)
+            if request in unsettled:
+                cache.settle(holding_of(request), num_computed)
+                cache.count()
+            if num_computed % page_size:
+                continue
             while blocks > cache.num_free and not self.others_make_way(request, blocks):
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
                     self._running.stall_after(admission, now_ns)
                     return False
             served.add(request.index)
-            cache.take_page(holding_of(request), wheel.num_computed(request) // self._page_size)
+            cache.take_page(holding_of(request), num_computed // page_size)
         return True
 
     def _preempt_for(self, asker: Request, num_pages: int, now_ns: int, served: set[int] | None) -> Request:
@@ -155,11 +177,11 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_decoding = victim.state is RequestState.DECODING and victim not in running.stalled
+        is_decoding = victim.state is DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
-            victim.last_token_ns = now_ns  # it sampled a token in the step that ended now
-            # It took a page for the step, which it no longer takes part in.
+            victim.last_token_ns = now_ns  # it sampled a token in the step that has just ended
+            # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
         preemption = Preemption(
@@ -170,7 +192,7 @@ class Preemptor:
         return victim
 
     def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
-        """Put `victim`, which is off the wheel, back into the waiting queue."""
+        """Return `victim`, which is off the wheel, to the waiting queue."""
         if self._tell is not None:
             self._tell(preemption)
         self._running.release(victim, num_unused)
@@ -181,6 +203,6 @@ class Preemptor:
 
 
 def holding_of(request: Request) -> Holding:
-    """Return what running `request` holds."""
+    """Return the holding of running `request`."""
     assert request.holding is not None
     return request.holding

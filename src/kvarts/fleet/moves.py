@@ -1,0 +1,475 @@
+"""Requests on their way through the workers of a fleet: what happens to them, and what follows from that.
+
+A worker drops a request between steps: if a step is under way, at its end, whatever that step makes of it. The same
+holds for what a failing worker loses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappush
+
+from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.links import Links
+from kvarts.fleet.pool import Pool
+from kvarts.fleet.queues import ByReservation
+from kvarts.fleet.worker import Worker
+from kvarts.report.requests import FAILED, REJECTED, RequestLog
+from kvarts.request import Request, RequestState
+from kvarts.sim.arrivals import Arrivals
+from kvarts.traffic.trace import TraceRequest
+
+__all__ = ["Moves"]
+
+
+class Moves:
+    """Owner of the requests of a fleet. `first`: the pool that requests arrive at; `second`: the one that generates.
+
+    They are one pool where workers do both. `token_bytes`: what the KV of a token weighs on a link; `only_missing`:
+    pages that the second worker has are not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
+    time.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        first: Pool,
+        second: Pool,
+        links: Links,
+        *,
+        token_bytes: int,
+        only_missing: bool,
+        is_mocker: bool,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self._arrivals = arrivals
+        self._source = arrivals.source
+        self._log: RequestLog = arrivals.log
+        self._first = first
+        self._second = second
+        self._splits = first is not second
+        self._pools = [first, second] if self._splits else [first]
+        self.workers = [worker for pool in self._pools for worker in pool.workers]
+        self._links = links
+        self._token_bytes = token_bytes
+        self._only_missing = only_missing
+        self._is_mocker = is_mocker
+        self._on_progress = on_progress
+        self._page_size = self.workers[0].replica.config.page_size
+        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); out of date where the worker says otherwise
+        self._roused: set[int] = set()
+        self._actions: deque[tuple[Callable[[Handoff, int], None], Handoff]] = deque()
+        self._of: dict[Request, Handoff] = {}
+        """Requests in the fleet, by what an engine has of them."""
+        self._num_reserved = 0
+        self._cut: set[int] = set()
+        """Workers with a link that is cut."""
+        self.num_failed_transfers = 0
+        self.deadlocks: list[tuple[int, int, str]] = []
+        """When nothing could go on, the worker, and the request that was given up."""
+        self.now_ns = 0
+
+    def _is_busy(self, worker: Worker, now_ns: int) -> bool:
+        """Return whether `worker` has a step under way, and let what is under way end with that."""
+        end_ns = worker.end_ns
+        is_busy = worker.cut(now_ns)
+        if is_busy and worker.end_ns != end_ns:
+            heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
+        return is_busy
+
+    def _act(self, now_ns: int) -> None:
+        """Do what follows from what was done, in the order in which it came up."""
+        actions = self._actions
+        while actions:
+            act, handoff = actions.popleft()
+            act(handoff, now_ns)
+
+    def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
+        if not self._splits:
+            return Handoff(request, row, None)
+        if self._is_mocker:
+            request.priority = 0
+        prefill = Request(
+            request.index,
+            request.content,
+            request.num_prompt_tokens,
+            1,
+            request.arrival_ns,
+            request.priority,
+            request.request_id,
+            is_handed_over=True,
+        )
+        return Handoff(request, row, prefill)
+
+    # On the way -------------------------------------------------------------------------------------------
+
+    def _send(self, handoff: Handoff, now_ns: int) -> None:
+        """Send a request to a worker: to one that generates if its prompt is computed, even if its KV was lost."""
+        if handoff.is_given_up:
+            return
+        is_first = handoff.prefill is not None and handoff.held_ns < 0
+        pool = self._first if is_first else self._second
+        if not pool.active:
+            pool.stranded.append(handoff)
+        elif handoff.is_held:
+            self._choose_second(handoff, now_ns)
+        else:
+            self._submit(handoff, pool, now_ns)
+
+    def _submit(self, handoff: Handoff, pool: Pool, now_ns: int) -> None:
+        """Queue a request in a worker of `pool`, that computes its prompt, or all of it."""
+        prefill, decode = handoff.prefill, handoff.decode
+        request = decode if prefill is None or pool is self._second else prefill
+        worker = self._route(pool, handoff, request, now_ns)
+        if request is prefill:
+            handoff.source = worker.index
+        else:
+            handoff.target = worker.index
+            handoff.is_without_kv()
+            if prefill is None:
+                handoff.source = worker.index
+        reason = None
+        if request is prefill and not self._is_mocker:
+            reason = self._second.never_fits(decode)
+        if reason is None:
+            self._is_busy(worker, now_ns)
+            reason = worker.replica.submit(request, now_ns)
+        if reason is not None:
+            pool.ended(request)
+            self._refuse(handoff, worker.index, reason, REJECTED)
+            return
+        self._enter(handoff, request, worker)
+
+    def _enter(self, handoff: Handoff, request: Request, worker: Worker) -> None:
+        """Take note that `worker` has `request` of a handoff."""
+        worker.num_owned += 1
+        self._of[request] = handoff
+        if request is handoff.prefill:
+            handoff.at_source = True
+        else:
+            handoff.at_target = True
+        self._roused.add(worker.index)
+
+    def _route(self, pool: Pool, handoff: Handoff, request: Request, now_ns: int) -> Worker:
+        router = pool.router
+        if router.is_told or router.reads_metrics:
+            if not router.staleness_ns:
+                self._poll(pool, now_ns)
+            pool.tell(now_ns, range(len(pool.workers)))
+        worker = pool.choose(request, handoff.row.session_id, now_ns)
+        if router.reads_prefills and handoff.is_held:
+            router.prefilled(request.index)  # elsewhere
+        return worker
+
+    def _poll(self, pool: Pool, now_ns: int) -> None:
+        """Let the router of `pool` see what its workers have done, and their metrics if it is time."""
+        for worker in pool.workers:
+            self._is_busy(worker, now_ns)
+        if pool.poll_ns(now_ns) == now_ns:
+            pool.poll(now_ns)
+
+    def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
+        """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
+        worker = self._route(self._second, handoff, handoff.decode, now_ns)
+        handoff.target = worker.index
+        reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
+        if reason is not None:
+            self._fail(handoff, reason)
+            return
+        worker.num_owned += 1
+        self._of[handoff.decode] = handoff
+        handoff.at_target = True
+        worker.pending.append(handoff)
+        if len(worker.pending) > 1 and worker.refused_at == worker.generation():
+            return  # it waits behind one that waits for pages
+        if not self._is_busy(worker, now_ns):
+            self._reserve_for(worker, now_ns)
+            self._roused.add(worker.index)
+
+    def _reserve_for(self, worker: Worker, now_ns: int) -> None:
+        """Let requests that want pages of `worker` have them, in order; as Dynamo's mocker: one at a time."""
+        pending = worker.pending
+        running, config = worker.scheduler.running, worker.replica.config
+        while pending and not worker.is_down:
+            if worker.refused_at == worker.generation():
+                return
+            handoff = pending[0]
+            request = handoff.decode
+            is_full = running.num_running >= config.max_num_seqs
+            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request):
+                worker.refused_at = worker.generation()
+                return
+            pending.popleft()
+            worker.refused_at = -1
+            handoff.reserved_ns = now_ns
+            handoff.order = self._num_reserved
+            self._num_reserved += 1
+            if isinstance(worker.queue, ByReservation):
+                worker.queue.orders[request.index] = handoff.order
+            self._actions.append((self._transfer, handoff))
+            if self._is_mocker:
+                return
+
+    def _transfer(self, handoff: Handoff, now_ns: int) -> None:
+        if not self._cut.isdisjoint((handoff.source, handoff.target)):
+            self._fail_transfer(handoff, now_ns)
+            return
+        handoff.transfer_ns = now_ns
+        num_tokens = handoff.decode.num_prompt_tokens
+        if self._only_missing:
+            num_pages = -(-num_tokens // self._page_size)
+            num_tokens = num_pages * self._page_size - handoff.decode.hit_tokens
+        handoff.num_bytes = num_tokens * self._token_bytes
+        if self._links.begin(handoff, handoff.num_bytes, now_ns):
+            self._actions.append((self._activate, handoff))
+
+    def _activate(self, handoff: Handoff, now_ns: int) -> None:
+        """Let the request wait for its place, at the end of the step under way."""
+        worker = self.workers[handoff.target]
+        if self._is_busy(worker, now_ns):
+            worker.deferred.append((self._activate_now, handoff))
+        else:
+            self._activate_now(handoff, now_ns)
+
+    def _activate_now(self, handoff: Handoff, now_ns: int) -> None:
+        worker = self.workers[handoff.target]
+        worker.handoffs.activate(handoff.decode)
+        worker.changed()
+        self._roused.add(worker.index)
+        handoff.activated_ns = now_ns
+        self._reserve_for(worker, now_ns)
+        self._actions.append((self._release, handoff))
+
+    def _release(self, handoff: Handoff, now_ns: int) -> None:
+        """Give back the pages at the source, at the end of the step under way."""
+        worker = self.workers[handoff.source]
+        if self._is_busy(worker, now_ns):
+            worker.deferred.append((self._release_now, handoff))
+        else:
+            self._release_now(handoff, now_ns)
+
+    def _release_now(self, handoff: Handoff, now_ns: int) -> None:
+        if not handoff.at_source:
+            return  # it was dropped meanwhile
+        worker = self.workers[handoff.source]
+        assert handoff.prefill is not None
+        worker.handoffs.release(handoff.prefill)
+        worker.engine.emit()
+        handoff.released_ns = now_ns
+        self._leave_source(handoff, worker)
+
+    def _leave_source(self, handoff: Handoff, worker: Worker) -> None:
+        """Take note that the source has nothing of a request any more."""
+        assert handoff.prefill is not None
+        self._of.pop(handoff.prefill, None)
+        if not handoff.at_target:
+            self._of.pop(handoff.decode, None)
+        worker.num_owned -= 1
+        worker.changed()
+        self._roused.add(worker.index)
+        handoff.at_source = False
+        self._first.ended(handoff.prefill)
+        self._complete(handoff)
+
+    def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
+        """Take note that the target has nothing of a request any more."""
+        if not handoff.is_held:
+            self._of.pop(handoff.decode, None)
+        if isinstance(worker.queue, ByReservation):
+            worker.queue.orders.pop(handoff.decode.index, None)
+        worker.num_owned -= 1
+        worker.changed()
+        self._roused.add(worker.index)
+        handoff.at_target = False
+        self._second.ended(handoff.decode)
+        self._complete(handoff)
+
+    # Clients that give up ---------------------------------------------------------------------------------
+
+    def _give_up(self, handoff: Handoff, now_ns: int) -> None:
+        """Drop a request wherever it is: its client gives it up."""
+        handoff.is_given_up = True
+        if handoff.at_target:
+            self._drop_soon(handoff, self.workers[handoff.target], now_ns)
+        if handoff.at_source:
+            self._drop_soon(handoff, self.workers[handoff.source], now_ns)
+        self._complete(handoff)
+
+    def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Drop a request at `worker`, at the end of the step under way; at once what that step does not need."""
+        is_busy = self._is_busy(worker, now_ns)
+        if handoff in worker.pending:
+            worker.pending.remove(handoff)
+            handoff.decode.become(RequestState.CANCELLED)
+            self._leave_target(handoff, worker)
+            self._try_again(worker, now_ns, is_busy=is_busy)
+            return
+        if handoff.decode.state is RequestState.LOADING:
+            self._links.cancel(handoff, now_ns)
+            handoff.num_bytes = 0
+        if is_busy:
+            worker.interrupts.append((self._drop, handoff))
+        else:
+            self._drop(handoff, worker, now_ns)
+
+    def _drop(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Drop all that idle `worker` has of a request. Its pages are free at once."""
+        if handoff.at_source and worker.index == handoff.source:
+            prefill = handoff.prefill
+            assert prefill is not None
+            if prefill.state is RequestState.HELD:
+                self._release_now(handoff, now_ns)
+                return
+            worker.replica.cancel(prefill, now_ns)
+            self._leave_source(handoff, worker)
+        elif handoff.at_target and worker.index == handoff.target:
+            worker.replica.cancel(handoff.decode, now_ns)
+            self._leave_target(handoff, worker)
+            self._try_again(worker, now_ns, is_busy=False)
+
+    def _try_again(self, worker: Worker, now_ns: int, *, is_busy: bool) -> None:
+        """Let pending requests have what another leaves to them, at the end of the step under way."""
+        worker.refused_at = -1
+        if not is_busy:
+            self._reserve_for(worker, now_ns)
+
+    # Workers and links that fail --------------------------------------------------------------------------
+
+    def _lose(self, worker: Worker, now_ns: int) -> None:
+        """Let idle `worker` lose all that it has: its requests go on elsewhere."""
+        worker.is_failing = False
+        mine = {handoff.decode.index: handoff for handoff in self._of.values()}
+        for _, handoff in sorted(mine.items()):
+            if handoff.at_target and handoff.target == worker.index:
+                self._lose_target(handoff, worker, now_ns)
+            elif handoff.at_source and handoff.source == worker.index:
+                self._lose_source(handoff, worker, now_ns)
+        worker.engine.clear_cache()
+
+    def _lose_target(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Let a request go on in another worker: with the KV that its source holds, or else with its tokens."""
+        decode = handoff.decode
+        if handoff in worker.pending:
+            worker.pending.remove(handoff)
+        else:
+            if decode.state is RequestState.LOADING:
+                self._links.cancel(handoff, now_ns)
+                self.num_failed_transfers += 1
+            worker.withdraw(decode, now_ns)
+            if handoff.is_held:
+                handoff.never_came()
+        self._leave_target(handoff, worker)
+        self._restart(handoff)
+
+    def _lose_source(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Let a request go on without its source: in its target if it has one, which computes the prompt."""
+        prefill = handoff.prefill
+        assert prefill is not None
+        if prefill.state is not RequestState.HELD:
+            worker.withdraw(prefill, now_ns)
+            self._leave_source(handoff, worker)
+            self._restart(handoff)
+        elif handoff.decode.state is RequestState.LOADING and handoff in self._links.under_way():
+            self._fail_transfer(handoff, now_ns)
+            self._release_now(handoff, now_ns)
+        else:
+            self._release_now(handoff, now_ns)
+            target = self.workers[handoff.target]
+            if handoff in target.pending:
+                is_busy = self._is_busy(target, now_ns)
+                target.pending.remove(handoff)
+                self._compute_here(handoff, target, now_ns)
+                self._try_again(target, now_ns, is_busy=is_busy)
+
+    def _restart(self, handoff: Handoff) -> None:
+        handoff.num_restarts += 1
+        self._actions.append((self._send, handoff))
+
+    def _fail_transfer(self, handoff: Handoff, now_ns: int) -> None:
+        """Let the target compute the prompt, at the end of the step under way: its KV does not come."""
+        self._links.cancel(handoff, now_ns)
+        self.num_failed_transfers += 1
+        worker = self.workers[handoff.target]
+        if self._is_busy(worker, now_ns):
+            worker.interrupts.append((self._compute_instead, handoff))
+        else:
+            self._compute_instead(handoff, worker, now_ns)
+        self._actions.append((self._release, handoff))
+
+    def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Give back what was reserved for a prompt in idle `worker`, and queue the request there."""
+        worker.handoffs.give_up(handoff.decode)
+        worker.engine.emit()
+        self._compute_here(handoff, worker, now_ns)
+        self._try_again(worker, now_ns, is_busy=False)
+
+    def _compute_here(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
+        """Queue a request in `worker` as any other, without the KV of its prompt."""
+        handoff.never_came()
+        handoff.is_without_kv()
+        handoff.num_restarts += 1
+        decode = handoff.decode
+        if isinstance(worker.queue, ByReservation):
+            worker.queue.orders.pop(decode.index, None)
+        worker.changed()
+        self._roused.add(worker.index)
+        reason = worker.replica.submit(decode, now_ns)
+        assert reason is None, "pages were reserved for it, or would have been"
+
+    # Ends -------------------------------------------------------------------------------------------------
+
+    def _end(self, handoff: Handoff, worker: Worker) -> None:
+        handoff.is_ended = True
+        self._leave_target(handoff, worker)
+        if not handoff.is_given_up:
+            self._source.done(handoff.row, handoff.decode.last_token_ns)
+            self._tell(1)
+
+    def _complete(self, handoff: Handoff) -> None:
+        """Log a request that has ended, or was given up, once no worker has anything of it."""
+        if handoff.at_source or handoff.at_target or handoff.is_reported:
+            return
+        if not (handoff.is_ended or handoff.is_given_up):
+            return
+        handoff.is_reported = True
+        request, prefill = handoff.decode, handoff.prefill
+        more = self._more(handoff)
+        if prefill is not None:
+            request.first_admitted_ns = prefill.first_admitted_ns
+            if handoff.is_recomputed:
+                request.cached_tokens = 0  # what it found is its own prompt
+            request.cached_tokens += prefill.cached_tokens
+            request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
+            request.num_admissions += prefill.num_admissions
+            request.recomputed_tokens += prefill.recomputed_tokens
+            request.furthest_computed = max(prefill.num_computed, prefill.furthest_computed, request.furthest_computed)
+        if handoff.is_given_up:
+            request.cancelled_ns = self.now_ns
+            replica = handoff.source if handoff.target < 0 else handoff.target
+            self._arrivals.note_cancelled(request, handoff.row, replica, more)
+            self._tell(1)
+        else:
+            self._log.end(request, handoff.row, handoff.target, more=more)
+
+    def _more(self, handoff: Handoff) -> tuple[int, ...]:
+        """Return the values of the columns that the log has of a fleet."""
+        return (handoff.source, *handoff.times(), handoff.num_bytes, handoff.num_restarts)
+
+    def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
+        """Log a request that is given up, because of `reason`."""
+        handoff.is_reported = True
+        self._log.reject(handoff.decode, handoff.row, worker, reason, status, more=self._more(handoff))
+        self._source.done(handoff.row, self.now_ns)
+        self._tell(1)
+
+    def _fail(self, handoff: Handoff, reason: str) -> None:
+        """End a request that fits into no worker that generates; its pages are held at its source."""
+        self._of.pop(handoff.decode)
+        self._second.ended(handoff.decode)
+        self._refuse(handoff, handoff.target, reason, FAILED)
+        self._actions.append((self._release, handoff))
+
+    def _tell(self, num_ended: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(num_ended)
