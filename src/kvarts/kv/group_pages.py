@@ -127,6 +127,7 @@ class GroupPages(PartPages):
         """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
+        self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
         self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched
         if not self.names_decodes:
@@ -144,6 +145,10 @@ class GroupPages(PartPages):
         """Blocks of parts that requests hold."""
         parts = self.parts
         return (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // self.block_bytes
+
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
+        self.parts.now_ns = now_ns
 
     @property
     def is_shared(self) -> bool:

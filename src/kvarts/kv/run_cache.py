@@ -98,6 +98,7 @@ class RunCache(RunAccount):
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
         """Begin a sequence with `match`; the cache must not have changed since it was made. `extend` may follow."""
+        self.note_begin()
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1

@@ -31,6 +31,7 @@ from kvarts.openai_api.errors import ApiError, api_error, too_long
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
+from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
@@ -125,7 +126,8 @@ def asks_of(
     """
     body.check()
     if body.priority and not exchange.owner.may_prioritize:
-        raise ApiError(403, "the owner of this key may not set priorities: leave it out", param="priority")
+        raise ApiError(403, NO_PRIORITY, param="priority")
+    hints = body.hints(may_prioritize=exchange.owner.may_prioritize)
     if body.asked_prompt_logprobs is not None:
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
@@ -170,6 +172,7 @@ def asks_of(
                     tokens=tokens,
                     params=params,
                     priority=-(body.priority or 0),  # of vLLM: the lower, the earlier
+                    hints=hints,
                     salt=salt,
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
@@ -397,6 +400,8 @@ class UnderWay:
         else:
             if len(asks) > 1:
                 raise ApiError(400, "in a session there is one prompt, and one choice", param="n")
+            if asks[0].hints is not None:
+                raise ApiError(400, "in a session its own retention and ttl decide: omit hints", param="session_id")
             self.answer, self.choices = served.start(
                 asks,
                 exchange.owner,
@@ -431,7 +436,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
     if session_id and served.why_no_sessions:
         raise ApiError(400, served.why_no_sessions, param="session_id")
     name = session_id
-    if not name and len(asks) == 1:
+    if not name and len(asks) == 1 and asks[0].hints is None:
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")

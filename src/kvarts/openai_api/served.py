@@ -14,6 +14,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -138,6 +139,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    hints: Hints | None = None
     salt: str | None = None
     tenant: str | None = None
     request_id: str | None = None
@@ -528,7 +530,7 @@ class _Begin:
             served.assign(index)
             request = Request(
                 index,
-                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt),
+                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt, hints=ask.hints),
                 num_prompt_tokens=len(ask.tokens),
                 max_tokens=max(1, ask.params.max_tokens),
                 arrival_ns=now_ns,
