@@ -1,4 +1,4 @@
-"""What a fleet is built from: pools of workers, and how KV goes between them."""
+"""Configuration of a fleet: pools of workers, and the links that carry KV between them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Sharing = Literal["none", "worker"]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The links between workers that compute prompts and workers that generate."""
+    """Links from workers that compute prompts to workers that generate."""
 
     rate: Annotated[
         str | None,
@@ -78,7 +78,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def bytes_per_s(self) -> int | None:
-        """The rate as a number. Raise SettingError for what is none."""
+        """The rate as a number. Raise SettingError if it is not a rate."""
         if self.rate is None:
             return None
         try:
@@ -88,7 +88,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers there are, over time."""
+    """Autoscaling: the number of workers over time."""
 
     policy: Annotated[
         str | None,
@@ -112,7 +112,7 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers and links that fail."""
+    """Failures of workers and links."""
 
     script: Annotated[
         str | None,
@@ -132,7 +132,7 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The script as values."""
+        """The script, parsed."""
         return () if self.script is None else parse_faults(self.script)
 
 
@@ -150,13 +150,13 @@ OF_POOL = (
     "cost",
     "router",
 )
-"""Settings that the workers of one pool can have for themselves, by their keys."""
+"""Settings that a pool can set differently from the rest of the fleet, by key."""
 
 
 def pool_settings(what: str) -> type[msgspec.Struct]:
-    """Return a struct of the settings in OF_POOL, as they are declared for all workers, with None as their default.
+    """Return a struct with the settings in OF_POOL, declared as for all workers, with None as their default.
 
-    `what`: the workers, in the help.
+    `what`: describes the workers in the help.
     """
     known = {each.key: each for struct in (DeviceSettings, ReplayConfig) for each in settings_of(struct)}
     fields = []
@@ -179,37 +179,37 @@ SECTIONS = (
     Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
     Section(struct=FaultSettings, title="Prefill and decode apart", table="faults"),
 )
-"""What can be said of a fleet beside what is said of each of its workers."""
+"""Settings of a fleet, in addition to those of each worker."""
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class _InPool(msgspec.Struct, frozen=True):
-    """Where a value was given for one pool; errors name it as it was written."""
+    """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
 
     source: Source
     setting: Setting
 
     @property
     def path(self) -> Path | None:
-        """The file, if it is one."""
+        """The file, if the source is one."""
         return self.source.path
 
     def spell(self, setting: Setting, inner: str = "") -> str:
-        """Return the setting of the pool, or another one as it is written there."""
+        """Return the spelling of this setting in the pool, or of another setting in the same source."""
         mine = self.setting.key.partition(".")[2] == setting.key
         return self.source.spell(self.setting if mine else setting, inner)
 
 
 def is_of_fleet(given: Given) -> bool:
-    """Return whether anything was said of pools or of the links between them."""
+    """Return whether any setting of pools, links, scaling or faults was given."""
     return any(given.in_table(section.table) for section in SECTIONS)
 
 
 def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
-    """Build a FleetConfig from what was given: of all workers, of those of each pool, and of links.
+    """Build a FleetConfig from the given settings: those of all workers, of each pool, and of links.
 
-    Raise ConfigError that names what was given, where it was given.
+    Raise ConfigError that names the setting and its source.
     """
     of_all = Given()
     for section in sections:
@@ -267,7 +267,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
 
 
 def _token_bytes(config: ReplayConfig) -> int | None:
-    """Return what the KV of a token weighs on all devices of a worker; None where no model says it."""
+    """Return the bytes of a token's KV over all devices of a worker; None if the config names no model."""
     if config.placement is None:
         return None
     ways = int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
@@ -275,18 +275,19 @@ def _token_bytes(config: ReplayConfig) -> int | None:
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alike: as many as `each` has replicas."""
+    """Identical workers: `each.replicas` of them."""
 
     role: Role
     each: ReplayConfig
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One replay on a fleet: a pool of mixed workers, or one that computes prompts and one that generates.
+    """One replay on a fleet: one pool of mixed workers, or a prefill pool and a decode pool.
 
-    `bytes_per_s`: of each transfer, or with `sharing` of each worker; None: a transfer takes `latency_ms` alone.
-    `scaler`: makes what decides how many workers there are; None: as many as the pools say. `scaling`: its name, for
-    reports. `startup_s`: how long a new worker starts. `faults`: what fails, and when.
+    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `scaler`:
+    makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
+    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `faults`: failures and their
+    times.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -334,31 +335,31 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first(self) -> ReplayConfig:
-        """The engines that requests arrive at."""
+        """The configuration of the engines at which requests arrive."""
         return self.pools[0].each
 
     @property
     def num_pages(self) -> int:
-        """Pages of a worker of the last pool."""
+        """Pages of one worker of the last pool."""
         return self.pools[-1].each.num_pages
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self.first.page_size
 
     @property
     def replicas(self) -> int:
-        """All workers."""
+        """Workers in all pools."""
         return sum(pool.each.replicas for pool in self.pools)
 
     @property
     def slo(self) -> Slo:
-        """For goodput."""
+        """The objective for goodput."""
         return self.first.slo
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return what the report says of it."""
+        """Return the configuration as the report contains it."""
         return {
             **self.pools[-1].each.to_builtins(),
             "replicas": self.replicas,
@@ -380,7 +381,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_progress: Callable[[int], object] | None = None,
         observers_of: Callable[[int], Sequence[EventReader]] | None = None,
     ) -> FleetReport:
-        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a worker."""
+        """Replay `traffic` and return the report, see `kvarts.replay`. `observers_of` returns a worker's observers."""
         from kvarts.fleet.replay import replay_fleet
 
         return replay_fleet(traffic, self, on_progress=on_progress, observers_of=observers_of)

@@ -1,4 +1,4 @@
-"""A pool of workers that are alike, behind one router."""
+"""A pool of identical workers behind one router."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Pool"]
 
 
 class Pool(Informed):
-    """Workers of one configuration. Owner of their lives; `open_worker` makes a new one.
+    """Workers of one configuration. Owner of their life cycle; `open_worker` makes a new one.
 
-    `active`: those that requests are sent to, by their numbers. A worker that is added starts for `startup_ns`; one
-    that is taken away drains: it ends what it has. The router knows workers by their places in `workers`.
+    `active`: the workers that receive requests, ordered by index. An added worker starts for `startup_ns`; a removed
+    one drains: it finishes the requests it has. The router identifies workers by their positions in `workers`.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class Pool(Informed):
         self._open_worker = open_worker
         self._startup_ns = startup_ns
         self.workers: list[Worker] = []
-        """All that there ever were."""
+        """All workers, including those that are gone."""
         self._places: dict[int, int] = {}
         for _ in range(num_workers):
             self._add()
         self.active = list(self.workers)
         self.starting: list[tuple[int, Worker]] = []
-        """Workers that are not ready yet, and when they are."""
+        """Workers that are not ready yet, with the time at which each will be."""
         self.draining: list[Worker] = []
         self.down: list[Worker] = []
-        """Workers that are to come up again, or not."""
+        """Workers that are down; some may never come up again."""
         self.stranded: list[Handoff] = []
-        """Requests that came while no worker was active."""
+        """Requests that arrived while no worker was active."""
         self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
         self.gone_ns: dict[int, int] = {}
 
@@ -56,24 +56,24 @@ class Pool(Informed):
         return worker
 
     def choose(self, request: Request, session: str | None, now_ns: int) -> Worker:
-        """Return the worker that `request` goes to, at `now_ns`."""
+        """Return the worker for `request` at `now_ns`."""
         place = self.router.place(request, session, now_ns)
         assert place is not None, "no request waits in the router of a fleet"
         return self.workers[place]
 
     def ended(self, request: Request) -> None:
-        """Tell the router that a worker has nothing of `request` any more."""
+        """Notify the router that no worker of this pool has `request` any more."""
         if self.router.is_told:
             self.router.ended(request.index)
 
     def never_fits(self, request: Request) -> str | None:
-        """Return the reason why no worker could ever have the pages of `request`; None if they could."""
+        """Return the reason why no worker could ever hold the pages of `request`; None if one could."""
         return self.workers[0].scheduler.never_fits(request)
 
     # Faults -----------------------------------------------------------------------------------------------
 
     def go_down(self, worker: Worker) -> None:
-        """Send nothing to `worker` any more until it comes up."""
+        """Send no requests to `worker` while it is down."""
         starting = [each for each in self.starting if each[1] is worker]
         if worker in self.active:
             self.active.remove(worker)
@@ -85,7 +85,7 @@ class Pool(Informed):
         self.down.append(worker)
 
     def come_up(self, worker: Worker) -> None:
-        """Send requests to `worker` again."""
+        """Resume sending requests to `worker`."""
         if worker in self.down:
             self.down.remove(worker)
             self._activate(worker)
@@ -97,24 +97,25 @@ class Pool(Informed):
     # Scaling ----------------------------------------------------------------------------------------------
 
     def next_ready_ns(self) -> int | None:
-        """Return when the next worker is ready; None if none starts."""
+        """Return when the next worker is ready; None if none is starting."""
         return self.starting[0][0] if self.starting else None
 
     def make_ready(self, now_ns: int) -> None:
-        """Let workers that are ready now have requests."""
+        """Activate workers whose startup has ended."""
         while self.starting and self.starting[0][0] <= now_ns:
             self._activate(self.starting.pop(0)[1])
 
     def remove_drained(self, now_ns: int) -> None:
-        """Let workers that drain and have nothing left go."""
+        """Remove draining workers that have finished all their requests."""
         for worker in [each for each in self.draining if not each.num_owned]:
             self.draining.remove(worker)
             self.gone_ns[worker.index] = now_ns
 
     def scale(self, target: int, now_ns: int) -> list[Worker]:
-        """Let there be `target` workers, those that start included; return the new ones.
+        """Add or remove workers until there are `target`, including those that start; return the new ones.
 
-        Of too many, the newest that start go first, then the active ones with the largest numbers.
+        If there are too many, the newest starting workers are removed first, then the active ones with the largest
+        indices.
         """
         target = max(1, target)
         while len(self.active) + len(self.starting) > target and self.starting:
@@ -137,14 +138,14 @@ class Pool(Informed):
         return added
 
     def worker_ns(self, end_ns: int) -> int:
-        """Return for how long workers were there, together, until `end_ns`."""
+        """Return the summed lifetimes of all workers until `end_ns`."""
         return sum(
             min(self.gone_ns.get(index, end_ns), end_ns) - min(born_ns, end_ns)
             for index, born_ns in self.born_ns.items()
         )
 
     def state(self) -> PoolState:
-        """Return what a scaler sees."""
+        """Return the state that a scaler receives."""
         workers = tuple(
             WorkerState(
                 worker.index,
