@@ -1,7 +1,7 @@
-"""What a mock answers where it is not to write any words: as rules or a request say, or as tools and schemas ask for.
+"""Answers of a mock other than drawn words: from rules, from a request, or for tools and schemas.
 
-An answer is known before it is written. The engine writes it token by token, as it would words; so it takes as long as
-its tokens take, is cut where `max_tokens` cuts it, and is found in the cache by the next turn.
+An answer is known before it is written. The engine writes it token by token, like words; it therefore takes the time of
+its tokens, is cut off at `max_tokens`, and is hit in the cache by the next turn.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Answers", "Question", "Rule", "Told", "ToldCall", "ToldUsage", "load
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 1000
 SEEN_CHARS = 10_000
-"""Rules look at so many characters of a message, from its first."""
+"""Rules match this many characters of a message, from its start."""
 HINT = "docs/reference.md lists the fields of a rule."
 encode = msgspec.json.encode
 
 
 class ToldCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of a tool. `arguments`: an object, or its JSON as text, which may be broken on purpose."""
+    """A call of a tool. `arguments`: an object, or its JSON as text, which may be invalid on purpose."""
 
     name: str
     arguments: dict[str, Any] | str = msgspec.field(default_factory=dict)
@@ -47,7 +47,7 @@ class ToldCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ToldUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Numbers of a usage, each instead of the counted one."""
+    """Usage numbers that replace the counted ones."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -56,10 +56,10 @@ class ToldUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An answer. `text`: a text, or a value that is written as JSON. `finish_reason`: of an answer that is not cut.
+    """An answer. `text`: a text, or a value to write as JSON. `finish_reason`: used if the answer is not cut off.
 
-    `latency_s`: waited before the first byte. `fail`: what goes wrong, as of one request in a script of failures.
-    Raises ConfigError for a value out of range.
+    `latency_s`: delay before the first byte. `fail`: a failure, as in one rule of a script of failures. Raises
+    ConfigError for a value out of range.
     """
 
     text: str | dict[str, Any] | list[Any] = ""
@@ -81,12 +81,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def failure(self) -> Failure:
-        """What goes wrong, or is waited for."""
+        """The failure or delay of the answer."""
         failure = parse_failure(self.fail) if self.fail else NO_FAILURE
         return msgspec.structs.replace(failure, stall_s=self.latency_s) if self.latency_s else failure
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is written, as the Qwen family writes it."""
+        """Return the text in segments, in the format of the Qwen family."""
         parts: list[Segment] = []
         if self.reasoning:
             parts += [Segment("unseen", "<think>\n"), Segment("reasoning", self.reasoning)]
@@ -105,9 +105,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An answer, and what it is to. `model` and `message`: the name of the model and the last message of the user, with
-    `*` for anything. `tools`: names that are offered, all of them. `turn`: 1 for a conversation without an answer.
-    `times`: it answers so many requests, and then those after it do.
+    """An answer with the requests that it matches.
+
+    `model` and `message`: patterns for the name of the model and the last message of the user, in which `*` matches any
+    text. `tools`: names that must all be offered. `turn`: 1 for a conversation without an answer. `times`: number of
+    requests that the rule answers; later ones continue to the next rule.
     """
 
     model: str = "*"
@@ -126,7 +128,7 @@ class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ConfigError(f"counts from 1, got {count}", field=field)
 
     def is_for(self, question: Question) -> bool:
-        """Return whether it answers `question`."""
+        """Return whether the rule matches `question`."""
         return (
             (self.turn is None or self.turn == question.turn)
             and all(name in question.tools for name in self.tools)
@@ -136,7 +138,7 @@ class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What rules look at. `tools`: the functions that are offered, by name. `num_results`: of tools, so far."""
+    """The input of rules. `tools`: the offered functions, by name. `num_results`: results of tools so far."""
 
     model: str
     message: str
@@ -147,7 +149,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Return whether `pattern` matches all of `text`, which takes time in proportion to it."""
+    """Return whether `pattern` matches all of `text`, in linear time."""
     first, *rest = pattern.split("*")
     if not rest:
         return text == pattern
@@ -164,9 +166,10 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 class Answers:
-    """What a mock answers. `rules`: the first that is for a question decides. `seed`: of what is drawn without any.
+    """The answers of a mock. `rules`: the first match decides. `seed`: for answers that are drawn without a rule.
 
-    `allows_failures`: a request may ask for an answer that fails or comes late. Owner of how often each rule answered.
+    `allows_failures`: a request may ask for an answer that fails or is delayed. Owner of the number of answers of each
+    rule.
     """
 
     def __init__(self, rules: Sequence[Rule] = (), *, seed: int = 0, allows_failures: bool = False) -> None:
@@ -177,7 +180,7 @@ class Answers:
         self._allows_failures = allows_failures
 
     def asked(self, value: Any, param: str) -> Told:
-        """Return the answer that a request brings. Raise ApiError for what is none."""
+        """Return the answer that a request carries. Raise ApiError if it is not an answer."""
         try:
             told: Told = told_by(value, Told)
         except ConfigError as error:
@@ -187,14 +190,14 @@ class Answers:
         return told
 
     def find(self, question: Question) -> Told | None:
-        """Return the answer of the first rule that is for `question`; None if there is none. From any thread."""
+        """Return the answer of the first rule that matches `question`; None without a match. From any thread."""
         for index, rule in enumerate(self._rules):
             if rule.is_for(question) and self._take(index):
                 return rule
         return None
 
     def _take(self, index: int) -> bool:
-        """Count an answer of a rule. Return whether it has any left."""
+        """Count an answer of a rule. Return whether the rule had any left."""
         with self._lock:
             num_left = self._left.get(index, 1)
             if index in self._left and num_left:
@@ -202,7 +205,7 @@ class Answers:
         return num_left > 0
 
     def json(self, schema: dict[str, Any], question: Question, copy: int, budget: Budget) -> Told:
-        """Return JSON that `schema` allows. Raise ApiError for a schema of which no value can be made."""
+        """Return JSON that `schema` allows. Raise ApiError for a schema whose values cannot be made."""
         if schema is ANY_OBJECT:
             schema = {"type": "object", "properties": {"text": {"type": "string"}}}
         return Told(text=self._value(schema, question, copy, budget, "response_format"))
@@ -210,20 +213,20 @@ class Answers:
     def call(self, names: Sequence[str], question: Question, copy: int, budget: Budget) -> Told:
         """Return a call of one of the tools in `names`.
 
-        The seed and the message of the user decide where an agent begins; after each result comes the next tool, so
-        that every one is called in the end.
+        The seed and the user's message select the first tool; after each result the next tool follows, so that every
+        tool is called eventually.
         """
         return self._call(names[(self._drawn(question, 0) + question.num_results) % len(names)], question, copy, budget)
 
     def call_or_text(self, names: Sequence[str], question: Question, copy: int, budget: Budget) -> Told | None:
-        """Return a call, or None for a text. After at most as many results as there are tools comes a text."""
+        """Return a call, or None for a text. A text follows after at most as many results as there are tools."""
         turn = self._drawn(question, 0) % (len(names) + 1) + question.num_results
         if turn >= len(names):
             return None
         try:
             return self._call(names[turn], question, copy, budget)
         except ApiError:
-            return None  # a schema of which no value can be made
+            return None  # a schema whose values cannot be made
 
     def _call(self, name: str, question: Question, copy: int, budget: Budget) -> Told:
         schema = question.tools[name].get("parameters")
@@ -242,7 +245,7 @@ class Answers:
 
 
 def told_by(value: Any, kind: type[Any], where: str = "") -> Any:
-    """Return the Told or Rule that JSON values are. Raise ConfigError, which names the field below `where`."""
+    """Convert JSON values to a Told or Rule. Raise ConfigError, which names the field below `where`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -253,7 +256,7 @@ def told_by(value: Any, kind: type[Any], where: str = "") -> Any:
 
 
 def rules_of(given: Sequence[Any] | str | Path) -> tuple[Rule, ...]:
-    """Return rules: those of a file, or objects with their fields. Raise ConfigError, or what `load_rules` raises."""
+    """Return rules from a file, or from objects with their fields. Raise ConfigError, or the errors of `load_rules`."""
     if isinstance(given, str | Path):
         return load_rules(Path(given))
     if len(given) > MAX_RULES:

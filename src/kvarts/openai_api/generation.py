@@ -259,7 +259,7 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
 
 
 def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Told | None:
-    """Return the answer that a request carries for itself; None if it does not carry one."""
+    """Return the answer that a request carries; None if it does not carry one."""
     value, param = body.kvarts_answer, "kvarts_answer"
     header = exchange.request.header(ANSWER_HEADER)
     if value is None and header is not None:

@@ -20,7 +20,7 @@ STALLED_S = 1.0
 
 
 class Body:
-    """The bytes of one body, from the first one until they are no longer needed."""
+    """The bytes of one body, from its arrival until its release."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
@@ -65,7 +65,7 @@ class Intake:
             self._reading.pop(body, None)
 
     def drop(self, body: Body) -> None:
-        """Release the bytes of a body that is no longer needed."""
+        """Release the bytes of a body."""
         self._shares.give(body.owner, body.num_bytes)
         body.num_bytes = 0
 

@@ -382,7 +382,7 @@ class ResponseForm:
 
     @staticmethod
     def _kind_of(item: Mapping[str, Any]) -> str:
-        """Return the type of the item's text part; of the item if it has no such part."""
+        """Return the type of the item's text part; without such a part, the type of the item."""
         return str(item["content"][0]["type"] if "content" in item else item["type"])
 
     @property

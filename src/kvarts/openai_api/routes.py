@@ -151,7 +151,7 @@ class Routes:
         }
 
     async def server_info(self, exchange: Exchange) -> None:
-        """Return the configuration of the engine; of all engines if there are several models, the first one twice."""
+        """Return the configuration of the engine; with several models, of each engine, and the first one twice."""
         told = [_facts_of(served) for served in self._models]
         await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
 

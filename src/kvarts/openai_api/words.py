@@ -80,7 +80,7 @@ _END = CHARACTERS + 0x110000 - _FIRST_CHARACTER
 
 
 class WordTokenizer:
-    """Text to tokens and back. Every text has tokens, and every id below 2**32 is a token, possibly without text."""
+    """Text to tokens and back. Every text has tokens, and all ids below 2**32 are tokens, possibly without text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`."""
