@@ -150,8 +150,7 @@ class OpenAIApp:
             if response.has_begun:
                 self._cut(scope, response)
             else:
-                # Do not bind the error here: its traceback holds this frame, and its data would wait for the garbage
-                # collector.
+                # Do not bind the error: its traceback holds this frame, and its data would wait for the collector.
                 told = self._told(error)
                 body = error_body(told) if request.path.startswith(MESSAGES) else told.body
                 await response.error(told, body, without_body=request.method == "HEAD")

@@ -53,7 +53,7 @@ def embedding(tokens: Sequence[int], dimensions: int) -> npt.NDArray[np.float32]
     places, signs = (drawn // np.uint64(2)).astype(np.int64), 1.0 - 2.0 * (drawn % np.uint64(2)).astype(np.float64)
     vector = np.bincount(places.ravel(), signs.ravel(), dimensions)
     norm = float(np.linalg.norm(vector))
-    if not norm:  # the signed ones cancelled each other
+    if not norm:  # the signed unit vectors cancel out
         vector[0] = norm = 1.0
     return (vector / norm).astype(np.float32)
 

@@ -133,7 +133,7 @@ class Gate:
                     if self._may_prefill(entry):
                         return owner
                 else:
-                    is_owed = True  # its guarantee is lent: until it is returned, no owner borrows more
+                    is_owed = True  # its guarantee is lent: no owner borrows more meanwhile
         if is_owed:
             return None
         for owner in in_turn:

@@ -514,7 +514,7 @@ class Generating:
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
         usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.told)
-        read.asks.clear()  # the engine has copied the tokens
+        read.asks.clear()  # the engine holds the tokens now
         try:
             if body.stream:
                 stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage)

@@ -35,7 +35,7 @@ START_S = 30.0
 
 
 class SeenRequest(msgspec.Struct, kw_only=True):
-    """One request that generates, as received. `status`: HTTP status of its answer; 0 before that, or if the line was closed.
+    """One request that generates, as received. `status`: of its answer; 0 before it, or if the connection was closed.
 
     `is_whole`: the answer was written as far as the server intended.
     """
@@ -191,7 +191,7 @@ class RunningServer:
                 scheduler = served.host.core.scheduler
                 scheduler.check()
                 if not scheduler.has_work:
-                    num_held = scheduler.cache.num_used - scheduler.cache.num_reserved  # pages of sessions
+                    num_held = scheduler.cache.num_used - scheduler.cache.num_reserved  # minus those of sessions
                     assert num_held == 0, "no request runs, and pages are in use"
 
         self._between_steps(check)

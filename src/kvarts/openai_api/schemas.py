@@ -62,7 +62,7 @@ class _Maker:
         try:
             return self.value(self._root, 0)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            # A keyword whose value has a type that it cannot have, wherever that is noticed.
+            # A keyword's value has an invalid type, wherever that was noticed.
             raise ApiError(400, f"this is no JSON schema: {brief(str(error))}", param=self._param) from error
 
     def _draw(self, count: int = 1, num_bytes: int = 0) -> None:

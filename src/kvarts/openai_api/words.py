@@ -144,7 +144,7 @@ def _tokens_of_characters(text: str) -> Iterator[int]:
 
 
 def vary_words(before: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return `drawn` words, with a space before each unless the previous token ends a line or is a special token."""
+    """Return `drawn` words, with a space before each unless the previous token is white space or special."""
     if not (before >= SPECIALS).any():
         return drawn
     has_no_space = np.isin(before, _STARTS)

@@ -17,8 +17,8 @@ class Workbench:
     """Worker threads that owners use in turn. For one event loop.
 
     One thread is enough: it holds the interpreter's lock most of the time, and its results take memory. The interpreter
-    lets the event loop run every few milliseconds while a thread runs Python; the size limit of bodies bounds the time
-    of a single call into C.
+    lets the event loop run every few milliseconds while a thread runs Python; the size limit of bodies bounds each call
+    into C.
     """
 
     def __init__(self, num_threads: int = 1) -> None:

@@ -34,7 +34,7 @@ def word_mock(config: Any, **settings: Any) -> Any:
 
 
 def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
-    """Return a server of the model of `sessions`; a request that names a session continues it."""
+    """Return a server of the model of `sessions`; requests can name a session, and continue it."""
     host = sessions.host
     is_mock = host.tokenizer is None and host.fingerprint().startswith("mock")
     most = host.core.scheduler.most_tokens(min(door.limits.max_model_len, host.max_positions or 1 << 62))
