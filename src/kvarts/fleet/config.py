@@ -1,4 +1,4 @@
-"""What a fleet is built from: pools of workers, and how KV goes between them."""
+"""Configuration of a fleet: pools of workers, and the links that carry KV between them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Sharing = Literal["none", "worker"]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The links between workers that compute prompts and workers that generate."""
+    """Links from workers that compute prompts to workers that generate."""
 
     rate: Annotated[
         str | None,
@@ -78,7 +78,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def bytes_per_s(self) -> int | None:
-        """The rate as a number. Raise SettingError for what is none."""
+        """The rate as a number. Raise SettingError if it is not a rate."""
         if self.rate is None:
             return None
         try:
@@ -88,7 +88,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers there are, over time."""
+    """Autoscaling: the number of workers over time."""
 
     policy: Annotated[
         str | None,
@@ -112,7 +112,7 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers and links that fail."""
+    """Failures of workers and links."""
 
     script: Annotated[
         str | None,
@@ -132,7 +132,7 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The script as values."""
+        """The script, parsed."""
         return () if self.script is None else parse_faults(self.script)
 
 
@@ -150,7 +150,7 @@ OF_POOL = (
     "cost",
     "router",
 )
-"""Settings that the workers of one pool can have for themselves, by their keys."""
+"""Settings that a pool can set differently from the rest of the fleet, by key."""
 
 
 def of_workers() -> dict[str, Setting]:
@@ -161,7 +161,7 @@ def of_workers() -> dict[str, Setting]:
 def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Struct]:
     """Return a struct of the settings with `keys`, as they are declared for all workers, with None as their default.
 
-    `what`: the workers, in the help.
+    `what`: describes the workers in the help.
     """
     known = of_workers()
     fields = []
@@ -204,20 +204,20 @@ SECTIONS = (
         is_listed=True,
     ),
 )
-"""What can be said of a fleet beside what is said of each of its workers."""
+"""Settings of a fleet, in addition to those of each worker."""
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class _InPool(msgspec.Struct, frozen=True):
-    """Where a value was given for one pool; errors name it as it was written."""
+    """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
 
     source: Source
     setting: Setting
 
     @property
     def path(self) -> Path | None:
-        """The file, if it is one."""
+        """The file, if the source is one."""
         return self.source.path
 
     def spell(self, setting: Setting, inner: str = "") -> str:
@@ -232,9 +232,9 @@ def is_of_fleet(given: Given) -> bool:
 
 
 def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
-    """Build a FleetConfig from what was given: of all workers, of those of each pool, and of links.
+    """Build a FleetConfig from the given settings: those of all workers, of each pool, and of links.
 
-    Raise ConfigError that names what was given, where it was given.
+    Raise ConfigError that names the setting and its source.
     """
     of_all = Given()
     for section in sections:
@@ -324,7 +324,7 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
 
 
 def _token_bytes(config: ReplayConfig) -> int | None:
-    """Return what the KV of a token weighs on all devices of a worker; None where no model says it."""
+    """Return the bytes of a token's KV over all devices of a worker; None if the config names no model."""
     if config.placement is None:
         return None
     ways = int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
@@ -346,9 +346,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
-    `bytes_per_s`: of each transfer, or with `sharing` of each worker; None: a transfer takes `latency_ms` alone.
-    `scaler`: makes what decides how many workers there are; None: as many as the pools say. `scaling`: its name, for
-    reports. `startup_s`: how long a new worker starts. `faults`: what fails, and when.
+    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `scaler`:
+    makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
+    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `faults`: failures and their
+    times.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -404,31 +405,31 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first(self) -> ReplayConfig:
-        """The engines that requests arrive at."""
+        """The configuration of the engines at which requests arrive."""
         return self.pools[0].each
 
     @property
     def num_pages(self) -> int:
-        """Pages of a worker of the last pool."""
+        """Pages of one worker of the last pool."""
         return self.pools[-1].each.num_pages
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self.first.page_size
 
     @property
     def replicas(self) -> int:
-        """All workers."""
+        """Workers in all pools."""
         return sum(pool.each.replicas for pool in self.pools)
 
     @property
     def slo(self) -> Slo:
-        """For goodput."""
+        """The objective for goodput."""
         return self.first.slo
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return what the report says of it."""
+        """Return the configuration as the report contains it."""
         return {
             **self.pools[-1].each.to_builtins(),
             "replicas": self.replicas,
@@ -450,7 +451,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_progress: Callable[[int], object] | None = None,
         observers_of: Callable[[int], Sequence[EventReader]] | None = None,
     ) -> FleetReport:
-        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a worker."""
+        """Replay `traffic` and return the report, see `kvarts.replay`. `observers_of` returns a worker's observers."""
         from kvarts.fleet.replay import replay_fleet
 
         return replay_fleet(traffic, self, on_progress=on_progress, observers_of=observers_of)

@@ -1,7 +1,7 @@
-"""Requests on their way through the workers of a fleet: what happens to them, and what follows from that.
+"""Requests on their way through the workers of a fleet: their transitions, and the consequences of each.
 
-A worker drops a request between steps: if a step is under way, at its end, whatever that step makes of it. The same
-holds for what a failing worker loses.
+A worker drops a request only between steps: during a step, the drop waits for its end, whatever the step does to the
+request. The same holds for the requests that a failing worker loses.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ class Moves:
         self._is_mocker = is_mocker
         self._on_progress = on_progress
         self._page_size = self.workers[0].replica.config.page_size
-        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); out of date where the worker says otherwise
+        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); stale if the worker's own end differs
         self._roused: set[int] = set()
         self._actions: deque[tuple[Callable[[Handoff, int], None], Handoff]] = deque()
         self._of: dict[Request, Handoff] = {}
-        """Requests in the fleet, by what an engine has of them."""
+        """The requests in the fleet, by either of their engine requests."""
         self._num_reserved = 0
         self._only_prefills = self._splits and all(pool.role == "prefill" for pool in first.pools)
         self._cut: set[int] = set()
-        """Workers with a link that is cut."""
+        """Workers whose link is cut."""
         self.num_failed_transfers = 0
         self.deadlocks: list[tuple[int, int, str]] = []
-        """When nothing could go on, the worker, and the request that was given up."""
+        """Time of each deadlock, the worker, and the request that was failed to resolve it."""
         self.now_ns = 0
 
     def _is_busy(self, worker: Worker, now_ns: int) -> bool:
-        """Return whether `worker` has a step under way, and let what is under way end with that."""
+        """Return whether `worker` has a step under way, and cut a leap short at the end of that step."""
         end_ns = worker.end_ns
         is_busy = worker.cut(now_ns)
         if is_busy and worker.end_ns != end_ns:
@@ -82,7 +82,7 @@ class Moves:
         return is_busy
 
     def _act(self, now_ns: int) -> None:
-        """Do what follows from what was done, in the order in which it came up."""
+        """Run the queued actions in first-in, first-out order, including those that they add."""
         actions = self._actions
         while actions:
             act, handoff = actions.popleft()
@@ -91,7 +91,7 @@ class Moves:
     # On the way -------------------------------------------------------------------------------------------
 
     def _send(self, handoff: Handoff, now_ns: int) -> None:
-        """Send a request to a worker: to one that generates if its prompt is computed, even if its KV was lost."""
+        """Send a request to a worker: once its prompt is computed, to one that generates, even if the KV was lost."""
         if handoff.is_given_up:
             return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
@@ -130,7 +130,7 @@ class Moves:
         self._enter(handoff, request, worker)
 
     def _enter(self, handoff: Handoff, request: Request, worker: Worker) -> None:
-        """Take note that `worker` has `request` of a handoff."""
+        """Record that `request` of a handoff is now on `worker`."""
         worker.num_owned += 1
         self._of[request] = handoff
         if request is handoff.prefill:
@@ -150,7 +150,7 @@ class Moves:
             request = handoff.let_compute()
         worker = front.choose(request, handoff.row.session_id, now_ns)
         if router.reads_prefills and handoff.is_held:
-            router.prefilled(request.index)  # elsewhere
+            router.prefilled(request.index)  # its prompt was computed elsewhere
         return worker
 
     def _poll(self, front: Front, now_ns: int) -> None:
@@ -173,13 +173,13 @@ class Moves:
         handoff.at_target = True
         worker.pending.append(handoff)
         if len(worker.pending) > 1 and worker.refused_at == worker.generation():
-            return  # it waits behind one that waits for pages
+            return  # it waits behind a request that waits for pages
         if not self._is_busy(worker, now_ns):
             self._reserve_for(worker, now_ns)
             self._roused.add(worker.index)
 
     def _reserve_for(self, worker: Worker, now_ns: int) -> None:
-        """Let requests that want pages of `worker` have them, in order; as Dynamo's mocker: one at a time."""
+        """Reserve pages of `worker` for pending requests, in order; the mocker reserves for one at a time."""
         pending = worker.pending
         running, config = worker.scheduler.running, worker.replica.config
         while pending and not worker.is_down:
@@ -216,7 +216,7 @@ class Moves:
             self._actions.append((self._activate, handoff))
 
     def _activate(self, handoff: Handoff, now_ns: int) -> None:
-        """Let the request wait for its place, at the end of the step under way."""
+        """Activate a request whose KV has arrived, at the end of the step under way."""
         worker = self.workers[handoff.target]
         if self._is_busy(worker, now_ns):
             worker.deferred.append((self._activate_now, handoff))
@@ -233,7 +233,7 @@ class Moves:
         self._actions.append((self._release, handoff))
 
     def _release(self, handoff: Handoff, now_ns: int) -> None:
-        """Give back the pages at the source, at the end of the step under way."""
+        """Release the pages at the source, at the end of the step under way."""
         worker = self.workers[handoff.source]
         if self._is_busy(worker, now_ns):
             worker.deferred.append((self._release_now, handoff))
@@ -251,7 +251,7 @@ class Moves:
         self._leave_source(handoff, worker)
 
     def _leave_source(self, handoff: Handoff, worker: Worker) -> None:
-        """Take note that the source has nothing of a request any more."""
+        """Record that the source no longer holds any part of a request."""
         assert handoff.prefill is not None
         self._of.pop(handoff.prefill, None)
         if not handoff.at_target:
@@ -264,7 +264,7 @@ class Moves:
         self._complete(handoff)
 
     def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
-        """Take note that the target has nothing of a request any more."""
+        """Record that the target no longer holds any part of a request."""
         if not handoff.is_held:
             self._of.pop(handoff.decode, None)
         if isinstance(worker.queue, ByReservation):
@@ -283,7 +283,7 @@ class Moves:
     # Clients that give up ---------------------------------------------------------------------------------
 
     def _give_up(self, handoff: Handoff, now_ns: int) -> None:
-        """Drop a request wherever it is: its client gives it up."""
+        """Drop a request whose client has given up from all workers."""
         handoff.is_given_up = True
         if handoff.at_target:
             self._drop_soon(handoff, self.workers[handoff.target], now_ns)
@@ -292,7 +292,7 @@ class Moves:
         self._complete(handoff)
 
     def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop a request at `worker`, at the end of the step under way; at once what that step does not need."""
+        """Drop a request from `worker` at the end of the step under way; at once if the step does not involve it."""
         is_busy = self._is_busy(worker, now_ns)
         if handoff in worker.pending:
             worker.pending.remove(handoff)
@@ -309,7 +309,7 @@ class Moves:
             self._drop(handoff, worker, now_ns)
 
     def _drop(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop all that idle `worker` has of a request. Its pages are free at once."""
+        """Drop every part of a request from `worker`, which is idle. Its pages are free at once."""
         if handoff.at_source and worker.index == handoff.source:
             prefill = handoff.prefill
             assert prefill is not None
@@ -324,7 +324,7 @@ class Moves:
             self._try_again(worker, now_ns, is_busy=False)
 
     def _try_again(self, worker: Worker, now_ns: int, *, is_busy: bool) -> None:
-        """Let pending requests have what another leaves to them, at the end of the step under way."""
+        """Retry reservations after another request has freed resources, at the end of the step under way."""
         worker.refused_at = -1
         if not is_busy:
             self._reserve_for(worker, now_ns)
@@ -332,7 +332,7 @@ class Moves:
     # Workers and links that fail --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, now_ns: int) -> None:
-        """Let idle `worker` lose all that it has: its requests go on elsewhere."""
+        """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):
@@ -343,7 +343,7 @@ class Moves:
         worker.engine.clear_cache()
 
     def _lose_target(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Let a request go on in another worker: with the KV that its source holds, or else with its tokens."""
+        """Restart a request on another worker: from the KV that its source holds, else by recomputing its tokens."""
         decode = handoff.decode
         if handoff in worker.pending:
             worker.pending.remove(handoff)
@@ -358,7 +358,7 @@ class Moves:
         self._restart(handoff)
 
     def _lose_source(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Let a request go on without its source: in its target if it has one, which computes the prompt."""
+        """Continue a request without its source: its target, if it has one, computes the prompt."""
         prefill = handoff.prefill
         assert prefill is not None
         if prefill.state is not RequestState.HELD:
@@ -382,7 +382,7 @@ class Moves:
         self._actions.append((self._send, handoff))
 
     def _fail_transfer(self, handoff: Handoff, now_ns: int) -> None:
-        """Let the target compute the prompt, at the end of the step under way: its KV does not come."""
+        """Let the target compute the prompt, at the end of the step under way, because its KV does not arrive."""
         self._links.cancel(handoff, now_ns)
         self.num_failed_transfers += 1
         worker = self.workers[handoff.target]
@@ -393,14 +393,14 @@ class Moves:
         self._actions.append((self._release, handoff))
 
     def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Give back what was reserved for a prompt in idle `worker`, and queue the request there."""
+        """Release the reservation on `worker`, which is idle, and queue the request there."""
         worker.handoffs.give_up(handoff.decode)
         worker.engine.emit()
         self._compute_here(handoff, worker, now_ns)
         self._try_again(worker, now_ns, is_busy=False)
 
     def _compute_here(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Queue a request in `worker` as any other, without the KV of its prompt."""
+        """Queue a request on `worker` like any other, without the KV of its prompt."""
         handoff.never_came()
         handoff.is_without_kv()
         handoff.num_restarts += 1
@@ -422,7 +422,7 @@ class Moves:
             self._tell(1)
 
     def _complete(self, handoff: Handoff) -> None:
-        """Log a request that has ended, or was given up, once no worker has anything of it."""
+        """Log a request that has ended or was given up, once no worker holds any part of it."""
         if handoff.at_source or handoff.at_target or handoff.is_reported:
             return
         if not (handoff.is_ended or handoff.is_given_up):
@@ -433,7 +433,7 @@ class Moves:
         if prefill is not None:
             request.first_admitted_ns = prefill.first_admitted_ns
             if handoff.is_recomputed:
-                request.cached_tokens = 0  # what it found is its own prompt
+                request.cached_tokens = 0  # its hits are pages of its own prompt
             request.cached_tokens += prefill.cached_tokens
             request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
             request.num_admissions += prefill.num_admissions
@@ -448,18 +448,18 @@ class Moves:
             self._log.end(request, handoff.row, handoff.target, more=more)
 
     def _more(self, handoff: Handoff) -> tuple[int, ...]:
-        """Return the values of the columns that the log has of a fleet."""
+        """Return the values of the log's fleet columns."""
         return (handoff.source, *handoff.times(), handoff.num_bytes, handoff.num_restarts)
 
     def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
-        """Log a request that is given up, because of `reason`."""
+        """Log a request that is given up, with its `reason`."""
         handoff.is_reported = True
         self._log.reject(handoff.decode, handoff.row, worker, reason, status, more=self._more(handoff))
         self._source.done(handoff.row, self.now_ns)
         self._tell(1)
 
     def _fail(self, handoff: Handoff, reason: str) -> None:
-        """End a request that fits into no worker that generates; its pages are held at its source."""
+        """Fail a request that fits no worker that generates, and release the pages that its source holds."""
         self._of.pop(handoff.decode)
         self._second.ended(handoff.decode)
         self._refuse(handoff, handoff.target, reason, FAILED)

@@ -114,7 +114,7 @@ class Pool:
             self._add()
         self.active = list(self.workers)
         self.starting: list[tuple[int, Worker]] = []
-        """Workers that are not ready yet, and when they are."""
+        """Workers that are not ready yet, with the time at which each will be."""
         self.draining: list[Worker] = []
         self.down: list[Worker] = []
         """Workers that are to come up again, or not."""
@@ -130,7 +130,7 @@ class Pool:
     # Faults -----------------------------------------------------------------------------------------------
 
     def go_down(self, worker: Worker) -> None:
-        """Send nothing to `worker` any more until it comes up."""
+        """Send no requests to `worker` while it is down."""
         starting = [each for each in self.starting if each[1] is worker]
         if worker in self.active:
             self.active.remove(worker)
@@ -142,7 +142,7 @@ class Pool:
         self.down.append(worker)
 
     def come_up(self, worker: Worker) -> None:
-        """Send requests to `worker` again."""
+        """Resume sending requests to `worker`."""
         if worker in self.down:
             self.down.remove(worker)
             self._activate(worker)
@@ -154,24 +154,25 @@ class Pool:
     # Scaling ----------------------------------------------------------------------------------------------
 
     def next_ready_ns(self) -> int | None:
-        """Return when the next worker is ready; None if none starts."""
+        """Return when the next worker is ready; None if none is starting."""
         return self.starting[0][0] if self.starting else None
 
     def make_ready(self, now_ns: int) -> None:
-        """Let workers that are ready now have requests."""
+        """Activate workers whose startup has ended."""
         while self.starting and self.starting[0][0] <= now_ns:
             self._activate(self.starting.pop(0)[1])
 
     def remove_drained(self, now_ns: int) -> None:
-        """Let workers that drain and have nothing left go."""
+        """Remove draining workers that have finished all their requests."""
         for worker in [each for each in self.draining if not each.num_owned]:
             self.draining.remove(worker)
             self.gone_ns[worker.index] = now_ns
 
     def scale(self, target: int, now_ns: int) -> list[Worker]:
-        """Let there be `target` workers, those that start included; return the new ones.
+        """Add or remove workers until there are `target`, including those that start; return the new ones.
 
-        Of too many, the newest that start go first, then the active ones with the largest numbers.
+        If there are too many, the newest starting workers are removed first, then the active ones with the largest
+        indices.
         """
         target = max(1, target)
         while len(self.active) + len(self.starting) > target and self.starting:
@@ -194,14 +195,14 @@ class Pool:
         return added
 
     def worker_ns(self, end_ns: int) -> int:
-        """Return for how long workers were there, together, until `end_ns`."""
+        """Return the summed lifetimes of all workers until `end_ns`."""
         return sum(
             min(self.gone_ns.get(index, end_ns), end_ns) - min(born_ns, end_ns)
             for index, born_ns in self.born_ns.items()
         )
 
     def state(self) -> PoolState:
-        """Return what a scaler sees."""
+        """Return the state that a scaler receives."""
         workers = tuple(
             WorkerState(
                 worker.index,

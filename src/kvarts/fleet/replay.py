@@ -41,7 +41,7 @@ def replay_fleet(
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> FleetReport:
-    """Replay the traffic of one model on the fleet that `config` describes, and report."""
+    """Replay the traffic of one model on the fleet described by `config`, and return the report."""
     trace = trace_of(traffic)
     first = config.first
     is_mocker = first.profile == "mocker"
@@ -117,7 +117,7 @@ def replay_fleet(
 
 
 def links_of(config: FleetConfig) -> Links:
-    """Return the links between the workers."""
+    """Return the links between the workers, by the configured sharing."""
     latency_ns = round(config.latency_ms * 1e6)
     if config.sharing == "worker" and config.bytes_per_s is not None:
         return SharedByWorkers(config.bytes_per_s, latency_ns)
@@ -125,7 +125,7 @@ def links_of(config: FleetConfig) -> Links:
 
 
 def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader]) -> Worker:
-    """Build worker `index` of a fleet. `readers`: of what its engine tells. `rank`: see Worker."""
+    """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
     is_mocker = config.profile == "mocker"
     cost: CostModel = config.cost_model
