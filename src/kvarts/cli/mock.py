@@ -26,6 +26,7 @@ from kvarts.cli.http_options import (
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
+from kvarts.rooms import from_room
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ KEYS = (
     "cost",
     "kv_groups",
     "audit",
+    "eviction",
 )
 TABLES = ("offload.",)
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100-80gb"
@@ -66,10 +68,9 @@ def _options() -> list[click.Parameter]:
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
                       help="Steps take an Xth of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
-                      help="Answers end by themselves after about so many, at max_tokens the latest. "
-                      "[at max_tokens, and without after about 128]"),
+                      help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=click.Path(path_type=Path),
-                      help="Rules of what it says to whom, a .toml or .json."),
+                      help="Its answers, as rules in a .toml or .json."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
@@ -131,6 +132,8 @@ def mock_command(**params: Any) -> None:
         )
         if opened is None:
             config = resolve_replay(given, sections)
+            if "eviction" in given:
+                config = from_room("plan.policy", "with_policy", field="eviction")(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"
             token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
             served_name = (*params["names"], name)[0]

@@ -59,6 +59,8 @@ def open_if_several(
     for key in ("cost", "pages"):
         if key in given:
             raise given.error(key, "is for one model", hint="Say it of each: --model NAME=MODEL:cost=FILE.")
+    if "eviction" in given:
+        raise given.error("eviction", "is for one model")
     from kvarts.openai_api.several.opening import open_several
     from kvarts.sharing.config import resolve_shares
 

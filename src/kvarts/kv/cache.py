@@ -76,6 +76,7 @@ class Cache:
     __slots__ = (
         "follows_decodes",
         "has_page_ids",
+        "keeps_time",
         "match",
         "most_certain_steps",
         "names_decodes",
@@ -115,6 +116,8 @@ class Cache:
         """The number of times that parts of known tokens became findable since the beginning."""
         self.settles = False
         """Whether running requests release parts that none of their later tokens attends to, by `settle`."""
+        self.keeps_time = False
+        """Whether `set_time` has an effect: its eviction order uses times and the hints of requests."""
         self.follows_decodes = False
         """Whether the cache knows which decodes take and release parts in a step, by `start_decoding`."""
         self.publishes_all = False
@@ -295,6 +298,9 @@ class Cache:
         raise NotImplementedError
 
     # Memory ---------------------------------------------------------------------------------------------------
+
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
 
     def refresh(self, num_free: int) -> None:
         """Record that `num_free` blocks are free, in a memory from which others take as well."""

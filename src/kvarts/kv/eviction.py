@@ -6,15 +6,18 @@ runs that nothing references. A run is listed by `released` and unlisted by `pin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content, PageKey
+from kvarts.hints import Hints
 from kvarts.kv.node import NOTHING, Node
 
-__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "Run"]
+__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "NoteRequest", "Run", "noter_of"]
+
+NoteRequest = Callable[[Hints | None, int], object]
 
 
 class Run(Protocol):
@@ -66,6 +69,9 @@ class EvictionOrder(Protocol):
     and iteration change nothing. The order changes no field of a node except `place`, `older` and `newer`; state that
     must survive while a run is unlisted belongs in `place`.
 
+    An order may also have `note_request(hints, now_ns)`. The cache calls it before a request pins or releases runs: the
+    time is `now_ns`, and until the next call, released runs are those of a request with `hints`, None for none.
+
     The cache does the rest. If the order names a run that others follow, in layers that keep every token, a run after
     it is evicted instead. Runs are evicted from their tails, and only as far as needed.
     """
@@ -102,6 +108,12 @@ class EvictionOrder(Protocol):
 
     def next_run(self) -> Any:
         """Return the first run that no transfer holds. At least one is not held."""
+
+
+def noter_of(order: EvictionOrder | None) -> NoteRequest | None:
+    """Return `order.note_request`; None if the order has no such method."""
+    note: NoteRequest | None = getattr(order, "note_request", None)
+    return note
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

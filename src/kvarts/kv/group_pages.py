@@ -80,6 +80,10 @@ class HeldByOthers:
         """Return how many snapshots of a group they do not hold."""
         return self._cache.num_idle(self._found, group)
 
+    def num_with_held_copy(self, group: int) -> int:
+        """Return how many parts of a group they do not hold, but a copy of them."""
+        return self._cache.num_with_held_copy(self._found, group)
+
 
 class GroupPages(PartPages):
     """PartPages of `num_blocks` blocks, held in runs by a RunCache.
@@ -123,6 +127,7 @@ class GroupPages(PartPages):
         """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
         """Total of blocks returned by `give` since the beginning."""
+        self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
         self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched
         if not self.names_decodes:
@@ -140,6 +145,10 @@ class GroupPages(PartPages):
         """Blocks of parts that requests hold."""
         parts = self.parts
         return (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // self.block_bytes
+
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
+        self.parts.now_ns = now_ns
 
     @property
     def is_shared(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvarts.content import Content
 from kvarts.kv.cache import Cache, Holding, Mark
+from kvarts.kv.eviction import noter_of
 from kvarts.kv.match import Match
 from kvarts.kv.node import NOTHING, HeldPages, walk
 from kvarts.kv.pool import PageError, PageId, Pool
@@ -28,7 +29,7 @@ class PageCache(Cache):
     Pages that are evicted from `tree` are taken again or returned to the pool.
     """
 
-    __slots__ = ("on_evicted", "tree")
+    __slots__ = ("_note_request", "_now_ns", "on_evicted", "tree")
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         super().__init__(pool, page_blocks=1)
@@ -37,6 +38,9 @@ class PageCache(Cache):
         self.take_pages = self.take
         self.on_evicted: Callable[[], object] | None = None
         """Called when pages were evicted, before anything else is done."""
+        self._now_ns = 0
+        self._note_request = noter_of(tree.order)
+        self.keeps_time = self._note_request is not None
 
     @property
     def num_cached(self) -> int:
@@ -97,6 +101,10 @@ class PageCache(Cache):
 
     # Memory ---------------------------------------------------------------------------------------------------
 
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
+        self._now_ns = now_ns
+
     def take(self, count: int) -> list[PageId] | None:
         """Take `count` pages, at most `num_free`: empty ones, then cached ones in the order of eviction.
 
@@ -144,6 +152,8 @@ class PageCache(Cache):
         """Pin `match`; the tree must not have changed since it was made."""
         tree = self.tree
         num_cached = tree.num_cached
+        if self._note_request is not None:
+            self._note_request(None, self._now_ns)
         path = tree.pin(match)
         self.num_free -= num_cached - tree.num_cached
         page_ids: list[PageId] | None = None
@@ -333,7 +343,12 @@ class PageCache(Cache):
         self.num_published += 1
         tree.extend(path, holding.content, num_full_pages, page_ids)
         num_findable = path[-1].end if path else 0
-        tree.release(path)
+        if self._note_request is None:
+            tree.release(path)
+        else:
+            self._note_request(holding.content.hints, self._now_ns)
+            tree.release(path)
+            self._note_request(None, self._now_ns)
         num_private = num_pages - num_findable
         if num_private:
             self.pool.give(num_private, None if page_ids is None else page_ids[num_findable:])

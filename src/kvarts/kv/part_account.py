@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.eviction import EvictionOrder, noter_of
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_events import RunEvents
@@ -94,6 +94,9 @@ class PartAccount:
         self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
         self.events = events
         self.eviction_order = eviction_order
+        self.note_request = noter_of(eviction_order)
+        self.now_ns = 0
+        """The time, for an order that uses it."""
         self._evicted: list[int] | None = None
         # One sentinel closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest.
         self._ring = Listed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvarts.hints import Hints
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.part_account import PartAccount
 from kvarts.kv.spans import PartRun, RunHolding
@@ -26,6 +27,11 @@ class RunAccount(PartAccount):
             self.note_used(run.group, run.end - run.start)
         run.holders.append(holding)
         holding.held[run.group].append(run)
+
+    def note_begin(self) -> None:
+        """Let the order know the time, as a sequence begins."""
+        if self.note_request is not None:
+            self.note_request(None, self.now_ns)
 
     def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
         """Hold the runs of `path` in one group, in order of page: a hit, with which a sequence begins."""
@@ -71,18 +77,24 @@ class RunAccount(PartAccount):
         if events is not None:
             events.told()
         if order is not None and listed:
-            self._list_in(order, listed)
+            self._list_in(order, listed, holding.content.hints)
         if num_cached:
             self.note_cached(index, num_cached)
         if num_empty:
             self.note_empty(index, num_empty)
 
-    def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun]) -> None:
-        """Let `order` list runs of one group, the deepest first."""
+    def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun], hints: Hints | None) -> None:
+        """Let `order` list runs of one group, the deepest first, of a request with `hints`."""
         stamp = 0 if self.shared is None else self.shared.tick()
         for run in runs:
             run.listed_by, run.stamp = order, stamp
-        order.released(runs)
+        note = self.note_request
+        if note is None:
+            order.released(runs)
+        else:
+            note(hints, self.now_ns)
+            order.released(runs)
+            note(None, self.now_ns)
 
     def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
         """End all holds of `holding`, by group in `order`, the latest first."""

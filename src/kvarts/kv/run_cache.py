@@ -78,6 +78,7 @@ class RunCache(RunAccount):
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
+        self.num_with_held_copy = tree.num_with_held_copy
         self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------
@@ -97,6 +98,7 @@ class RunCache(RunAccount):
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
         """Begin a sequence with `match`; the cache must not have changed since it was made. `extend` may follow."""
+        self.note_begin()
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1

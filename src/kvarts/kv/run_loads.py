@@ -26,6 +26,7 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding
 
     The parts must fit. They cannot be found before `arrive`.
     """
+    cache.note_begin()
     last = match.spans[-1]
     holding = RunHolding(content, last, match.num_pages, cache.page_size, len(cache.groups))
     last.num_users += 1

@@ -17,7 +17,8 @@ from enum import IntEnum
 import msgspec
 
 from kvarts.content import Content
-from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.hints import Hints
+from kvarts.kv.eviction import EvictionOrder, LruOrder, NoteRequest, noter_of
 from kvarts.kv.node import Node, Path
 
 __all__ = ["Below", "SafeFirst"]
@@ -69,6 +70,7 @@ class SafeFirst:
         self._rest_stamps: dict[Node, int] = {}
         self._last_stamp = self._first_stamp = 0
         self._toggled: list[Node] = []
+        self.note_request: NoteRequest | None = None if noter_of(self._rest) is None else self._note_request
 
     # Interface of the tiers -------------------------------------------------------------------------------
 
@@ -319,6 +321,12 @@ class SafeFirst:
                 self.regroup()
 
     # Internals --------------------------------------------------------------------------------------------
+
+    def _note_request(self, hints: Hints | None, now_ns: int) -> None:
+        for order in (self._safe, self._rest):
+            note = noter_of(order)
+            assert note is not None
+            note(hints, now_ns)
 
     def _list_safe(self, nodes: Sequence[Node]) -> None:
         """Record that `nodes` are in the list of safe runs."""

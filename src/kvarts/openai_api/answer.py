@@ -136,8 +136,8 @@ def size_of(logprobs: Sequence[TokenLogprob]) -> int:
 class Choice:
     """A Listener of one request: a choice of an answer, by its `number`.
 
-    `own_end`: why it ends at its last token, where that is its own end. `started_s`: when its HTTP request came, on the
-    monotonic clock. `request` and `index` are set when it is submitted.
+    `own_end`: the finish reason at `max_tokens`, if the answer ends there by itself. `started_s`: when its HTTP request
+    came, on the monotonic clock. `request` and `index` are set when it is submitted.
     """
 
     def __init__(

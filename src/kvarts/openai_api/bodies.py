@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvarts.errors import ConfigError, parts_of
+from kvarts.hints import Hints
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
 __all__ = [
@@ -105,6 +107,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
     kvarts_answer: Any = None
+    kvarts_hints: Hints | None = None
+    kv_hints: KvHints | None = None
+    nvext: NvExt | None = None
+    cache_control: CacheControl | None = None
     # What would change the answer, and is not done: refused, not left alone.
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -159,6 +165,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             return msgspec.convert(several[0], StructuredOutputs)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ApiError(400, str(error), param="structured_outputs") from error
+
+    def hints(self, *, may_prioritize: bool) -> Hints | None:
+        """Return the hints on how long its KV is worth keeping; None for none. Raise ApiError."""
+        return hints_of(self.kvarts_hints, self.kv_hints, self.nvext, self.cache_control, may_prioritize=may_prioritize)
 
     @property
     def num_choices(self) -> int:

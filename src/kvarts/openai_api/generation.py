@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
-from kvarts.openai_api.answers import Answers, Question, Told, ToldUsage
+from kvarts.openai_api.answers import Answers, Question, ScriptedAnswer, ScriptedUsage
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
@@ -31,6 +31,7 @@ from kvarts.openai_api.errors import ApiError, api_error, too_long
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
+from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
@@ -116,16 +117,17 @@ def asks_of(
     *,
     top_logprobs: int | None,
     has_end: bool,
-    told: Sequence[Told] = (),
+    scripted: Sequence[ScriptedAnswer] = (),
 ) -> list[Ask]:
     """Return a request for every choice of every prompt. Raise ApiError for what cannot be done.
 
-    `has_end`: without a number of tokens, the answer goes on to its own end. `told`: the answers of each prompt, where
-    they are known.
+    `has_end`: without a number of tokens, the answer goes on to its own end. `scripted`: the answer to each choice of a
+    prompt, if a mock knows it beforehand.
     """
     body.check()
     if body.priority and not exchange.owner.may_prioritize:
-        raise ApiError(403, "the owner of this key may not set priorities: leave it out", param="priority")
+        raise ApiError(403, NO_PRIORITY, param="priority")
+    hints = body.hints(may_prioritize=exchange.owner.may_prioritize)
     if body.asked_prompt_logprobs is not None:
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
@@ -134,7 +136,7 @@ def asks_of(
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
-    written = [served.written(each, exchange.budget) for each in told]
+    written = [served.written(each, exchange.budget) for each in scripted]
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
@@ -153,7 +155,7 @@ def asks_of(
             elif served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
-                most, own_end = natural, (told[copy].finish_reason if told else "") or "stop"
+                most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
             key = (most, seed, copy if written else 0)
@@ -170,6 +172,7 @@ def asks_of(
                     tokens=tokens,
                     params=params,
                     priority=-(body.priority or 0),  # of vLLM: the lower, the earlier
+                    hints=hints,
                     salt=salt,
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
@@ -180,7 +183,7 @@ def asks_of(
 
 
 def completion_asks(
-    served: Served, body: CompletionBody, exchange: Exchange, told: Sequence[Told] = ()
+    served: Served, body: CompletionBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()
 ) -> tuple[list[Ask], list[Echo]]:
     """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
     adds = body.add_special_tokens is not False
@@ -193,7 +196,14 @@ def completion_asks(
         for prompt in given
     ]
     asks = asks_of(
-        served, body, prompts, body.max_tokens, exchange, top_logprobs=body.top_logprobs, has_end=False, told=told
+        served,
+        body,
+        prompts,
+        body.max_tokens,
+        exchange,
+        top_logprobs=body.top_logprobs,
+        has_end=False,
+        scripted=scripted,
     )
     echoes = []
     if body.echo:
@@ -204,27 +214,27 @@ def completion_asks(
     return asks, echoes
 
 
-def chat_asks(served: Served, body: ChatBody, exchange: Exchange, told: Sequence[Told] = ()) -> list[Ask]:
+def chat_asks(served: Served, body: ChatBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()) -> list[Ask]:
     """Return the requests of a chat completion."""
     exchange.budget.draw_sequences(1, body.num_choices)
     prompt = served.conversation(messages_of(body.messages), body.template_options())
     tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return asks_of(
-        served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True, told=told
+        served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True, scripted=scripted
     )
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What the text of an answer is to be, and what is made of it; each None for any text, as it is.
+    """Constraints on the text of an answer, and the shape of its message; each None for plain text.
 
-    `told`: the choices of a mock, where they are known.
+    `scripted`: the choices of a mock, if it knows them beforehand.
     """
 
     structured: StructuredOutputs | None = None
     shape: Shape | None = None
     keeps_special_tokens: bool = False
-    told: Sequence[Told] = ()
+    scripted: Sequence[ScriptedAnswer] = ()
 
     def of(self, asks: Sequence[Ask]) -> list[Ask]:
         """Return the requests for it."""
@@ -252,14 +262,16 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
         asked = asked or answers.find(question)
         if asked is None and schema is not None:
-            return _told([answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)])
+            return _scripted(
+                [answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)]
+            )
     elif schema is not None:
         raise ApiError(400, "of a mock, it is of prompts that are one text", param="response_format")
-    return Wanted() if asked is None else _told([asked] * body.num_choices)
+    return Wanted() if asked is None else _scripted([asked] * body.num_choices)
 
 
-def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Told | None:
-    """Return the answer that a request brings for itself; None if it brings none."""
+def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> ScriptedAnswer | None:
+    """Return the answer in the request's own `kvarts_answer` field or header, or None."""
     value, param = body.kvarts_answer, "kvarts_answer"
     header = exchange.request.header(ANSWER_HEADER)
     if value is None and header is not None:
@@ -275,8 +287,8 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Told | N
     return served.answers.asked(value, param)
 
 
-def _told(told: Sequence[Told]) -> Wanted:
-    return Wanted(None, Segments([each.segments() for each in told]), told=told)
+def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
+    return Wanted(None, Segments([each.segments() for each in scripted]), scripted=scripted)
 
 
 def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -318,12 +330,12 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     if answers is not None:
         question = _question(served, body, known)
         asked = asked or answers.find(question)
-        told = [
+        scripted = [
             one
             for copy in range(body.num_choices)
             if (one := asked or _drawn(answers, question, copy, schema, allowed, exchange.budget, is_free=is_free))
         ]
-        return _told(told) if told else Wanted()
+        return _scripted(scripted) if scripted else Wanted()
     if is_free:
         if structured is not None or not allowed:
             return Wanted(structured)
@@ -337,7 +349,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
 
 
 def _question(served: Served, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Question:
-    """Return what a mock is asked in a conversation."""
+    """Return the properties of a conversation that rules match. Replaces the content of messages by text."""
     body.messages = messages_of(body.messages)
     roles = Counter(message["role"] for message in body.messages)
     last = next((message["content"] for message in reversed(body.messages) if message["role"] == "user"), "")
@@ -360,13 +372,13 @@ def _drawn(
     budget: Budget,
     *,
     is_free: bool,
-) -> Told | None:
-    """Return an answer of the form that is asked for; None for words."""
+) -> ScriptedAnswer | None:
+    """Return a drawn tool call or JSON answer, or None for an answer in words."""
     names = [tool["name"] for tool in allowed]
     if not is_free:
         return answers.call(names, question, copy, budget)
-    told = answers.call_or_text(names, question, copy, budget) if names else None
-    return told if told is not None or schema is None else answers.json(schema, question, copy, budget)
+    scripted = answers.call_or_text(names, question, copy, budget) if names else None
+    return scripted if scripted is not None or schema is None else answers.json(schema, question, copy, budget)
 
 
 async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
@@ -388,6 +400,8 @@ class UnderWay:
         else:
             if len(asks) > 1:
                 raise ApiError(400, "in a session there is one prompt, and one choice", param="n")
+            if asks[0].hints is not None:
+                raise ApiError(400, "in a session its own retention and ttl decide: omit hints", param="session_id")
             self.answer, self.choices = served.start(
                 asks,
                 exchange.owner,
@@ -422,7 +436,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
     if session_id and served.why_no_sessions:
         raise ApiError(400, served.why_no_sessions, param="session_id")
     name = session_id
-    if not name and len(asks) == 1:
+    if not name and len(asks) == 1 and asks[0].hints is None:
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
@@ -436,8 +450,8 @@ class _Read(NamedTuple):
     body: GenerationBody
     asks: list[Ask]
     form: Form
-    told: Told | None
-    """The answer, where it is known."""
+    scripted: ScriptedAnswer | None
+    """The answer of a mock that knows it beforehand."""
 
 
 MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
@@ -456,7 +470,7 @@ class Generating:
             body = exchange.take_body(CompletionBody)
             served = self._models.of(body.model)
             wanted = wanted_completion(served, body, exchange)
-            asks, echoes = completion_asks(served, body, exchange, wanted.told)
+            asks, echoes = completion_asks(served, body, exchange, wanted.scripted)
             asks = wanted.of(asks)
             form = CompletionForm(
                 body.model or served.names[0],
@@ -469,7 +483,7 @@ class Generating:
                 names_ids=bool(body.return_tokens_as_token_ids),
             )
             body.prompt = None
-            return _Read(served, body, asks, form, next(iter(wanted.told), None))
+            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
         await self._answer(exchange, await exchange.apart(read))
 
@@ -489,31 +503,31 @@ class Generating:
     async def converse(
         self, exchange: Exchange, read: Callable[[], tuple[ChatBody, MakeForm]], *, num_bytes: int = 0
     ) -> Form:
-        """Answer a conversation, and return the form that it was answered in.
+        """Answer a conversation, and return the form of the answer.
 
-        `read` returns what is asked, and what makes the form of the answer. `num_bytes`: as of Exchange.apart.
+        `read` returns the request as a chat, and the constructor of its form. `num_bytes`: see Exchange.apart.
         """
 
         def read_all() -> _Read:
             body, make = read()
             served = self._models.of(body.model)
             wanted = wanted_chat(served, body, exchange)
-            asks = wanted.of(chat_asks(served, body, exchange, wanted.told))
+            asks = wanted.of(chat_asks(served, body, exchange, wanted.scripted))
             form = make(served, body, asks, wanted.shape)
             body.messages = body.tools = None
-            return _Read(served, body, asks, form, next(iter(wanted.told), None))
+            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
         return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
 
     async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form
-        if read.told is not None:
-            _fail_as(read.told, exchange, served)
+        if read.scripted is not None:
+            _fail_as(read.scripted, exchange, served)
         await checked(exchange, served, read.asks)
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.told)
+        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted)
         read.asks.clear()  # the engine has the tokens
         try:
             if body.stream:
@@ -544,10 +558,10 @@ def _chat_form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape
     )
 
 
-def _fail_as(told: Told, exchange: Exchange, served: Served) -> None:
-    """Let go wrong what an answer says. Raise what the request is refused with, if it is."""
-    if told.fail or told.latency_s:
-        exchange.failure = told.failure
+def _fail_as(scripted: ScriptedAnswer, exchange: Exchange, served: Served) -> None:
+    """Apply the failure and the latency of a scripted answer. Raise ApiError or Cut if the request fails at once."""
+    if scripted.fail or scripted.latency_s:
+        exchange.failure = scripted.failure
         if exchange.failure.kills_engine:
             served.kill()
         exchange.failure.before_request()
@@ -573,15 +587,15 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
 
 
 class _Usage:
-    """What an answer took. `copies`: choices of each prompt."""
+    """Token counts of an answer. `copies`: choices of each prompt. `scripted`: overrides some of them."""
 
     def __init__(
-        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, told: Told | None
+        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, scripted: ScriptedAnswer | None
     ) -> None:
         self._choices = choices
         self._prompt_lengths = prompt_lengths
         self._copies = copies
-        self._told = None if told is None or told.usage == ToldUsage() else told.usage
+        self._scripted = None if scripted is None or scripted.usage == ScriptedUsage() else scripted.usage
 
     @property
     def of_all(self) -> dict[str, Any]:
@@ -589,22 +603,22 @@ class _Usage:
         num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
         # The cached tokens of each prompt once, although each of its copies may have found more.
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
-        return self._as_told(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
+        return self._overridden(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
 
     def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
         """Return that of a choice under way."""
         return usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
 
-    def _as_told(self, usage: dict[str, Any]) -> dict[str, Any]:
-        told = self._told
-        if told is None:
+    def _overridden(self, usage: dict[str, Any]) -> dict[str, Any]:
+        scripted = self._scripted
+        if scripted is None:
             return usage
-        prompt = usage["prompt_tokens"] if told.prompt_tokens is None else told.prompt_tokens
-        completion = usage["completion_tokens"] if told.completion_tokens is None else told.completion_tokens
+        prompt = usage["prompt_tokens"] if scripted.prompt_tokens is None else scripted.prompt_tokens
+        completion = usage["completion_tokens"] if scripted.completion_tokens is None else scripted.completion_tokens
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        usage = usage_of(prompt, completion, cached if told.cached_tokens is None else told.cached_tokens)
-        if told.reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": told.reasoning_tokens}
+        usage = usage_of(prompt, completion, cached if scripted.cached_tokens is None else scripted.cached_tokens)
+        if scripted.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": scripted.reasoning_tokens}
         return usage
 
 

@@ -6,7 +6,7 @@ arrivals decides the same, at the same model time, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -21,6 +21,7 @@ from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
+from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
@@ -134,6 +135,7 @@ def mock_model(
     audit: bool = False,
     clock: Clock | None = None,
     groups: GroupMemory | None = None,
+    make_order: Callable[[], EvictionOrder] = LruOrder,
 ) -> ModelHost:
     """Return a model that takes as long as `cost` says, divided by `speedup`, and writes words.
 
@@ -152,6 +154,7 @@ def mock_model(
         readers=readers,
         audit=audit,
         offload=offload,
+        make_order=make_order,
         prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
         moves_pages=False,
     )

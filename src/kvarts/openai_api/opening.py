@@ -101,6 +101,7 @@ def open_mock(
         audit=config.audit,
         clock=clock,
         groups=None if config.kv_groups == "off" else config.memory,
+        make_order=config.eviction,
     )
     facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
     served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)

@@ -70,6 +70,7 @@ def _row(request: Request) -> RecordedRow:
         max_tokens=request.max_tokens,
         priority=request.priority,
         tenant=content.salt,
+        hints=msgspec.UNSET if content.hints is None else content.hints,
         request_id=request.request_id,
         ended=request.state.name.lower(),
     )

@@ -155,7 +155,7 @@ def size_of(value: Any) -> int:
 
 
 def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return what a body adds to its conversation. Calls that follow each other are of one message."""
+    """Return the new messages of a body. Consecutive calls share a message."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     if not body.input:
@@ -174,7 +174,7 @@ def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _message(item: Any, index: int) -> dict[str, Any] | None:
-    """Return the message that an item is; None for one that is of no account."""
+    """Convert an item to a message. Return None for an item to omit."""
     if not isinstance(item, dict):
         raise ApiError(400, "an item is an object", param=f"input[{index}]")
     kind = item.get("type", "message")
@@ -187,7 +187,7 @@ def _message(item: Any, index: int) -> dict[str, Any] | None:
         calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
     if kind == "reasoning":
-        return None  # as templates leave out that of turns before
+        return None  # as templates do
     raise ApiError(400, f"items of type {brief(kind)} are not read", param=f"input[{index}].type")
 
 
@@ -222,7 +222,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
-        """Return the same as a chat completion. Raise ApiError for what is asked for and not done."""
+        """Convert to a chat. Raise ApiError for unsupported values."""
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
             raise ApiError(400, "log-probabilities are of chat completions", param="top_logprobs")
         for name in ("background", "conversation"):
@@ -236,7 +236,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             if choice.get("type") != "function":
                 raise ApiError(400, "must be none, auto, required or a function", param="tool_choice")
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        # Tools of other kinds are run by a server: a model here knows nothing of them, and never calls them.
+        # Other tools are run by OpenAI's servers: here they are never called.
         functions = [tool for tool in self.tools or () if tool.get("type") == "function"]
         return ChatBody(
             model=self.model,
@@ -266,7 +266,7 @@ def _form(
 
 
 class ResponseForm:
-    """A Form: /v1/responses. `body`: the response as it is told, whole in the end; `message`: its message of a chat."""
+    """A Form: /v1/responses. `body`: the response, complete after the end. `message`: the answer as a chat message."""
 
     tells_ids = False
 
@@ -276,7 +276,7 @@ class ResponseForm:
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the last item, which is not complete."""
+        """Of the last item, until it is complete."""
         self.answer_id = f"resp_{uuid4().hex}"
         self.body: dict[str, Any] = {
             "id": self.answer_id,
@@ -302,7 +302,7 @@ class ResponseForm:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of a conversation."""
+        """The answer as a chat message."""
         parts = [part for item in self._items if item["type"] == "message" for part in item["content"]]
         calls = [
             {
@@ -317,7 +317,7 @@ class ResponseForm:
         return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
-        """Return the events of the beginning."""
+        """Return the first events."""
         return self._event("created", response=self.body) + self._event("in_progress", response=self.body)
 
     def piece(
@@ -335,7 +335,7 @@ class ResponseForm:
         return b"".join(self._take(self._reader.add(text)))
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
-        """Return the events of the end."""
+        """Return the last events."""
         events = self._finish(usage)
         return b"".join([*events, self._event(self.body["status"], response=self.body)])
 
@@ -359,7 +359,7 @@ class ResponseForm:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
 
     def _take(self, part: Part) -> list[bytes]:
-        """Add a part to the items of the output; return the events of that."""
+        """Add a part to the output items. Return its events."""
         events: list[bytes] = []
         texts = {"reasoning_text": part.reasoning, "output_text": part.content, "refusal": part.refusal}
         for kind, text in texts.items():
@@ -381,7 +381,7 @@ class ResponseForm:
 
     @staticmethod
     def _kind_of(item: Mapping[str, Any]) -> str:
-        """Return the type of the part of an item that is text; that of the item, if it has none."""
+        """Return the type of an item's content part, or of the item if it has no content."""
         return str(item["content"][0]["type"] if "content" in item else item["type"])
 
     @property
@@ -427,7 +427,7 @@ class ResponseForm:
         return events
 
     def _finish(self, usage: Mapping[str, Any]) -> list[bytes]:
-        """Complete the response; return the events of that."""
+        """Complete the response. Return the events."""
         rest, _ = self._reader.end()
         events = self._take(rest)
         is_whole = self._reason not in ("length", "content_filter", "abort")

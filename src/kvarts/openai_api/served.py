@@ -14,12 +14,13 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.outbox import Outbox
 from kvarts.openai_api.answer import Answer, Choice
-from kvarts.openai_api.answers import Answers, Told
+from kvarts.openai_api.answers import Answers, ScriptedAnswer
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError, too_long
@@ -130,7 +131,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to the engine. `own_end`: why it ends at `max_tokens`, of an answer that comes to its own end there.
+    """One request to the engine. `own_end`: the finish reason at `max_tokens`, if the answer ends there by itself.
 
     `salt` sets its KV apart from that of all others, `tenant` from that of other requests of its owner.
     """
@@ -138,6 +139,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    hints: Hints | None = None
     salt: str | None = None
     tenant: str | None = None
     request_id: str | None = None
@@ -148,8 +150,8 @@ class Served:
     """Owner of the requests under way over HTTP, of the names of the model, and of whether it sleeps or drains.
 
     `names`: of the model, the first one is its own. `recorder` notes what arrives. `shares`: of owners, of places and
-    of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only. `answers`: of a
-    mock, what it writes.
+    of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only. `answers`: None
+    for a real model.
     """
 
     def __init__(
@@ -212,9 +214,9 @@ class Served:
         self._live: set[Choice] = set()
         self._idle: asyncio.Event | None = None
 
-    def written(self, told: Told, budget: Budget) -> tuple[int, ...]:
-        """Return the tokens of an answer, at least one: as many as a context has, and one more, at most."""
-        text = "".join(segment.text for segment in told.segments())
+    def written(self, answer: ScriptedAnswer, budget: Budget) -> tuple[int, ...]:
+        """Return the tokens of a scripted answer: at least one, at most `max_model_len` + 1."""
+        text = "".join(segment.text for segment in answer.segments())
         tokens = tuple(self.text.encode(text, add_special_tokens=False, most=self.limits.max_model_len))
         budget.draw_values(len(tokens), "kvarts_answer")
         return tokens or (NOTHING,)
@@ -528,7 +530,7 @@ class _Begin:
             served.assign(index)
             request = Request(
                 index,
-                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt),
+                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt, hints=ask.hints),
                 num_prompt_tokens=len(ask.tokens),
                 max_tokens=max(1, ask.params.max_tokens),
                 arrival_ns=now_ns,

@@ -184,7 +184,7 @@ def format_of(template: str) -> CallFormat:
 class ToolCallsInText:
     """A Shape: calls as a model of a family writes them. What is no such call, or of no tool in `names`, is text.
 
-    Calls of Hermes are told as they come, those of other families at the end of the text.
+    Calls in the Hermes format are parsed incrementally, those of other formats at the end of the text.
     """
 
     def __init__(self, form: CallFormat = FORMATS["hermes"], names: Sequence[str] | None = None) -> None:
@@ -215,7 +215,7 @@ class NamedCall(msgspec.Struct, frozen=True):
 
 
 class _Arguments:
-    """Reads the arguments of one call."""
+    """A Reader: the text is the arguments of one call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -233,7 +233,7 @@ class _Arguments:
 
 
 class _ObjectEnd:
-    """Looks for the end of a JSON object in a text that comes in pieces."""
+    """Incremental search for the end of a JSON object."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -241,7 +241,7 @@ class _ObjectEnd:
         self.is_found = False
 
     def find(self, text: str) -> int:
-        """Return how many characters of `text` are of the object."""
+        """Return the number of characters of `text`, the next piece, that belong to the object."""
         place = 0
         while place < len(text) and not self.is_found:
             if self._is_escaped:
@@ -266,17 +266,17 @@ _IN_STRING = re.compile(r'["\\]')
 _OUT_OF_STRING = re.compile(r'["{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 MAX_HEAD_CHARS = 1024
-"""What is longer than this before the arguments of a call is read at the end, with all that comes after it."""
+"""A call with a longer text before its arguments is parsed at the end, with the rest of the text."""
 _LIST_OPENING, _LIST_CLOSING = re.compile(r"[\[\]},\s]*"), re.compile(r"[\]},\s]*")
 _TAG_OPENING = re.compile(r"[}\s]*(?:</tool_call>)?\s*<tool_call>\s*")
 _TAG_CLOSING = re.compile(r"[}\s]*(?:</tool_call>)?\s*")
 
 
 class _JsonCalls:
-    """Reads calls of which each is a JSON object, its arguments as they come.
+    """A Reader of calls that are JSON objects; arguments are parsed incrementally.
 
-    `opening` matches what stands before a call, `closing` what may stand after the last one. `read` returns the calls
-    of the part of a text in which they are written otherwise, and raises ValueError for others. `is_enforced`: the text
+    `opening` matches the text before a call, `closing` the text after the last one. `read` parses the rest of the text
+    if its calls have another form, and raises ValueError if there are none. `is_enforced`: the text
     is nothing but calls, so that what follows the last whole call is a call that was cut off.
     """
 
@@ -295,10 +295,10 @@ class _JsonCalls:
         self._names = names
         self._is_enforced = is_enforced
         self._texts: list[str] = []
-        """What was not understood yet."""
+        """Text that is not parsed yet."""
         self._num_held = 0
         self._arguments: _ObjectEnd | None = None
-        """Of the call that is being read."""
+        """Those of the current call."""
         self._num_calls = 0
 
     def add(self, text: str) -> Part:
@@ -368,12 +368,12 @@ def _listed(text: str) -> list[Call]:
 
 
 class _InText:
-    """Reads a text in which there may be calls."""
+    """A Reader of text that may contain calls."""
 
     def __init__(self, form: CallFormat, names: frozenset[str] | None) -> None:
         self._form = form
         self._held = ""
-        """The last characters, if they may be the beginning of calls."""
+        """The last characters, if they may begin a call."""
         self._has_text = False
         is_tagged = form.name == "hermes"
         opening, closing = (_TAG_OPENING, _TAG_CLOSING) if is_tagged else (_NEVER, _NEVER)
@@ -396,13 +396,13 @@ class _InText:
         return Part(text[:count])
 
     def _first_mark(self, text: str) -> int | None:
-        """Return where calls begin; None where none do."""
+        """Return the place of the first call, or None."""
         if not self._has_text and text.lstrip().startswith(self._form.starts or _NOWHERE):
             return 0
         return min((place for mark in self._form.marks if (place := text.find(mark)) >= 0), default=None)
 
     def _num_doubtful(self, text: str) -> int:
-        """Return how many characters at the end of a text without a mark may be the beginning of one."""
+        """Return the number of characters at the end of a text without a mark that may begin one."""
         stripped = text.lstrip()
         if not self._has_text and any(start.startswith(stripped) for start in self._form.starts):
             return len(text)
@@ -445,7 +445,7 @@ def calls_schema(functions: Sequence[Mapping[str, Any]], *, in_parallel: bool) -
 
 
 def call_text(name: str, *, is_first: bool) -> tuple[str, str]:
-    """Return what Hermes and Qwen write before the arguments of a call, and after. `is_first`: in its message."""
+    """Return the text before and after the arguments of a call in the Hermes format. `is_first`: of the message."""
     return ("" if is_first else "\n") + f'<tool_call>\n{{"name": {_json(name)}, "arguments": ', "}\n</tool_call>"
 
 

@@ -51,7 +51,7 @@ BARE = NUM_WORDS
 SPECIALS = 2 * NUM_WORDS
 SPECIAL_TEXTS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 NOTHING = SPECIALS + 15
-"""A token of no text, as the end of an answer is one."""
+"""A token without text, for an answer without text."""
 
 BYTES = SPECIALS + 16
 """One byte, then two, then three: ids are those of their big-endian values in turn. A character of four bytes is one
@@ -128,7 +128,7 @@ class WordTokenizer:
 
 
 def _tokens_of_characters(text: str) -> Iterator[int]:
-    """Iterate over the tokens of a text, each of whole characters: so the text of a token is its own."""
+    """Iterate over the tokens of a text. A token is whole characters, so it can be decoded alone."""
     piece = b""
     for character in text:
         own = character.encode("utf-8", "surrogatepass")

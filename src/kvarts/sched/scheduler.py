@@ -129,6 +129,7 @@ class Scheduler:
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
+        self._keeps_time = cache.keeps_time
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
         self.has_sides = cache.settles or loads is not None
@@ -283,6 +284,8 @@ class Scheduler:
         if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
         self.mark.used = -1  # the next look sets the mark
+        if self._keeps_time:
+            self.cache.set_time(now_ns)
         self.num_pages_wanted = self._least_wanted = 0
         if loads is not None:
             loads.take_ended()
@@ -415,6 +418,8 @@ class Scheduler:
         `stopped`: requests that end with the token of this step, whether it is their last or not.
         """
         self.preemptor.last_end_ns = end_ns
+        if self._keeps_time:
+            self.cache.set_time(end_ns)
         finished = self.wheel.turn(num_steps)
         if self.loads is not None:
             self.loads.confirm()
