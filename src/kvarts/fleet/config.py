@@ -248,6 +248,8 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for name, role, table in _tables(given, of_all)
     ]
     transfer = given.build(TransferSettings, "transfer")
+    if given.in_table("transfer") and all(pool.role == "mixed" for pool in pools):
+        raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy
     scaler = None if policy is None else parse_scaler(policy)
@@ -377,16 +379,21 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             behind = [pool.each for pool in self.pools if (pool.role == "decode") is is_second]
             if len({(repr(each.router), repr(each.routing)) for each in behind}) > 1:
                 raise SettingError("pools behind one router name different routers", "pool")
-        if len({_token_bytes(pool.each) for pool in self.pools if pool.role != "mixed"}) > 1:
-            raise SettingError("KV of prefill and decode workers differs in size", "pool")
-        if self.scaler is None:
-            for fault in self.faults:
-                if fault.worker >= self.replicas:
-                    raise SettingError(
-                        f"names worker {fault.worker}, which is not there",
-                        "faults.script",
-                        hint=f"There are workers 0 to {self.replicas - 1}.",
-                    )
+        if len({pool.each.to_builtins().get("model") for pool in self.pools if pool.role != "mixed"}) > 1:
+            raise SettingError("prefill and decode workers have different models", "pool", hint="KV is of one model.")
+        for fault in self.faults:
+            if self.scaler is None and fault.worker >= self.replicas:
+                raise SettingError(
+                    f"names worker {fault.worker}, which is not there",
+                    "faults.script",
+                    hint=f"There are workers 0 to {self.replicas - 1}.",
+                )
+            if fault.kind != "down" and "prefill" not in roles:
+                raise SettingError(
+                    f"has {fault.kind}:{fault.worker}, and mixed workers send nothing",
+                    "faults.script",
+                    hint="Only down:N=... has an effect here.",
+                )
         if len({pool.each.page_size for pool in self.pools}) > 1:
             raise SettingError("pools have pages of different sizes", "pool", hint="KV goes from page to page.")
         if len({pool.each.profile for pool in self.pools}) > 1:
