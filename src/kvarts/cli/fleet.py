@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
-from kvarts.cli.outputs import write_about
 from kvarts.cli.parts import Part, Run
 from kvarts.cli.printing import print_bytes
 from kvarts.errors import ConfigError
@@ -101,6 +100,8 @@ class FleetOutputs:
             groups = [per_replica(path, num_workers) for path in self._timelines]
             record.write_timelines(report, groups, every=self._every)
         if self._run_dir is not None:
+            from kvarts.cli.outputs import write_about
+
             write_about(self._run_dir, report)
         for path in self._reports:
             write_whole(path, report.to_json())

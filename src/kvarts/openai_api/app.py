@@ -14,13 +14,11 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.openai_api.access import Access, Guard, Route
 from kvarts.openai_api.bodies import model_in
-from kvarts.openai_api.embeddings import Embeddings
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
 from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
 from kvarts.openai_api.intake import Body, Intake
-from kvarts.openai_api.messages import MESSAGES, Messages, error_body
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
@@ -36,6 +34,7 @@ BODIES_AT_ONCE = 4
 """Number of maximum-size bodies whose bytes may be read at once, in total."""
 FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
 LOG = logging.getLogger("kvarts.openai_api")
+MESSAGES = "/v1/messages"
 MAX_ID_CHARS = 256
 PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
@@ -87,8 +86,23 @@ class OpenAIApp:
         self._intake = Intake(most * BODIES_AT_ONCE, shares)
         self._workbench = Workbench()
         generating = Generating(models)
-        embeddings = Embeddings(models)
-        messages = Messages(models, generating)
+
+        # Their forms are imported by the first request, not at the start.
+        async def embed(exchange: Exchange) -> None:
+            from kvarts.openai_api.embeddings import Embeddings
+
+            await Embeddings(models).create(exchange)
+
+        async def create_message(exchange: Exchange) -> None:
+            from kvarts.openai_api.messages import Messages
+
+            await Messages(models, generating).create(exchange)
+
+        async def count_tokens(exchange: Exchange) -> None:
+            from kvarts.openai_api.messages import Messages
+
+            await Messages(models, generating).count(exchange)
+
         responses = Responses(generating, shares)
         post, get, key, admin = "POST", "GET", Access.KEY, Access.ADMIN
         self.routes: tuple[Route, ...] = (
@@ -98,10 +112,10 @@ class OpenAIApp:
                   generates=True),
             Route(method=post, path="/v1/responses", handler=responses.create, access=key, max_body_bytes=None,
                   generates=True),
-            Route(method=post, path=MESSAGES, handler=messages.create, access=key, max_body_bytes=None, generates=True),
-            Route(method=post, path=f"{MESSAGES}/count_tokens", handler=messages.count, access=key,
+            Route(method=post, path=MESSAGES, handler=create_message, access=key, max_body_bytes=None, generates=True),
+            Route(method=post, path=f"{MESSAGES}/count_tokens", handler=count_tokens, access=key,
                   max_body_bytes=TOKENIZED_BYTES),
-            Route(method=post, path="/v1/embeddings", handler=embeddings.create, access=key, max_body_bytes=None,
+            Route(method=post, path="/v1/embeddings", handler=embed, access=key, max_body_bytes=None,
                   generates=True),
             Route(method=get, path="/v1/responses/", handler=responses.find, access=key),
             Route(method="DELETE", path="/v1/responses/", handler=responses.delete, access=key),
@@ -152,7 +166,11 @@ class OpenAIApp:
             else:
                 # Do not bind the error: its traceback holds this frame, and its data would wait for the collector.
                 told = self._told(error)
-                body = error_body(told) if request.path.startswith(MESSAGES) else told.body
+                body = told.body
+                if request.path.startswith(MESSAGES):
+                    from kvarts.openai_api.messages import error_body
+
+                    body = error_body(told)
                 await response.error(told, body, without_body=request.method == "HEAD")
 
     def _told(self, error: Exception) -> ApiError:

@@ -76,7 +76,7 @@ class Directive(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Retain(msgspec.Struct):
-    """The payload of `kv.retain`. `scope`: whose claim it is; claims here are of runs of pages, whoever made them."""
+    """The payload of `kv.retain`. `scope`: the level of the claim; claims here are of runs of pages."""
 
     directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=1)]
     scope: str | None = None

@@ -20,9 +20,8 @@ from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
 from kvarts.sampling import Logprobs
 
-__all__ = ["MESSAGES", "MessageForm", "Messages", "MessagesBody", "error_body"]
+__all__ = ["MessageForm", "Messages", "MessagesBody", "error_body"]
 
-MESSAGES = "/v1/messages"
 PARAMS = {"response_format": "output_config", "stop": "stop_sequences"}
 """Field names, by those of chats."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
