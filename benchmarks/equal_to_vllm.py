@@ -12,11 +12,9 @@ became findable and of those that were evicted. A workload that differs is shrun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,23 +26,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 import msgspec
-import torch
 import vllm
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.structured_output import StructuredOutputManager
@@ -63,25 +52,12 @@ from kvarts.request import Request, RequestState
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
+from vllm_setup import cache_config, model_config
 
 STEP_NS = 1_000_000
 NEVER = 1 << 62
 MAX_MODEL_LEN = 262_144
 FULL: tuple[str, int | None] = ("full", None)
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 1000,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": True,
-}
 
 
 class Ask(msgspec.Struct):
@@ -332,10 +308,7 @@ def requests_of(workload: Workload) -> list[Request]:
 
 
 def make_config() -> Any:
-    """Return a configuration of vLLM, of which each workload changes what it has of its own."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    model = ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN)
+    """Return a configuration of vLLM; each workload sets its own pages, budgets and policy in it."""
     scheduler = SchedulerConfig(
         max_num_seqs=1,
         max_num_batched_tokens=8192,
@@ -345,23 +318,11 @@ def make_config() -> Any:
         async_scheduling=False,
     )
     return VllmConfig(
-        model_config=model,
+        model_config=model_config(MAX_MODEL_LEN),
         cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
         scheduler_config=scheduler,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
-
-
-def spec_of(kind: str, span: int | None, page_size: int) -> Any:
-    """Return vLLM's name for a kind of KV group."""
-    common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
-    if kind == "window":
-        return SlidingWindowSpec(sliding_window=span, **common)
-    if kind == "chunk":
-        return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
-    if kind == "states":
-        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="all")
-    return FullAttentionSpec(**common)
 
 
 def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
@@ -374,11 +335,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.max_num_batched_tokens = workload.max_num_batched_tokens
     config.scheduler_config.policy = workload.policy
     config.kv_events_config.enable_kv_cache_events = workload.with_events
-    groups = [
-        KVCacheGroupSpec([f"layer.{place}"], spec_of(kind, span, page_size))
-        for place, (kind, span) in enumerate(workload.groups)
-    ]
-    kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    kv = cache_config(workload.groups, num_blocks, page_size)
     scheduler = Scheduler(config, kv, StructuredOutputManager(config), block_size=page_size)
     hasher = get_request_block_hasher(page_size, sha256)
     requests: dict[str, Any] = {}
@@ -422,7 +379,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
 
 
 def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
-    """Return what a model runner answers: the next token of each request all known tokens of which are computed."""
+    """Return what a model runner answers: the next token of each request whose known tokens are all computed."""
     names = list(plan.num_scheduled_tokens)
     tokens = []
     for name in names:
@@ -435,9 +392,9 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
 
 
 def note_blocks(done: Step, events: Sequence[Any], copies: Counter[tuple[int, str]]) -> None:
-    """Note which hashes became findable and which were evicted. vLLM names copies of a block again; `copies`: how many.
+    """Note which hashes became findable and which were evicted.
 
-    What one of several copies tells is left out.
+    vLLM has an event for each copy of a block. `copies`: how many there are; only the first and the last one count.
     """
     for event in events:
         group = event.group_idx or 0
@@ -533,7 +490,7 @@ def shrunk(workload: Workload, config: Any) -> tuple[Workload, Difference]:
     return workload, found
 
 
-def told(workload: Workload, difference: Difference) -> str:
+def describe(workload: Workload, difference: Difference) -> str:
     """Return a workload and where it differs, in words and numbers."""
     lines = []
     lines.append(
@@ -559,7 +516,7 @@ def main() -> None:
     parser.add_argument("--row", choices=ROWS, action="append", help="kinds of workloads; all without")
     parser.add_argument("--workloads", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most-told", type=int, default=3, help="differences that are shrunk and printed")
+    parser.add_argument("--most-shown", type=int, default=3, help="differences that are shrunk and printed")
     parser.add_argument("--trace", type=Path, help="a trace in Mooncake's form, instead of rows")
     parser.add_argument("--pages", type=int, default=28_392, help="of 16 tokens, for the trace")
     args = parser.parse_args()
@@ -582,7 +539,7 @@ def main() -> None:
         said = ", ".join(f"{number:,} {name}" for name, number in counts.items())
         print(f"{args.trace.name}: {'differs' if difference else 'equal in every step'}; {said}", flush=True)
         if difference is not None:
-            print(told(msgspec.structs.replace(workload, asks=[]), difference))
+            print(describe(msgspec.structs.replace(workload, asks=[]), difference))
         sys.exit(1 if difference else 0)
     num_differing = 0
     for row in args.row or ROWS:
@@ -596,8 +553,8 @@ def main() -> None:
                 num_uncomputed += 1
             elif difference is not None:
                 differing += 1
-                if differing <= args.most_told:
-                    print(f"{row}, seed {seed}:\n{told(*shrunk(workload, config))}", flush=True)
+                if differing <= args.most_shown:
+                    print(f"{row}, seed {seed}:\n{describe(*shrunk(workload, config))}", flush=True)
             if (seed + 1 - args.seed) % 500 == 0:
                 print(f"{row}: {seed + 1 - args.seed}, {differing} differ", file=sys.stderr, flush=True)
         num_differing += differing

@@ -13,34 +13,16 @@ import sys
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import torch
 import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.request import Request
 
+from vllm_setup import cache_config
+
 MAX_MODEL_LEN = 4096
-
-
-def spec_of(kind: str, span: int | None, page_size: int):
-    common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
-    if kind == "window":
-        return SlidingWindowSpec(sliding_window=span, **common)
-    if kind == "states":
-        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="all")
-    if kind == "chunk":
-        return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
-    return FullAttentionSpec(**common)
 
 
 class Driven:
@@ -48,12 +30,8 @@ class Driven:
 
     def __init__(self, workload: dict) -> None:
         page_size = workload["page_size"]
-        groups = [
-            KVCacheGroupSpec([f"layer.{index}"], spec_of(kind, span, page_size))
-            for index, (kind, span) in enumerate(workload["groups"])
-        ]
         # One block more: vLLM keeps its block 0 to stand for blocks that are not there.
-        config = KVCacheConfig(num_blocks=workload["num_parts"] + 1, kv_cache_tensors=[], kv_cache_groups=groups)
+        config = cache_config(workload["groups"], workload["num_parts"] + 1, page_size)
         self.manager = KVCacheManager(
             config,
             max_model_len=MAX_MODEL_LEN,
@@ -62,7 +40,7 @@ class Driven:
             enable_caching=True,
         )
         self.hasher = get_request_block_hasher(page_size, sha256)
-        self.num_groups = len(groups)
+        self.num_groups = len(workload["groups"])
         self.requests: dict[int, Request] = {}
 
     def do(self, operation: list) -> list:

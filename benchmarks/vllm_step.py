@@ -11,44 +11,24 @@ import gc
 import json
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import torch
 import vllm
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 1000,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": True,
-}
+from vllm_setup import cache_config, model_config
 
 
 def make_scheduler(num_pages: int, page_size: int, max_seqs: int) -> Scheduler:
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    model = ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=16384)
     cache = CacheConfig(block_size=page_size, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_pages
     scheduler = SchedulerConfig(
@@ -58,9 +38,8 @@ def make_scheduler(num_pages: int, page_size: int, max_seqs: int) -> Scheduler:
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
     )
-    config = VllmConfig(model_config=model, cache_config=cache, scheduler_config=scheduler)
-    spec = FullAttentionSpec(block_size=page_size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
-    kv = KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)])
+    config = VllmConfig(model_config=model_config(16384), cache_config=cache, scheduler_config=scheduler)
+    kv = cache_config([("full", None)], num_pages, page_size)
     return Scheduler(config, kv, StructuredOutputManager(config), block_size=page_size)
 
 

@@ -1,0 +1,62 @@
+"""What benchmarks give to vLLM where no model runs: a small model's configuration, and KV groups."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from vllm.config import ModelConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1000,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+}
+
+
+def model_config(max_model_len: int) -> ModelConfig:
+    """Return the configuration of a small model without weights or tokenizer."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps({**MODEL, "max_position_embeddings": max_model_len}))
+    return ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, max_model_len=max_model_len)
+
+
+def cache_config(groups: list[tuple[str, int | None]], num_blocks: int, page_size: int) -> KVCacheConfig:
+    """Return the configuration of KV groups, each a kind and a span, in one memory of `num_blocks` blocks."""
+    specs = [
+        KVCacheGroupSpec([f"layer.{place}"], _spec(kind, span, page_size)) for place, (kind, span) in enumerate(groups)
+    ]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=specs)
+
+
+def _spec(kind: str, span: int | None, page_size: int) -> object:
+    common = {"block_size": page_size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+    if kind == "window":
+        return SlidingWindowSpec(sliding_window=span, **common)
+    if kind == "chunk":
+        return ChunkedLocalAttentionSpec(attention_chunk_size=span, **common)
+    if kind == "states":
+        return MambaSpec(block_size=page_size, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="all")
+    return FullAttentionSpec(**common)
