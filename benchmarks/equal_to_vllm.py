@@ -195,8 +195,9 @@ def draw_workload(row: str, seed: int) -> Workload:
         for ask in asks:
             ask.priority = draw.randrange(3)
     if row == "groups":
-        kinds = [draw.choice(["window", "chunk"]) for _ in range(draw.randint(2, 4))]
-        workload.groups = [FULL, *((kind, draw.randint(2, 8 * page_size)) for kind in kinds)]
+        windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
+        chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
+        workload.groups = [FULL, *windows, *chunks]
     elif row in ("window", "chunk"):
         span = page_size * draw.randint(1, 6)
         if row == "window":
@@ -210,7 +211,7 @@ ROWS = {
     "priority": "three priorities",
     "window": "a window beside a full group, everything kept",
     "chunk": "chunks beside a full group, everything kept",
-    "groups": "two to four windows and chunks of any span beside a full group, everything kept, three priorities",
+    "groups": "several windows and chunks beside a full group, everything kept, three priorities",
 }
 
 

@@ -39,11 +39,12 @@ MOST_P99_S = 0.5
 KEYS = "victim owner=victim\nfuzz-a owner=a\nfuzz-b owner=b priority share=2\n"
 STATUSES = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 503}
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/completions/render",
-    "/v1/chat/completions/render", "/v1/responses/resp_x", "/v1/models", "/metrics", "/admin/config", "/sleep",
-    "/v1/load_lora_adapter", "/abort_requests", "/reset_prefix_cache", "/nothing",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize",
+    "/detokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens",
+    "/v1/responses/resp_x", "/v1/models", "/metrics", "/admin/config", "/sleep", "/v1/load_lora_adapter",
+    "/abort_requests", "/reset_prefix_cache", "/nothing",
 )  # fmt: skip
-WEIGHTS = (12, 12, 6, 3, 3, 2, 2, *([1] * 9))
+WEIGHTS = (12, 12, 6, 8, 6, 3, 3, 2, 2, 2, *([1] * 9))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIELDS = (
     "model", "prompt", "messages", "input", "instructions", "previous_response_id", "stream", "stream_options",
@@ -52,7 +53,8 @@ FIELDS = (
     "frequency_penalty", "seed", "priority", "cache_salt", "user", "return_token_ids", "kv_transfer_params",
     "session_id", "logprobs", "top_logprobs", "echo", "tools", "tool_choice", "response_format", "chat_template",
     "continue_final_message", "metadata", "text", "include", "tokens", "add_special_tokens", "return_token_strs",
-    "prompt_logprobs", "store",
+    "prompt_logprobs", "store", "kvarts_answer", "dimensions", "encoding_format", "system", "output_config",
+    "stop_sequences", "parallel_tool_calls",
 )  # fmt: skip
 KEYWORDS = (
     "type", "properties", "required", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "enum",
@@ -143,13 +145,27 @@ class Maker:
             body["tokens"] = [1, 2, 3]
         for field in rng.sample(FIELDS, rng.randrange(5)):
             body[field] = self.value()
-        kind = rng.randrange(8)
+        if rng.random() < 0.15:
+            calls = [{"name": self.text(9), "arguments": self.value(3)} for _ in range(self.size(500))]
+            told: dict[str, Any] = {
+                "text": self.text(),
+                "calls": calls,
+                "reasoning": self.text(),
+                "refusal": self.text(2),
+            }
+            body["kvarts_answer"] = {name: told[name] for name in rng.sample([*told], rng.randrange(5))}
+        kind = rng.randrange(9)
         if kind == 0:
-            told = {"name": "x", "schema": self.schema()}
-            body["response_format"] = {"type": "json_schema", "json_schema": told}
+            schema = self.schema()
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            body["text"] = body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         elif kind == 1:
-            body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": self.schema()}}]
-            body["tool_choice"] = "required"
+            schema = self.schema()
+            function = {"name": "f", "parameters": schema, "input_schema": schema}
+            body["tools"] = [{"type": "function" if "chat" in path else "custom", "function": function, **function}]
+            if "responses" in path:
+                body["tools"][0]["type"] = "function"
+            body["tool_choice"] = {"type": "any"} if "messages" in path else "required"
         elif kind == 2:
             body["prompt"] = rng.choice(
                 [["a"] * self.size(20_000), [1] * self.size(500_000), [[1, 2]] * self.size(9999)]
@@ -157,6 +173,14 @@ class Maker:
             body["n"] = rng.choice([1, 2, 128])
         elif kind == 3:
             body["messages"] = [{"role": "user", "content": self.text(40)}] * self.size(100_000)
+        elif kind == 5:
+            kinds = ["text", "tool_use", "tool_result", "thinking", "image", "function_call", "function_call_output"]
+            parts = [
+                {"type": rng.choice(kinds), "text": "x", "id": "y", "call_id": "y", "name": "f", "input": self.value(3)}
+                for _ in range(self.size(3000))
+            ]
+            body["messages"] = [{"role": rng.choice(["user", "assistant"]), "content": parts}]
+            body["input"] = parts
         elif kind == 4:
             body |= {"stream": True, "max_tokens": self.size(3000), "ignore_eos": True, "n": rng.choice([1, 1, 8])}
         return body
@@ -213,8 +237,12 @@ class Account:
             head, _, body = answer.partition(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head.lower())
             try:
-                error = json.loads(body[: int(length[1])] if length else body)["error"]
-                assert set(error) == {"message", "type", "param", "code"} and error["code"] == int(found[1])
+                envelope = json.loads(body[: int(length[1])] if length else body)
+                error = envelope["error"]
+                if envelope.get("type") == "error":  # of /v1/messages
+                    assert set(error) == {"message", "type"}
+                else:
+                    assert set(error) == {"message", "type", "param", "code"} and error["code"] == int(found[1])
                 assert "Traceback" not in error["message"] and len(error["message"]) < 10_000
             except (ValueError, KeyError, TypeError, AssertionError):
                 wrong = f"no envelope: {answer[:300]!r}"

@@ -69,6 +69,14 @@ def test_replicas_fail_as_workers_of_a_fleet_do(asked: Callable[..., Any]) -> No
     assert [pool["role"] for pool in report["fleet"]["pools"]] == ["mixed"]
 
 
+def test_a_scaler_brings_a_worker_for_the_last_one_that_fails(asked: Callable[..., Any]) -> None:
+    options = ("replay", "sample:mooncake", *SMALL, "--replicas", 1, "--faults", "down:0=100s")
+    alone = asked(*options)
+    assert alone["num_failed"] == alone["num_requests"] - alone["num_completed"] > 0
+    report = asked(*options, "--scaler", "queue,target=4,every=30s", "--startup-time", 10)
+    assert report["num_completed"] == 1000
+
+
 def test_a_fault_of_a_worker_that_is_not_there_is_refused(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

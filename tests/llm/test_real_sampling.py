@@ -51,6 +51,8 @@ def test_log_probabilities_and_stops(tiny: Callable[[str], Path]) -> None:
     assert told.logprobs is not None and len(told.logprobs) == 6
     assert all(logprob <= 0.0 for logprob in told.logprobs)
     assert told.finish_reason == "length"
+    with pytest.raises(ConfigError, match="forced_tokens"):
+        engine.generate(["hello"], SamplingParams(forced_tokens=(1,)))
     third = told.tokens[2]
     stopped = engine.generate(["hello"], SamplingParams(max_tokens=6, stop_token_ids=(third,), ignore_eos=True))[0]
     assert (stopped.tokens, stopped.finish_reason) == (told.tokens[: told.tokens.index(third) + 1], "stop")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
-from kvarts.openai_api.answers import Question, Rule, Told, load_rules, rules_of
+from kvarts.openai_api.answers import Question, Rule, ScriptedAnswer, load_rules, rules_of
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.running import RunningServer
 from kvarts.openai_api.shapes import Segments, read_whole
@@ -153,7 +153,7 @@ def test_a_failure_for_one_request_where_they_are_allowed(server: RunningServer)
 
 texts = st.text(max_size=12)
 answers = st.builds(
-    Told,
+    ScriptedAnswer,
     text=texts | st.dictionaries(texts, st.integers()),
     calls=st.lists(
         st.fixed_dictionaries({"name": texts, "arguments": texts | st.dictionaries(texts, texts)}), max_size=3

@@ -68,10 +68,9 @@ def _options() -> list[click.Parameter]:
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
                       help="Steps take an Xth of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
-                      help="Answers end by themselves after about so many, at max_tokens the latest. "
-                      "[at max_tokens, and without after about 128]"),
+                      help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=click.Path(path_type=Path),
-                      help="Rules of what it says to whom, a .toml or .json."),
+                      help="Its answers, as rules in a .toml or .json."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "write_about"]
 
 
 class Outputs:
@@ -83,10 +83,15 @@ class Outputs:
         for results in self._more:
             results.write(report)
         if self._run_dir is not None:
-            write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
-            write_whole(self._run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
+            write_about(self._run_dir, report)
         for path in self._reports:
             write_whole(path, report.to_json())
+
+
+def write_about(run_dir: Path, report: Report) -> None:
+    """Write the files of a run directory that no option names: distributions, and the command."""
+    write_whole(run_dir / DISTRIBUTIONS, report.distributions_json())
+    write_whole(run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
 
 
 def _without_page(words: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ class _Mocked(msgspec.Struct):
 
 
 class _Forced(msgspec.Struct):
-    """The tokens that a request begins with, and how many of them were made."""
+    """The forced tokens of a request, and the number of those generated."""
 
     tokens: Sequence[int]
     num_made: int = 0
@@ -195,7 +195,7 @@ class MockExecutor:
         return np.array([self._seeds.get(request, self._seed) for request in requests], np.uint64)
 
     def _force(self, requests: Sequence[int], chosen: Tokens) -> None:
-        """Put the next forced token of each request that has one in the place of the token chosen for it."""
+        """Replace the chosen token of each request that has forced tokens left by the next of these."""
         for place, request in enumerate(requests):
             forced = self._forced.get(request)
             if forced is not None:

@@ -19,6 +19,9 @@ class Held(Protocol):
     def num_idle(self, group: int) -> int:
         """Return how many snapshots of a group of states are not held."""
 
+    def num_with_held_copy(self, group: int) -> int:
+        """Return how many parts of a group nothing holds, but a copy of them."""
+
 
 class GroupNeeds:
     """Memory needs, in blocks of `memory`. `most_new`: the most tokens of a request that a step may compute.
@@ -107,10 +110,14 @@ class GroupNeeds:
     def least_to_admit(self, start: int, num_known: int, end: int, found: Held) -> int:
         """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.
 
-        With a shorter match, a request may have no idle parts of windows to hold.
+        A request that finds less may have no idle parts of windows to hold; and it may find a copy that others hold.
         """
         in_all, in_step = self._beside_found(start, num_known, end)
-        return max(in_all + self._idle(start, found, of_whole=True), in_step)
+        idle = self._idle(start, found, of_whole=True)
+        for index, (group, part_blocks) in enumerate(self._groups if idle else ()):
+            if not (group.is_state or group.is_bounded):
+                idle -= part_blocks * found.num_with_held_copy(index)
+        return max(in_all + idle, in_step)
 
     def _beside_found(self, start: int, num_known: int, end: int) -> tuple[int, int]:
         """Return the blocks needed in addition to a match: the most at one time, and those of the first step."""

@@ -80,6 +80,10 @@ class HeldByOthers:
         """Return how many snapshots of a group they do not hold."""
         return self._cache.num_idle(self._found, group)
 
+    def num_with_held_copy(self, group: int) -> int:
+        """Return how many parts of a group they do not hold, but a copy of them."""
+        return self._cache.num_with_held_copy(self._found, group)
+
 
 class GroupPages(PartPages):
     """PartPages of `num_blocks` blocks, held in runs by a RunCache.

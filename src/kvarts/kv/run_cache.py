@@ -78,6 +78,7 @@ class RunCache(RunAccount):
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
+        self.num_with_held_copy = tree.num_with_held_copy
         self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------

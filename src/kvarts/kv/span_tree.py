@@ -223,6 +223,16 @@ class SpanTree:
                 count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
         return count
 
+    def num_with_held_copy(self, match: RunMatch, index: int) -> int:
+        """Return how many of the parts that a sequence begins with after `match` nothing holds, but a copy of them."""
+        count = 0
+        for run, start, end in self.pieces(match)[index]:
+            if not run.holders and run.span is not None:
+                for copy in run.span.parts[index]:
+                    if copy.holders:
+                        count += max(0, min(end, copy.end) - max(start, copy.start))
+        return count
+
     def num_idle(self, match: RunMatch, index: int) -> int:
         """Return how many snapshots with which a sequence begins after `match` are not held, or must be loaded."""
         return sum(not run.holders or run.list_index != index for run, _, _ in self.pieces(match)[index])

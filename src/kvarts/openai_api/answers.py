@@ -1,7 +1,7 @@
-"""What a mock answers where it is not to write any words: as rules or a request say, or as tools and schemas ask for.
+"""Answers of a mock that are known beforehand: by rules, by a field of the request, or by its tools and schemas.
 
-An answer is known before it is written. The engine writes it token by token, as it would words; so it takes as long as
-its tokens take, is cut where `max_tokens` cuts it, and is found in the cache by the next turn.
+The engine generates the tokens of such an answer one by one, like words: the answer takes the time of its tokens, is
+cut by `max_tokens`, and its KV is a cache hit of the next turn.
 """
 
 from __future__ import annotations
@@ -24,18 +24,28 @@ from kvarts.openai_api.shapes import ANY_OBJECT, Segment
 from kvarts.openai_api.tool_calls import call_text
 from kvarts.openai_api.words import WORDS
 
-__all__ = ["Answers", "Question", "Rule", "Told", "ToldCall", "ToldUsage", "load_rules", "rules_of", "told_by"]
+__all__ = [
+    "Answers",
+    "Question",
+    "Rule",
+    "ScriptedAnswer",
+    "ScriptedCall",
+    "ScriptedUsage",
+    "converted",
+    "load_rules",
+    "rules_of",
+]
 
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 1000
 SEEN_CHARS = 10_000
-"""Rules look at so many characters of a message, from its first."""
+"""Length of the beginning of a message that patterns are compared with."""
 HINT = "docs/reference.md lists the fields of a rule."
 encode = msgspec.json.encode
 
 
-class ToldCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of a tool. `arguments`: an object, or its JSON as text, which may be broken on purpose."""
+class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call. `arguments`: an object, or text, which need not be valid JSON."""
 
     name: str
     arguments: dict[str, Any] | str = msgspec.field(default_factory=dict)
@@ -46,8 +56,8 @@ class ToldCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.arguments if isinstance(self.arguments, str) else encode(self.arguments).decode()
 
 
-class ToldUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Numbers of a usage, each instead of the counted one."""
+class ScriptedUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Token counts that replace the real ones in `usage`."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -55,18 +65,18 @@ class ToldUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     reasoning_tokens: int | None = None
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An answer. `text`: a text, or a value that is written as JSON. `finish_reason`: of an answer that is not cut.
+class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An answer. `text`: a text, or a value to encode as JSON. `finish_reason`: used unless `max_tokens` cuts it.
 
-    `latency_s`: waited before the first byte. `fail`: what goes wrong, as of one request in a script of failures.
+    `latency_s`: delay before the first byte. `fail`: a failure, in the syntax of failure scripts.
     Raises ConfigError for a value out of range.
     """
 
     text: str | dict[str, Any] | list[Any] = ""
-    calls: tuple[ToldCall, ...] = ()
+    calls: tuple[ScriptedCall, ...] = ()
     reasoning: str = ""
     refusal: str = ""
-    usage: ToldUsage = ToldUsage()
+    usage: ScriptedUsage = ScriptedUsage()
     finish_reason: str = ""
     latency_s: float = 0.0
     fail: str = ""
@@ -81,12 +91,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def failure(self) -> Failure:
-        """What goes wrong, or is waited for."""
+        """The failure to apply, with `latency_s` as a stall."""
         failure = parse_failure(self.fail) if self.fail else NO_FAILURE
         return msgspec.structs.replace(failure, stall_s=self.latency_s) if self.latency_s else failure
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return what is written, as the Qwen family writes it."""
+        """Return the text to generate, in the format of Qwen models, as segments."""
         parts: list[Segment] = []
         if self.reasoning:
             parts += [Segment("unseen", "<think>\n"), Segment("reasoning", self.reasoning)]
@@ -104,10 +114,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(parts)
 
 
-class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An answer, and what it is to. `model` and `message`: the name of the model and the last message of the user, with
-    `*` for anything. `tools`: names that are offered, all of them. `turn`: 1 for a conversation without an answer.
-    `times`: it answers so many requests, and then those after it do.
+class Rule(ScriptedAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An answer and its conditions. `model`, `message`: patterns for the model name and the last user message, in which
+    `*` matches any text. `tools`: tool names that the request must offer. `turn`: 1 plus the number of assistant
+    messages. `times`: the number of requests that the rule answers; later ones go to the rules after it.
     """
 
     model: str = "*"
@@ -126,7 +136,7 @@ class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ConfigError(f"counts from 1, got {count}", field=field)
 
     def is_for(self, question: Question) -> bool:
-        """Return whether it answers `question`."""
+        """Return whether all conditions hold for `question`."""
         return (
             (self.turn is None or self.turn == question.turn)
             and all(name in question.tools for name in self.tools)
@@ -136,7 +146,7 @@ class Rule(Told, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What rules look at. `tools`: the functions that are offered, by name. `num_results`: of tools, so far."""
+    """The properties of a request that rules match. `tools`: functions by name. `num_results`: tool messages so far."""
 
     model: str
     message: str
@@ -147,7 +157,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Return whether `pattern` matches all of `text`, which takes time in proportion to it."""
+    """Return whether `pattern` matches all of `text`. Linear in the length of the text."""
     first, *rest = pattern.split("*")
     if not rest:
         return text == pattern
@@ -164,9 +174,9 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 class Answers:
-    """What a mock answers. `rules`: the first that is for a question decides. `seed`: of what is drawn without any.
+    """Chooses the answers of a mock. `rules`: the first match wins. `seed`: for drawn answers, where no rule matches.
 
-    `allows_failures`: a request may ask for an answer that fails or comes late. Owner of how often each rule answered.
+    `allows_failures`: a request's own answer may have `fail` and `latency_s`. Owner of the use count of each rule.
     """
 
     def __init__(self, rules: Sequence[Rule] = (), *, seed: int = 0, allows_failures: bool = False) -> None:
@@ -176,59 +186,63 @@ class Answers:
         self._seed = seed
         self._allows_failures = allows_failures
 
-    def asked(self, value: Any, param: str) -> Told:
-        """Return the answer that a request brings. Raise ApiError for what is none."""
+    def asked(self, value: Any, param: str) -> ScriptedAnswer:
+        """Convert the answer in a request. Raise ApiError for an invalid one."""
         try:
-            told: Told = told_by(value, Told)
+            answer: ScriptedAnswer = converted(value, ScriptedAnswer)
         except ConfigError as error:
             raise ApiError(400, f"is not an answer: {error}", param=param) from error
-        if (told.fail or told.latency_s) and not self._allows_failures:
+        if (answer.fail or answer.latency_s) and not self._allows_failures:
             raise ApiError(403, "failures on purpose are off: start a mock with --allow-failures", param=param)
-        return told
+        return answer
 
-    def find(self, question: Question) -> Told | None:
-        """Return the answer of the first rule that is for `question`; None if there is none. From any thread."""
+    def find(self, question: Question) -> ScriptedAnswer | None:
+        """Return the first rule that matches `question` and has uses left, or None. Thread-safe."""
         for index, rule in enumerate(self._rules):
             if rule.is_for(question) and self._take(index):
                 return rule
         return None
 
     def _take(self, index: int) -> bool:
-        """Count an answer of a rule. Return whether it has any left."""
+        """Use a rule once. Return False if its uses are spent."""
         with self._lock:
             num_left = self._left.get(index, 1)
             if index in self._left and num_left:
                 self._left[index] -= 1
         return num_left > 0
 
-    def json(self, schema: dict[str, Any], question: Question, copy: int, budget: Budget) -> Told:
-        """Return JSON that `schema` allows. Raise ApiError for a schema of which no value can be made."""
+    def json(self, schema: dict[str, Any], question: Question, copy: int, budget: Budget) -> ScriptedAnswer:
+        """Return a JSON answer that `schema` allows. Raise ApiError for an unsupported schema."""
         if schema is ANY_OBJECT:
             schema = {"type": "object", "properties": {"text": {"type": "string"}}}
-        return Told(text=self._value(schema, question, copy, budget, "response_format"))
+        return ScriptedAnswer(text=self._value(schema, question, copy, budget, "response_format"))
 
-    def call(self, names: Sequence[str], question: Question, copy: int, budget: Budget) -> Told:
+    def call(self, names: Sequence[str], question: Question, copy: int, budget: Budget) -> ScriptedAnswer:
         """Return a call of one of the tools in `names`.
 
-        The seed and the message of the user decide where an agent begins; after each result comes the next tool, so
-        that every one is called in the end.
+        The seed and the user message select the first tool. Each tool result advances to the next one, so an agent loop
+        reaches every tool.
         """
         return self._call(names[(self._drawn(question, 0) + question.num_results) % len(names)], question, copy, budget)
 
-    def call_or_text(self, names: Sequence[str], question: Question, copy: int, budget: Budget) -> Told | None:
-        """Return a call, or None for a text. After at most as many results as there are tools comes a text."""
+    def call_or_text(
+        self, names: Sequence[str], question: Question, copy: int, budget: Budget
+    ) -> ScriptedAnswer | None:
+        """Return a call, or None for words. At most `len(names)` calls precede the words, so an agent loop ends."""
         turn = self._drawn(question, 0) % (len(names) + 1) + question.num_results
         if turn >= len(names):
             return None
         try:
             return self._call(names[turn], question, copy, budget)
         except ApiError:
-            return None  # a schema of which no value can be made
+            return None  # an unsupported schema
 
-    def _call(self, name: str, question: Question, copy: int, budget: Budget) -> Told:
+    def _call(self, name: str, question: Question, copy: int, budget: Budget) -> ScriptedAnswer:
         schema = question.tools[name].get("parameters")
         schema = {"type": "object", **(schema if isinstance(schema, dict) else {})}
-        return Told(calls=(ToldCall(name, encode(self._value(schema, question, copy, budget, "tools")).decode()),))
+        return ScriptedAnswer(
+            calls=(ScriptedCall(name, encode(self._value(schema, question, copy, budget, "tools")).decode()),)
+        )
 
     def _value(self, schema: dict[str, Any], question: Question, copy: int, budget: Budget, param: str) -> Any:
         drawn = self._drawn(question, copy)
@@ -241,8 +255,8 @@ class Answers:
         return int.from_bytes(sha256(key).digest()[:8], "little")
 
 
-def told_by(value: Any, kind: type[Any], where: str = "") -> Any:
-    """Return the Told or Rule that JSON values are. Raise ConfigError, which names the field below `where`."""
+def converted(value: Any, kind: type[Any], where: str = "") -> Any:
+    """Convert JSON values to `kind`, ScriptedAnswer or Rule. Raise ConfigError with the field, prefixed by `where`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -253,18 +267,19 @@ def told_by(value: Any, kind: type[Any], where: str = "") -> Any:
 
 
 def rules_of(given: Sequence[Any] | str | Path) -> tuple[Rule, ...]:
-    """Return rules: those of a file, or objects with their fields. Raise ConfigError, or what `load_rules` raises."""
+    """Convert rules from dicts, or load them from a file. Raise ConfigError, or the errors of `load_rules`."""
     if isinstance(given, str | Path):
         return load_rules(Path(given))
     if len(given) > MAX_RULES:
         raise ConfigError(f"has {len(given):,} rules, and {MAX_RULES:,} at most", field="answers")
     return tuple(
-        each if isinstance(each, Rule) else told_by(each, Rule, f"answers[{index}]") for index, each in enumerate(given)
+        each if isinstance(each, Rule) else converted(each, Rule, f"answers[{index}]")
+        for index, each in enumerate(given)
     )
 
 
 def load_rules(path: Path) -> tuple[Rule, ...]:
-    """Return the rules of a file: tables `[[answers]]` of a .toml, or a list in a .json.
+    """Load rules from the tables `[[answers]]` of a .toml, or from the list in a .json.
 
     Raise MissingFileError, InputError or ConfigError.
     """

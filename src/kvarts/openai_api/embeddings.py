@@ -1,7 +1,7 @@
-"""/v1/embeddings of a mock: unit vectors that depend on the tokens of a text alone, in the time of its prefill.
+"""/v1/embeddings of a mock: unit vectors that depend only on the tokens of a text, in the time of its prefill.
 
-A vector is the sum of a few signed ones for each token and for each pair of neighbours, at places that are drawn by
-their ids. So equal texts have equal vectors, texts with words in common are close to each other, and others are not.
+A vector is a feature hash: each token and each pair of adjacent tokens adds +1 or -1 at a few hashed places. Equal
+texts have equal vectors, and the similarity of two texts grows with the words they share.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["Embeddings", "EmbeddingsBody", "embedding"]
 DIMENSIONS = 1024
 MOST_DIMENSIONS = 4096
 NUM_PLACES = 8
-"""Of each token, and of each pair."""
+"""Per token, and per pair."""
 NUM_PACKED = 16
-"""Numbers in base64 that take as much memory as one JSON value."""
+"""Numbers in base64 that take the memory of one JSON value."""
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -45,7 +45,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 
 
 def embedding(tokens: Sequence[int], dimensions: int) -> npt.NDArray[np.float32]:
-    """Return the unit vector of tokens, of which there is one at least. Shape [dimensions]."""
+    """Return the unit vector of one or more tokens, float32 of shape [dimensions]."""
     ids = np.asarray(tokens, np.uint64)
     pairs = next_tokens(ids[:-1], ids[1:], seed=0, vocab_size=2**63)
     features = np.concatenate([ids, pairs])[:, None]
@@ -53,13 +53,13 @@ def embedding(tokens: Sequence[int], dimensions: int) -> npt.NDArray[np.float32]
     places, signs = (drawn // np.uint64(2)).astype(np.int64), 1.0 - 2.0 * (drawn % np.uint64(2)).astype(np.float64)
     vector = np.bincount(places.ravel(), signs.ravel(), dimensions)
     norm = float(np.linalg.norm(vector))
-    if not norm:  # what a few add, they have taken away
+    if not norm:  # all terms cancel
         vector[0] = norm = 1.0
     return (vector / norm).astype(np.float32)
 
 
 class Embeddings:
-    """Answers embeddings of mocks."""
+    """The embeddings of mocks."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -80,7 +80,7 @@ class Embeddings:
                 prompt=body.input,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                prompt_logprobs=0,  # the whole prompt is computed, and nothing is generated
+                prompt_logprobs=0,  # computes the whole prompt, and generates nothing
             )
             try:
                 given = asked.prompts()
@@ -99,7 +99,7 @@ class Embeddings:
                 raise
             return served, body, asks, [embedding(tokens, dimensions) for tokens in prompts]
 
-        # A thousand inputs are a short body.
+        # A short body may contain a thousand inputs.
         served, body, asks, vectors = await exchange.apart(read, num_bytes=INLINE_BYTES)
         num_tokens = sum(len(ask.tokens) for ask in asks)
         under_way = UnderWay(served, exchange, asks, None)
@@ -115,7 +115,7 @@ class Embeddings:
 
 
 async def _ends(under_way: UnderWay, choices: Sequence[Choice]) -> None:
-    """Wait until all are computed."""
+    """Wait until all choices end."""
     num_open = len(choices)
     while num_open:
         num_open -= sum(piece[3] is not None for piece in await under_way.answer.take())

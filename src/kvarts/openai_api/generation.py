@@ -15,7 +15,7 @@ import msgspec
 
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
-from kvarts.openai_api.answers import Answers, Question, Told, ToldUsage
+from kvarts.openai_api.answers import Answers, Question, ScriptedAnswer, ScriptedUsage
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
@@ -44,7 +44,7 @@ from kvarts.sampling import SamplingParams, StructuredOutputs
 __all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""As of OpenAI's API, where nothing is said; a chat ends by itself."""
+"""The default of OpenAI's API for completions; a chat generates to its end."""
 
 T = TypeVar("T")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-dynamo-session-id")
@@ -53,7 +53,7 @@ ANSWER_HEADER = "x-kvarts-answer"
 
 
 class Exchange(msgspec.Struct, kw_only=True):
-    """One HTTP request on its way: what came, what goes out, and what is to go wrong."""
+    """One HTTP request with its response, its owner and budget, and a failure on purpose."""
 
     request: HttpRequest
     response: HttpResponse
@@ -62,20 +62,20 @@ class Exchange(msgspec.Struct, kw_only=True):
     started_s: float
     failure: Failure
     owner: Owner
-    """By the key that the request came with."""
+    """The owner of the key in the request."""
     budget: Budget
     workbench: Workbench
     read: Callable[[], object]
-    """Called once the payload is not needed any more."""
+    """Called once the payload is no longer needed."""
 
     def take_body(self, kind: type[BodyT]) -> BodyT:
         """Return the body, within the budget. Raise ApiError as `decoded` does."""
         return decoded(self.payload, kind, self.budget)
 
     async def apart(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
-        """Return what `work` makes of the payload, which is gone afterwards; off the event loop, where that is more.
+        """Return the result of `work` on the payload, which is dropped afterwards; large work runs off the event loop.
 
-        `num_bytes`: what `work` reads beside the payload.
+        `num_bytes`: bytes that `work` reads in addition to the payload.
         """
         try:
             return await self.work(work, num_bytes=num_bytes + len(self.payload))
@@ -84,12 +84,12 @@ class Exchange(msgspec.Struct, kw_only=True):
             self.read()
 
     async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
-        """Return what `work` returns, which does something to `num_bytes`; off the event loop where they are many."""
+        """Return the result of `work`, which processes `num_bytes`; above INLINE_BYTES it runs off the event loop."""
         return work() if num_bytes <= INLINE_BYTES else await self.workbench.run(self.owner.name, work)
 
 
 def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
-    """Return how many tokens an answer has that ends by itself: around the default, by the prompt and the seed."""
+    """Return the length of an answer without a requested length: around the default, drawn from prompt and seed."""
     most = served.limits.default_tokens
     assert most is not None
     tail = b"".join(token.to_bytes(8, "little") for token in tokens[-64:])
@@ -98,7 +98,7 @@ def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> i
 
 
 def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | None, str | None]:
-    """Return what sets the KV of a request apart: from that of all others, and among the requests of its owner."""
+    """Return the salts that separate the KV of a request: from all other requests, and among those of its owner."""
     adapter = served.adapter_of(body.model)
     tenant = body.cache_salt or None
     if adapter is not None:
@@ -117,12 +117,12 @@ def asks_of(
     *,
     top_logprobs: int | None,
     has_end: bool,
-    told: Sequence[Told] = (),
+    scripted: Sequence[ScriptedAnswer] = (),
 ) -> list[Ask]:
-    """Return a request for every choice of every prompt. Raise ApiError for what cannot be done.
+    """Return a request for every choice of every prompt. Raise ApiError for unsupported values.
 
-    `has_end`: without a number of tokens, the answer goes on to its own end. `told`: the answers of each prompt, where
-    they are known.
+    `has_end`: without a number of tokens, the answer goes on to its own end. `scripted`: the answer to each choice of a
+    prompt, if a mock knows it beforehand.
     """
     body.check()
     if body.priority and not exchange.owner.may_prioritize:
@@ -136,7 +136,7 @@ def asks_of(
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
-    written = [served.written(each, exchange.budget) for each in told]
+    written = [served.written(each, exchange.budget) for each in scripted]
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
@@ -155,7 +155,7 @@ def asks_of(
             elif served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
-                most, own_end = natural, (told[copy].finish_reason if told else "") or "stop"
+                most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
             key = (most, seed, copy if written else 0)
@@ -183,9 +183,9 @@ def asks_of(
 
 
 def completion_asks(
-    served: Served, body: CompletionBody, exchange: Exchange, told: Sequence[Told] = ()
+    served: Served, body: CompletionBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()
 ) -> tuple[list[Ask], list[Echo]]:
-    """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
+    """Return the requests of a completion, and the echo of each choice if prompts are echoed."""
     adds = body.add_special_tokens is not False
     given = body.prompts()
     exchange.budget.draw_sequences(len(given), body.num_choices)
@@ -196,7 +196,14 @@ def completion_asks(
         for prompt in given
     ]
     asks = asks_of(
-        served, body, prompts, body.max_tokens, exchange, top_logprobs=body.top_logprobs, has_end=False, told=told
+        served,
+        body,
+        prompts,
+        body.max_tokens,
+        exchange,
+        top_logprobs=body.top_logprobs,
+        has_end=False,
+        scripted=scripted,
     )
     echoes = []
     if body.echo:
@@ -207,30 +214,30 @@ def completion_asks(
     return asks, echoes
 
 
-def chat_asks(served: Served, body: ChatBody, exchange: Exchange, told: Sequence[Told] = ()) -> list[Ask]:
+def chat_asks(served: Served, body: ChatBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()) -> list[Ask]:
     """Return the requests of a chat completion."""
     exchange.budget.draw_sequences(1, body.num_choices)
     prompt = served.conversation(messages_of(body.messages), body.template_options())
     tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return asks_of(
-        served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True, told=told
+        served, body, [tokens], max_tokens, exchange, top_logprobs=body.asked_logprobs, has_end=True, scripted=scripted
     )
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What the text of an answer is to be, and what is made of it; each None for any text, as it is.
+    """Constraints on the text of an answer, and the shape of its message; each None for plain text.
 
-    `told`: the choices of a mock, where they are known.
+    `scripted`: the choices of a mock, if it knows them beforehand.
     """
 
     structured: StructuredOutputs | None = None
     shape: Shape | None = None
     keeps_special_tokens: bool = False
-    told: Sequence[Told] = ()
+    scripted: Sequence[ScriptedAnswer] = ()
 
     def of(self, asks: Sequence[Ask]) -> list[Ask]:
-        """Return the requests for it."""
+        """Return `asks` changed accordingly."""
         changes: dict[str, Any] = {}
         if self.structured is not None:
             changes["structured_outputs"] = self.structured
@@ -239,13 +246,13 @@ class Wanted(msgspec.Struct, frozen=True):
         if not changes:
             return list(asks)
         replace = msgspec.structs.replace
-        params = {id(ask.params): ask.params for ask in asks}  # shared by requests with the same
+        params = {id(ask.params): ask.params for ask in asks}  # requests with equal parameters share one object
         changed = {key: replace(each, **changes) for key, each in params.items()}
         return [replace(ask, params=changed[id(ask.params)]) for ask in asks]
 
 
 def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) -> Wanted:
-    """Return what a completion is to be. Raise ApiError for what cannot be had."""
+    """Return the form of a completion. Raise ApiError if it is not available."""
     schema = schema_of_format(body.response_format)
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
@@ -255,14 +262,16 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
         asked = asked or answers.find(question)
         if asked is None and schema is not None:
-            return _told([answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)])
+            return _scripted(
+                [answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)]
+            )
     elif schema is not None:
         raise ApiError(400, "of a mock, it is of prompts that are one text", param="response_format")
-    return Wanted() if asked is None else _told([asked] * body.num_choices)
+    return Wanted() if asked is None else _scripted([asked] * body.num_choices)
 
 
-def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Told | None:
-    """Return the answer that a request brings for itself; None if it brings none."""
+def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> ScriptedAnswer | None:
+    """Return the answer in the request's own `kvarts_answer` field or header, or None."""
     value, param = body.kvarts_answer, "kvarts_answer"
     header = exchange.request.header(ANSWER_HEADER)
     if value is None and header is not None:
@@ -278,8 +287,8 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Told | N
     return served.answers.asked(value, param)
 
 
-def _told(told: Sequence[Told]) -> Wanted:
-    return Wanted(None, Segments([each.segments() for each in told]), told=told)
+def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
+    return Wanted(None, Segments([each.segments() for each in scripted]), scripted=scripted)
 
 
 def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -297,7 +306,7 @@ def _named(body: GenerationBody) -> str:
 
 
 def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
-    """Return what a chat completion is to be. Raise ApiError for what cannot be had."""
+    """Return the form of a chat completion. Raise ApiError if it is not available."""
     choice, tools = body.tool_choice, body.tools or []
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
@@ -321,12 +330,12 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     if answers is not None:
         question = _question(served, body, known)
         asked = asked or answers.find(question)
-        told = [
+        scripted = [
             one
             for copy in range(body.num_choices)
             if (one := asked or _drawn(answers, question, copy, schema, allowed, exchange.budget, is_free=is_free))
         ]
-        return _told(told) if told else Wanted()
+        return _scripted(scripted) if scripted else Wanted()
     if is_free:
         if structured is not None or not allowed:
             return Wanted(structured)
@@ -340,7 +349,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
 
 
 def _question(served: Served, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Question:
-    """Return what a mock is asked in a conversation."""
+    """Return the properties of a conversation that rules match. Replaces the content of messages by text."""
     body.messages = messages_of(body.messages)
     roles = Counter(message["role"] for message in body.messages)
     last = next((message["content"] for message in reversed(body.messages) if message["role"] == "user"), "")
@@ -363,17 +372,17 @@ def _drawn(
     budget: Budget,
     *,
     is_free: bool,
-) -> Told | None:
-    """Return an answer of the form that is asked for; None for words."""
+) -> ScriptedAnswer | None:
+    """Return a drawn tool call or JSON answer, or None for an answer in words."""
     names = [tool["name"] for tool in allowed]
     if not is_free:
         return answers.call(names, question, copy, budget)
-    told = answers.call_or_text(names, question, copy, budget) if names else None
-    return told if told is not None or schema is None else answers.json(schema, question, copy, budget)
+    scripted = answers.call_or_text(names, question, copy, budget) if names else None
+    return scripted if scripted is not None or schema is None else answers.json(schema, question, copy, budget)
 
 
 async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
-    """Compile the grammar of requests, which may take long, off the event loop. Raise ConfigError for a bad one."""
+    """Compile the grammar of requests off the event loop, because it may take long. Raise ConfigError for a bad one."""
     check = served.host.check_params
     if check is not None and asks and asks[0].params.structured_outputs is not None:
         await exchange.workbench.run(exchange.owner.name, partial(check, asks[0].params))
@@ -409,7 +418,7 @@ class UnderWay:
         self.answer.wake()
 
     async def end(self) -> None:
-        """Note that it is over: written, or given up. What is under way ends, and frees its pages."""
+        """End the answer, whether it was written or abandoned. Requests under way end, which frees their pages."""
         self._served.finish(self.choices)
         if self._in_session is not None:
             self._in_session.cancel()
@@ -419,10 +428,10 @@ class UnderWay:
 
 
 def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> UnderWay:
-    """Begin requests, in the session that they name, if they do. Raise ApiError where they are not taken in.
+    """Begin requests, in the session that they name, if any. Raise ApiError if they are not admitted.
 
-    A header is a hint, which load generators and routers give whatever the request is: what no session can do is
-    answered without one. The field of a body is meant.
+    A session header is a hint, which load generators and routers add to any request: a request that a session cannot
+    answer is then answered without one. The body's field is binding: such a request is refused.
     """
     if session_id and served.why_no_sessions:
         raise ApiError(400, served.why_no_sessions, param="session_id")
@@ -435,14 +444,14 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
 
 
 class _Read(NamedTuple):
-    """A body that was read."""
+    """A parsed body."""
 
     served: Served
     body: GenerationBody
     asks: list[Ask]
     form: Form
-    told: Told | None
-    """The answer, where it is known."""
+    scripted: ScriptedAnswer | None
+    """The answer of a mock that knows it beforehand."""
 
 
 MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
@@ -461,7 +470,7 @@ class Generating:
             body = exchange.take_body(CompletionBody)
             served = self._models.of(body.model)
             wanted = wanted_completion(served, body, exchange)
-            asks, echoes = completion_asks(served, body, exchange, wanted.told)
+            asks, echoes = completion_asks(served, body, exchange, wanted.scripted)
             asks = wanted.of(asks)
             form = CompletionForm(
                 body.model or served.names[0],
@@ -474,7 +483,7 @@ class Generating:
                 names_ids=bool(body.return_tokens_as_token_ids),
             )
             body.prompt = None
-            return _Read(served, body, asks, form, next(iter(wanted.told), None))
+            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
         await self._answer(exchange, await exchange.apart(read))
 
@@ -487,38 +496,38 @@ class Generating:
             body = exchange.take_body(ChatBody) if read_before is None else read_before
             return body, _chat_form
 
-        # A schema of a few bytes may take much longer than these say.
+        # Compiling a short schema may take much longer than its bytes suggest.
         num_bytes = INLINE_BYTES if read_before is not None and read_before.has_schema else 0
         await self.converse(exchange, read, num_bytes=num_bytes)
 
     async def converse(
         self, exchange: Exchange, read: Callable[[], tuple[ChatBody, MakeForm]], *, num_bytes: int = 0
     ) -> Form:
-        """Answer a conversation, and return the form that it was answered in.
+        """Answer a conversation, and return the form of the answer.
 
-        `read` returns what is asked, and what makes the form of the answer. `num_bytes`: as of Exchange.apart.
+        `read` returns the request as a chat, and the constructor of its form. `num_bytes`: see Exchange.apart.
         """
 
         def read_all() -> _Read:
             body, make = read()
             served = self._models.of(body.model)
             wanted = wanted_chat(served, body, exchange)
-            asks = wanted.of(chat_asks(served, body, exchange, wanted.told))
+            asks = wanted.of(chat_asks(served, body, exchange, wanted.scripted))
             form = make(served, body, asks, wanted.shape)
             body.messages = body.tools = None
-            return _Read(served, body, asks, form, next(iter(wanted.told), None))
+            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
         return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
 
     async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form
-        if read.told is not None:
-            _fail_as(read.told, exchange, served)
+        if read.scripted is not None:
+            _fail_as(read.scripted, exchange, served)
         await checked(exchange, served, read.asks)
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.told)
+        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted)
         read.asks.clear()  # the engine has the tokens
         try:
             if body.stream:
@@ -549,17 +558,17 @@ def _chat_form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape
     )
 
 
-def _fail_as(told: Told, exchange: Exchange, served: Served) -> None:
-    """Let go wrong what an answer says. Raise what the request is refused with, if it is."""
-    if told.fail or told.latency_s:
-        exchange.failure = told.failure
+def _fail_as(scripted: ScriptedAnswer, exchange: Exchange, served: Served) -> None:
+    """Apply the failure and the latency of a scripted answer. Raise ApiError or Cut if the request fails at once."""
+    if scripted.fail or scripted.latency_s:
+        exchange.failure = scripted.failure
         if exchange.failure.kills_engine:
             served.kill()
         exchange.failure.before_request()
 
 
 async def _collect(answer: Answer, wholes: list[Whole]) -> None:
-    """Wait for all pieces."""
+    """Collect all pieces until every choice has ended."""
     num_open = len(wholes)
     num_bytes = 0
     while num_open:
@@ -578,38 +587,38 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
 
 
 class _Usage:
-    """What an answer took. `copies`: choices of each prompt."""
+    """Token counts of an answer. `copies`: choices of each prompt. `scripted`: overrides some of them."""
 
     def __init__(
-        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, told: Told | None
+        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, scripted: ScriptedAnswer | None
     ) -> None:
         self._choices = choices
         self._prompt_lengths = prompt_lengths
         self._copies = copies
-        self._told = None if told is None or told.usage == ToldUsage() else told.usage
+        self._scripted = None if scripted is None or scripted.usage == ScriptedUsage() else scripted.usage
 
     @property
     def of_all(self) -> dict[str, Any]:
         """The usage of all choices, once they have ended."""
         num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
-        # The cached tokens of each prompt once, although each of its copies may have found more.
+        # The cached tokens of each prompt are counted once, although each of its copies may have hit more.
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
-        return self._as_told(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
+        return self._overridden(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
 
     def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
-        """Return that of a choice under way."""
+        """Return the usage of a choice under way."""
         return usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
 
-    def _as_told(self, usage: dict[str, Any]) -> dict[str, Any]:
-        told = self._told
-        if told is None:
+    def _overridden(self, usage: dict[str, Any]) -> dict[str, Any]:
+        scripted = self._scripted
+        if scripted is None:
             return usage
-        prompt = usage["prompt_tokens"] if told.prompt_tokens is None else told.prompt_tokens
-        completion = usage["completion_tokens"] if told.completion_tokens is None else told.completion_tokens
+        prompt = usage["prompt_tokens"] if scripted.prompt_tokens is None else scripted.prompt_tokens
+        completion = usage["completion_tokens"] if scripted.completion_tokens is None else scripted.completion_tokens
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        usage = usage_of(prompt, completion, cached if told.cached_tokens is None else told.cached_tokens)
-        if told.reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": told.reasoning_tokens}
+        usage = usage_of(prompt, completion, cached if scripted.cached_tokens is None else scripted.cached_tokens)
+        if scripted.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": scripted.reasoning_tokens}
         return usage
 
 
@@ -636,13 +645,13 @@ class _Stream:
         self._tells_usage_always = bool(options.include_usage and options.continuous_usage_stats)
         self._begun: set[int] = set()
         self._num_ids: Counter[int] = Counter()
-        """By choice: of how many tokens the ids were told, where they are."""
+        """Number of token ids sent so far by choice, if ids are sent."""
         self._num_open = len(choices)
 
     async def write(self, answer: Answer) -> None:
-        """Write everything. What goes wrong after the first byte is told as an event."""
+        """Write the whole stream. An error after the first byte is sent as an event."""
         response, failure, take = self._exchange.response, self._exchange.failure, answer.take
-        pieces = await take()  # what is refused is refused before the first byte
+        pieces = await take()  # a refusal is raised here, before the first byte
         await failure.stall()
         await response.begin_stream()
         if response.direct is not None and not failure.has_any:
@@ -667,9 +676,9 @@ class _Stream:
         await response.end_stream()
 
     def _write_now(self, answer: Answer, direct: Direct) -> bool:
-        """Write pieces as they come: most of what a token costs is to wake the task that waits for it.
+        """Write pieces as they arrive, because waking the task that waits for them is most of the cost of a token.
 
-        Return whether that was all. Errors and ends are for the task.
+        Return whether all were written. Errors and last pieces are left to the task.
         """
         if not direct.is_ready:
             return False

@@ -1,4 +1,4 @@
-"""/v1/messages: conversations in the form of Anthropic's API, which are answered as chats are."""
+"""/v1/messages: Anthropic's API, translated to and from chats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["MESSAGES", "MessageForm", "Messages", "MessagesBody", "error_body"]
 
 MESSAGES = "/v1/messages"
 PARAMS = {"response_format": "output_config", "stop": "stop_sequences"}
-"""What is called otherwise in chats."""
+"""Field names, by those of chats."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 TYPES = {
     401: "authentication_error",
@@ -39,14 +39,10 @@ encode = msgspec.json.encode
 
 
 def error_body(error: ApiError) -> bytes:
-    """Return the envelope of an error."""
+    """Return the body of an error response."""
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = f"{error.param}: {error.message}" if error.param else error.message
     return encode({"type": "error", "error": {"type": kind, "message": message}})
-
-
-class _CappedBody(ChatBody, kw_only=True):
-    """A chat with a number of tokens that every client has to give, and that none waits for."""
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
@@ -71,12 +67,12 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     kvarts_answer: Any = None
 
     def chat(self) -> ChatBody:
-        """Return the same as a chat completion. Raise ApiError for what is not read."""
+        """Convert to a chat. Raise ApiError for unsupported values."""
         form = (self.output_config or {}).get("format")
         if isinstance(form, dict):
             form = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
         choice = self.tool_choice or {}
-        return _CappedBody(
+        return ChatBody(
             model=self.model,
             messages=self._messages(),
             max_tokens=self.max_tokens,
@@ -91,7 +87,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             session_id=self.session_id,
             kvarts_answer=self.kvarts_answer,
             response_format=form,
-            # Tools of a type are run by a server: a model here knows nothing of them, and never calls them.
+            # A tool with a type is run by Anthropic's servers: here it is never called.
             tools=[_function(tool) for tool in self.tools or () if tool.get("type", "custom") == "custom"] or None,
             tool_choice=_choice(choice),
             parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
@@ -126,7 +122,7 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
 
 
 def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return a message as those of a chat: results of tools are messages of their own, before the text."""
+    """Convert a message to those of a chat. Tool results become separate messages before the text."""
     content, role = message.get("content"), message.get("role")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"the role is user or assistant, got {brief(role)}", param=f"{where}.role")
@@ -145,7 +141,7 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             results.append(result)
         elif kind == "text":
             texts.append(block)
-        elif kind not in ("thinking", "redacted_thinking"):  # left out, as templates do with that of turns before
+        elif kind not in ("thinking", "redacted_thinking"):  # omitted, as templates do
             raise ApiError(400, f"blocks of type {brief(kind)} are not read: give text", param=f"{where}.content")
     own = {"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}
     return [*results, *([own] if texts or calls or not results else [])]
@@ -163,11 +159,11 @@ class MessageForm:
         self._reason = "stop"
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the last block, which is not complete."""
+        """Of the last block, until it is complete."""
         self._body = {"id": self.answer_id, "type": "message", "role": "assistant", "model": model}
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
-        """Return the event of the beginning."""
+        """Return the first event."""
         usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
         told: dict[str, Any] = {**self._body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=told)
@@ -181,13 +177,13 @@ class MessageForm:
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the events of a piece."""
+        """Return the events of a piece of text."""
         if finish_reason is not None:
             self._reason = finish_reason
         return b"".join(self._take(self._reader.add(text)))
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
-        """Return the events of the end."""
+        """Return the last events."""
         completion = choices[0].completion
         events = self._finish()
         delta = self._stop(None if completion is None else completion.stop_reason)
@@ -207,13 +203,13 @@ class MessageForm:
         return encode({**self._body, "content": self._blocks, **stop, "usage": _usage(usage)})
 
     def _stop(self, stop_reason: int | str | None) -> dict[str, Any]:
-        """Return why it ended. `stop_reason`: the text that ended it, if one did."""
+        """Return the stop fields. `stop_reason`: that of the Completion."""
         if self._reason == "stop" and isinstance(stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         return {"stop_reason": REASONS.get(self._reason, self._reason), "stop_sequence": None}
 
     def _take(self, part: Part) -> list[bytes]:
-        """Add a part to the blocks; return the events of that."""
+        """Add a part to the blocks. Return its events."""
         events: list[bytes] = []
         for kind, text in (("thinking", part.reasoning), ("text", part.content or part.refusal)):
             if text:
@@ -256,7 +252,7 @@ class MessageForm:
         return [*events, _event("content_block_stop", index=index)]
 
     def _finish(self) -> list[bytes]:
-        """Complete the message; return the events of that."""
+        """Complete the message. Return the events."""
         rest, reason = self._reader.end()
         events = [*self._take(rest), *self._close()]
         self._reason = reason or self._reason
@@ -264,7 +260,7 @@ class MessageForm:
 
 
 def _object(arguments: str) -> Any:
-    """Return the arguments of a call; those that were cut short, or are no object, have none."""
+    """Decode the arguments of a call. Return {} for invalid JSON, such as arguments that were cut."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -290,7 +286,7 @@ def _form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape | No
 
 
 class Messages:
-    """Answers conversations in the form of Anthropic's API."""
+    """The routes of Anthropic's API."""
 
     def __init__(self, models: Models, generating: Generating) -> None:
         self._models = models

@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation that is kept here, and gone on with by the id of its last answer."""
+"""/v1/responses: conversations that the server keeps; a request continues one by the id of its last response."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["Responses"]
 
 MAX_STORED = 10_000
 MAX_STORED_BYTES = 32 * 1024 * 1024
-"""So many responses are kept, of so many bytes of memory. The oldest go first, of the owner that has most beyond its
-share.
+"""Limits of the stored responses, by count and memory. Beyond them, the oldest response is dropped, of the owner that
+exceeds its share by most.
 """
 
 OVERHEAD_BYTES = 8 * 1024
-"""Of a stored response, whatever it holds."""
+"""Memory of a stored response in addition to its content."""
 
 PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text.format"}
-"""What is called otherwise in completions."""
+"""Fields whose names differ from those of completions."""
 
 encode = msgspec.json.encode
 
@@ -46,16 +46,17 @@ class _Stored(msgspec.Struct):
     messages: list[dict[str, Any]]
     body: dict[str, Any]
     num_bytes: int
-    """Of memory, for the request and the answer. Those before it are counted with theirs, and may go before it."""
+    """Memory of its request and answer. Earlier messages count for their own response, which may be dropped first.
+    """
 
 
 class Responses:
-    """Owner of the responses that were given, with the conversation that led to each. Owners see their own alone."""
+    """Owner of the stored responses, with the conversation that led to each. Owners of keys see only their own."""
 
     def __init__(self, generating: Generating, shares: Mapping[str, float]) -> None:
         self._generating = generating
         self._stored: dict[str, OrderedDict[str, _Stored]] = {}
-        """By owner and id, the oldest first."""
+        """By owner and id, oldest first."""
         self._num_stored = Shares(MAX_STORED, shares)
         self._num_bytes = Shares(MAX_STORED_BYTES, shares)
 
@@ -88,7 +89,7 @@ class Responses:
             return chat, partial(_form, body)
 
         try:
-            # A conversation that goes on is as long as a context may be.
+            # A continued conversation can be as long as a context.
             form = await self._generating.converse(
                 exchange, read, num_bytes=INLINE_BYTES if self._may_be_much(exchange) else 0
             )
@@ -130,7 +131,7 @@ class Responses:
         return stored
 
     def _before(self, body: ResponsesBody, owner: Owner) -> list[dict[str, Any]]:
-        """Return the conversation so far."""
+        """Return the conversation before this request."""
         if body.previous_response_id is None:
             return []
         return self._of(owner, body.previous_response_id, "previous_response_id").messages
@@ -155,7 +156,7 @@ def size_of(value: Any) -> int:
 
 
 def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return what a body adds to its conversation. Calls that follow each other are of one message."""
+    """Return the new messages of a body. Consecutive calls share a message."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     if not body.input:
@@ -174,7 +175,7 @@ def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _message(item: Any, index: int) -> dict[str, Any] | None:
-    """Return the message that an item is; None for one that is of no account."""
+    """Convert an item to a message. Return None for an item to omit."""
     if not isinstance(item, dict):
         raise ApiError(400, "an item is an object", param=f"input[{index}]")
     kind = item.get("type", "message")
@@ -187,7 +188,7 @@ def _message(item: Any, index: int) -> dict[str, Any] | None:
         calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
     if kind == "reasoning":
-        return None  # as templates leave out that of turns before
+        return None  # as templates do
     raise ApiError(400, f"items of type {brief(kind)} are not read", param=f"input[{index}].type")
 
 
@@ -222,7 +223,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
-        """Return the same as a chat completion. Raise ApiError for what is asked for and not done."""
+        """Convert to a chat. Raise ApiError for unsupported values."""
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
             raise ApiError(400, "log-probabilities are of chat completions", param="top_logprobs")
         for name in ("background", "conversation"):
@@ -236,7 +237,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             if choice.get("type") != "function":
                 raise ApiError(400, "must be none, auto, required or a function", param="tool_choice")
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        # Tools of other kinds are run by a server: a model here knows nothing of them, and never calls them.
+        # Other tools are run by OpenAI's servers: here they are never called.
         functions = [tool for tool in self.tools or () if tool.get("type") == "function"]
         return ChatBody(
             model=self.model,
@@ -266,7 +267,7 @@ def _form(
 
 
 class ResponseForm:
-    """A Form: /v1/responses. `body`: the response as it is told, whole in the end; `message`: its message of a chat."""
+    """A Form: /v1/responses. `body`: the response, complete after the end. `message`: the answer as a chat message."""
 
     tells_ids = False
 
@@ -276,7 +277,7 @@ class ResponseForm:
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the last item, which is not complete."""
+        """Of the last item, until it is complete."""
         self.answer_id = f"resp_{uuid4().hex}"
         self.body: dict[str, Any] = {
             "id": self.answer_id,
@@ -302,7 +303,7 @@ class ResponseForm:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of a conversation."""
+        """The answer as a chat message."""
         parts = [part for item in self._items if item["type"] == "message" for part in item["content"]]
         calls = [
             {
@@ -317,7 +318,7 @@ class ResponseForm:
         return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
-        """Return the events of the beginning."""
+        """Return the first events."""
         return self._event("created", response=self.body) + self._event("in_progress", response=self.body)
 
     def piece(
@@ -329,13 +330,13 @@ class ResponseForm:
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the events of a piece."""
+        """Return the events of a piece of text."""
         if finish_reason is not None:
             self._reason = finish_reason
         return b"".join(self._take(self._reader.add(text)))
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
-        """Return the events of the end."""
+        """Return the last events."""
         events = self._finish(usage)
         return b"".join([*events, self._event(self.body["status"], response=self.body)])
 
@@ -359,7 +360,7 @@ class ResponseForm:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), payload)
 
     def _take(self, part: Part) -> list[bytes]:
-        """Add a part to the items of the output; return the events of that."""
+        """Add a part to the output items. Return its events."""
         events: list[bytes] = []
         texts = {"reasoning_text": part.reasoning, "output_text": part.content, "refusal": part.refusal}
         for kind, text in texts.items():
@@ -381,7 +382,7 @@ class ResponseForm:
 
     @staticmethod
     def _kind_of(item: Mapping[str, Any]) -> str:
-        """Return the type of the part of an item that is text; that of the item, if it has none."""
+        """Return the type of an item's content part, or of the item if it has no content."""
         return str(item["content"][0]["type"] if "content" in item else item["type"])
 
     @property
@@ -427,7 +428,7 @@ class ResponseForm:
         return events
 
     def _finish(self, usage: Mapping[str, Any]) -> list[bytes]:
-        """Complete the response; return the events of that."""
+        """Complete the response. Return the events."""
         rest, _ = self._reader.end()
         events = self._take(rest)
         is_whole = self._reason not in ("length", "content_filter", "abort")

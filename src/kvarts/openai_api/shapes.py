@@ -1,4 +1,4 @@
-"""What the text of an answer is made into, as it comes: content, reasoning, and calls of tools."""
+"""Parsers of generated text into messages: content, reasoning, and tool calls, piece by piece."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Kind = Literal["content", "reasoning", "refusal", "arguments", "unseen"]
 
 
 class CallPart(msgspec.Struct):
-    """A part of the call with this `index`. The first part of a call has its id and its name, the others neither."""
+    """A piece of the tool call number `index`. Only the first piece of a call has `call_id` and `name`."""
 
     index: int
     arguments: str = ""
@@ -47,7 +47,7 @@ class CallPart(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """What a piece of text adds to a message."""
+    """The addition of a piece of text to a message."""
 
     content: str = ""
     reasoning: str = ""
@@ -59,17 +59,17 @@ class Part(msgspec.Struct):
 
 
 class Reader(Protocol):
-    """Reads the text of one choice. What it returned cannot be taken back."""
+    """Incremental parser of the text of one choice."""
 
     def add(self, text: str) -> Part:
-        """Return what `text`, which comes next, adds to the message."""
+        """Parse the next piece of text."""
 
     def end(self) -> tuple[Part, str | None]:
-        """Return the rest of the message, and why the choice ended, where that is changed."""
+        """Return the rest of the message, and the finish reason if it replaces the engine's."""
 
 
 class Shape(Protocol):
-    """What the choices of an answer are made into."""
+    """The message format of an answer: a Reader per choice."""
 
     def reader(self, number: int) -> Reader:
         """Return the reader of a choice."""
@@ -79,7 +79,7 @@ class Plain:
     """A Shape and its Reader: all text is content."""
 
     def reader(self, number: int) -> Reader:
-        """Return itself: it keeps nothing."""
+        """Return itself, because it is stateless."""
         return self
 
     def add(self, text: str) -> Part:
@@ -87,12 +87,12 @@ class Plain:
         return Part(text)
 
     def end(self) -> tuple[Part, str | None]:
-        """Return nothing."""
+        """Return an empty part."""
         return Part(), None
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A stretch of text of one kind; of arguments, those of a call of the tool `name`."""
+    """Text of one kind; arguments belong to a call of the tool `name`."""
 
     kind: Kind
     text: str
@@ -100,13 +100,13 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Segments:
-    """A Shape of choices that are known before they are written. `choices`: the segments of each, in order."""
+    """A Shape of scripted answers. `choices`: the segments of each choice, in order."""
 
     def __init__(self, choices: Sequence[Sequence[Segment]]) -> None:
         self._choices = choices
 
     def reader(self, number: int) -> Reader:
-        """Return what cuts the text of a choice into its segments."""
+        """Return a reader that splits the text by the lengths of the segments."""
         return _SegmentReader(self._choices[number])
 
 
@@ -144,7 +144,7 @@ class _SegmentReader:
 
 
 class Message(msgspec.Struct):
-    """A message that is whole, and why it ended, where its shape says so. `calls`: id, name and arguments of each."""
+    """A complete message. `calls`: id, name and arguments of each. `reason`: replaces the engine's finish reason."""
 
     content: str = ""
     reasoning: str = ""
@@ -165,7 +165,7 @@ class Message(msgspec.Struct):
 
 
 def read_whole(shape: Shape, number: int, text: str) -> Message:
-    """Return the message that a choice with this text is."""
+    """Parse the complete text of a choice."""
     reader, message = shape.reader(number), Message()
     message.add(reader.add(text))
     rest, message.reason = reader.end()
@@ -174,7 +174,7 @@ def read_whole(shape: Shape, number: int, text: str) -> Message:
 
 
 def schema_of_format(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema that a `response_format` asks for; None for text. Raise ApiError for another."""
+    """Return the JSON schema of a `response_format`; None for text. Raise ApiError for another format."""
     kind = "text" if response_format is None else response_format.get("type")
     if kind == "text":
         return None

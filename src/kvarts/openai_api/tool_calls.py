@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model, as each family writes them, and the JSON of calls that are enforced."""
+"""Tool calls in the text of a model, in the format of each family, and the JSON of enforced calls."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Call = tuple[str, dict[str, Any]]
 
 
 class CallFormat(msgspec.Struct, frozen=True):
-    """How a family writes calls. `marks`: texts with which calls begin, anywhere in an answer.
+    """A family's format of calls. `marks`: texts that start calls anywhere in an answer.
 
-    `starts`: texts with which an answer begins that is nothing but calls. `read` returns the calls of a text from its
-    mark on, and raises ValueError for others. `has_special_tokens`: marks are special tokens.
+    `starts`: texts that start an answer consisting only of calls. `read` returns the calls of a text from its mark on,
+    and raises ValueError for other texts. `has_special_tokens`: marks are special tokens.
     """
 
     name: str
@@ -50,7 +50,7 @@ class _Written(msgspec.Struct):
 
     @property
     def call(self) -> Call:
-        """The call, of whichever of the two names."""
+        """The call, whichever of the two fields holds its arguments."""
         return self.name, (self.parameters if self.arguments is None else self.arguments) or {}
 
 
@@ -80,7 +80,7 @@ def _json_or_text(value: str) -> Any:
 
 
 def _objects(text: str) -> list[Call]:
-    """Return calls of Llama 3: JSON objects, perhaps after a tag, with semicolons between."""
+    """Return calls of Llama 3: JSON objects, optionally after a tag, separated by semicolons."""
     text = text.removeprefix("<|python_tag|>").strip()
     text = re.sub(r"\A```(?:json)?\s*|\s*```\Z", "", text)
     calls, place = [], 0
@@ -99,7 +99,7 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def _after_mark(text: str) -> list[Call]:
-    """Return calls of Mistral: a list of JSON, or, as of 2025, names with `[ARGS]` and JSON."""
+    """Return calls of Mistral: a JSON list, or since 2025 names with `[ARGS]` and JSON."""
     calls = []
     for part in map(str.strip, text.split("[TOOL_CALLS]")[1:]):
         named = re.match(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]", part)
@@ -113,7 +113,7 @@ def _after_mark(text: str) -> list[Call]:
 
 
 def _of_gemma(text: str) -> list[Call]:
-    """Return calls of FunctionGemma's tags, of Python in a block, or of JSON as Gemma's documentation asks for."""
+    """Return calls of Gemma: FunctionGemma's tags, Python in a block, or the JSON of Gemma's documentation."""
     if "<start_function_call>" in text:
         return [_tagged(part) for part in text.split("<start_function_call>")[1:]]
     block = re.search(r"```tool_code\s*\n(.*?)(?:```|\Z)", text, re.DOTALL)
@@ -142,7 +142,7 @@ def _quoted_name(found: re.Match[str]) -> str:
 
 
 def _python(text: str) -> list[Call]:
-    """Return the calls of an expression of Python with literal arguments: a call, or a list of them."""
+    """Return the calls of a Python expression with literal arguments: a call, or a list of calls."""
     try:
         body = ast.parse(text.strip(), mode="eval").body
         parts = body.elts if isinstance(body, ast.List) else [body]
@@ -167,11 +167,11 @@ FORMATS = {
         CallFormat("gemma", ("<start_function_call>", "```tool_code"), _of_gemma, ("{", "[", "```json"), True),
     )
 }
-"""By the name of vLLM's parser, where there is one. Qwen writes as Hermes does."""
+"""By the name of vLLM's parser, if there is one. Qwen uses the format of Hermes."""
 
 
 def format_of(template: str) -> CallFormat:
-    """Return the format that a chat template tells of; that of Hermes if of none."""
+    """Return the format that a chat template mentions; by default that of Hermes."""
     signs = {
         "hermes": ("<tool_call>",),
         "mistral": ("[TOOL_CALLS]",),
@@ -182,9 +182,9 @@ def format_of(template: str) -> CallFormat:
 
 
 class ToolCallsInText:
-    """A Shape: calls as a model of a family writes them. What is no such call, or of no tool in `names`, is text.
+    """A Shape: calls in the format of the model's family. Other text, and calls of tools not in `names`, stay text.
 
-    Calls of Hermes are told as they come, those of other families at the end of the text.
+    Calls in the Hermes format are parsed incrementally, those of other formats at the end of the text.
     """
 
     def __init__(self, form: CallFormat = FORMATS["hermes"], names: Sequence[str] | None = None) -> None:
@@ -197,7 +197,7 @@ class ToolCallsInText:
 
 
 class RequiredCalls:
-    """A Shape: the text is a list of calls in JSON."""
+    """A Shape: the text is a JSON list of calls."""
 
     def reader(self, number: int) -> Reader:
         """Return the reader of a choice."""
@@ -205,7 +205,7 @@ class RequiredCalls:
 
 
 class NamedCall(msgspec.Struct, frozen=True):
-    """A Shape: the text is the arguments of one tool."""
+    """A Shape: the text is the arguments of one tool's call."""
 
     name: str
 
@@ -215,7 +215,7 @@ class NamedCall(msgspec.Struct, frozen=True):
 
 
 class _Arguments:
-    """Reads the arguments of one call."""
+    """A Reader: the text is the arguments of one call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -233,7 +233,7 @@ class _Arguments:
 
 
 class _ObjectEnd:
-    """Looks for the end of a JSON object in a text that comes in pieces."""
+    """Incremental search for the end of a JSON object."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -241,7 +241,7 @@ class _ObjectEnd:
         self.is_found = False
 
     def find(self, text: str) -> int:
-        """Return how many characters of `text` are of the object."""
+        """Return the number of characters of `text`, the next piece, that belong to the object."""
         place = 0
         while place < len(text) and not self.is_found:
             if self._is_escaped:
@@ -266,17 +266,17 @@ _IN_STRING = re.compile(r'["\\]')
 _OUT_OF_STRING = re.compile(r'["{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 MAX_HEAD_CHARS = 1024
-"""What is longer than this before the arguments of a call is read at the end, with all that comes after it."""
+"""A call with a longer text before its arguments is parsed at the end, with the rest of the text."""
 _LIST_OPENING, _LIST_CLOSING = re.compile(r"[\[\]},\s]*"), re.compile(r"[\]},\s]*")
 _TAG_OPENING = re.compile(r"[}\s]*(?:</tool_call>)?\s*<tool_call>\s*")
 _TAG_CLOSING = re.compile(r"[}\s]*(?:</tool_call>)?\s*")
 
 
 class _JsonCalls:
-    """Reads calls of which each is a JSON object, its arguments as they come.
+    """A Reader of calls that are JSON objects; arguments are parsed incrementally.
 
-    `opening` matches what stands before a call, `closing` what may stand after the last one. `read` returns the calls
-    of the part of a text in which they are written otherwise, and raises ValueError for others. `is_enforced`: the text
+    `opening` matches the text before a call, `closing` the text after the last one. `read` parses the rest of the text
+    if its calls have another form, and raises ValueError if there are none. `is_enforced`: the text
     is nothing but calls, so that what follows the last whole call is a call that was cut off.
     """
 
@@ -295,10 +295,10 @@ class _JsonCalls:
         self._names = names
         self._is_enforced = is_enforced
         self._texts: list[str] = []
-        """What was not understood yet."""
+        """Text that is not parsed yet."""
         self._num_held = 0
         self._arguments: _ObjectEnd | None = None
-        """Of the call that is being read."""
+        """Those of the current call."""
         self._num_calls = 0
 
     def add(self, text: str) -> Part:
@@ -341,7 +341,7 @@ class _JsonCalls:
         held = "".join(self._texts)
         try:
             written = self._read(held.rstrip())
-        except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):  # it looks like a call, at most
+        except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):  # it only looks like a call
             written = []
         if written and (self._names is None or all(name in self._names for name, _ in written)):
             calls = [
@@ -368,12 +368,12 @@ def _listed(text: str) -> list[Call]:
 
 
 class _InText:
-    """Reads a text in which there may be calls."""
+    """A Reader of text that may contain calls."""
 
     def __init__(self, form: CallFormat, names: frozenset[str] | None) -> None:
         self._form = form
         self._held = ""
-        """The last characters, if they may be the beginning of calls."""
+        """The last characters, if they may begin a call."""
         self._has_text = False
         is_tagged = form.name == "hermes"
         opening, closing = (_TAG_OPENING, _TAG_CLOSING) if is_tagged else (_NEVER, _NEVER)
@@ -396,13 +396,13 @@ class _InText:
         return Part(text[:count])
 
     def _first_mark(self, text: str) -> int | None:
-        """Return where calls begin; None where none do."""
+        """Return the place of the first call, or None."""
         if not self._has_text and text.lstrip().startswith(self._form.starts or _NOWHERE):
             return 0
         return min((place for mark in self._form.marks if (place := text.find(mark)) >= 0), default=None)
 
     def _num_doubtful(self, text: str) -> int:
-        """Return how many characters at the end of a text without a mark may be the beginning of one."""
+        """Return the number of characters at the end of a text without a mark that may begin one."""
         stripped = text.lstrip()
         if not self._has_text and any(start.startswith(stripped) for start in self._form.starts):
             return len(text)
@@ -418,9 +418,9 @@ _NOWHERE = ("\0",)
 
 
 def calls_schema(functions: Sequence[Mapping[str, Any]], *, in_parallel: bool) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls of these tools. `in_parallel`: of more than one call.
+    """Return the JSON schema of a list of calls of these tools. `in_parallel`: allow more than one call.
 
-    Definitions of parameters move to the root, which references are to. Raise ApiError where two differ.
+    Definitions of parameters move to the root, where references point. Raise ApiError if two definitions differ.
     """
     definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     items = []
@@ -445,7 +445,7 @@ def calls_schema(functions: Sequence[Mapping[str, Any]], *, in_parallel: bool) -
 
 
 def call_text(name: str, *, is_first: bool) -> tuple[str, str]:
-    """Return what Hermes and Qwen write before the arguments of a call, and after. `is_first`: in its message."""
+    """Return the text before and after the arguments of a call in the Hermes format. `is_first`: of the message."""
     return ("" if is_first else "\n") + f'<tool_call>\n{{"name": {_json(name)}, "arguments": ', "}\n</tool_call>"
 
 
@@ -454,7 +454,7 @@ def _json(value: Any) -> str:
 
 
 def format_named(name: str, template: str) -> CallFormat:
-    """Return the format of that name, `auto` for the one that a template tells of. Raise ConfigError for another."""
+    """Return the format `name`; for `auto`, the one that the template mentions. Raise ConfigError if it is unknown."""
     if name == "auto":
         return format_of(template)
     if name not in FORMATS:

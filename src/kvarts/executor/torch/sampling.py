@@ -83,7 +83,7 @@ class BatchSampler:
     ) -> None:
         """Sample for a request from now on. `stop_ids`: tokens that end it, beside those that `params` name."""
         if params.forced_tokens:
-            raise ConfigError("are of mocks: a model chooses its tokens", field="sampling.forced_tokens")
+            raise ConfigError("is for mocks only", field="sampling.forced_tokens")
         ends = frozenset(params.stop_token_ids) | frozenset(stop_ids)
         sampler = None
         if not params.is_argmax:
