@@ -1,4 +1,4 @@
-"""How long the KV of a request is worth keeping, in the forms in which clients say so.
+"""Hints on how long the KV of a request is worth keeping, in the forms in which clients send them.
 
 - `kv_hints`: vLLM's envelope of actions (vLLM pull request 53423). Of the actions, `kv.retain` of version 1 is read:
   its `directives` hold a `priority` from 0 to 100 and a `duration` in seconds, or null.
@@ -36,7 +36,7 @@ class CacheControl(msgspec.Struct):
 
 
 class AgentHints(msgspec.Struct):
-    """Dynamo's hints. The others are for its router."""
+    """The hint of Dynamo's that is read. The others are for its router."""
 
     priority: Priority | None = None
 
@@ -49,7 +49,7 @@ class NvExt(msgspec.Struct):
 
 
 class Action(msgspec.Struct):
-    """One action of vLLM's envelope; the others than `kv.retain` are ignored."""
+    """One action of vLLM's envelope; only `kv.retain` is read."""
 
     action_id: str
     action_type: str
@@ -66,7 +66,7 @@ class KvHints(msgspec.Struct):
 
 
 class Directive(msgspec.Struct, forbid_unknown_fields=True):
-    """What `kv.retain` asks of a range of tokens; here it is all of a request's."""
+    """A claim of `kv.retain` on a range of tokens; here, on all tokens of a request."""
 
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)]
     duration: Annotated[float, msgspec.Meta(ge=0, le=MOST_DURATION_S)] | None = None
@@ -76,7 +76,7 @@ class Directive(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Retain(msgspec.Struct):
-    """The payload of `kv.retain`. `scope`: the level of the claim; claims here are of runs of pages."""
+    """The payload of `kv.retain`. `scope` names the owner of the claim, and has no effect here."""
 
     directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=1)]
     scope: str | None = None
