@@ -137,3 +137,17 @@ def test_what_is_hinted_stays(start: Start, order: Any, given: dict[str, Any], n
         assert reply.status == 200, reply.payload
     usage = reply.json["usage"]
     assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) == num_hit
+
+
+@pytest.mark.parametrize("command", [("mock",), ("serve", "model", "--model", "none")])
+@pytest.mark.parametrize(("name", "said"), [("session-aware", b"needs a trace"), ("nothing", b"is no policy")])
+def test_a_policy_of_a_server_is_checked_before_it_starts(
+    run_command: Callable[..., int],
+    capsysbinary: pytest.CaptureFixture[bytes],
+    command: tuple[str, ...],
+    name: str,
+    said: bytes,
+) -> None:
+    assert run_command(*command, "--eviction", name) == 2
+    told = capsysbinary.readouterr().err
+    assert b"--eviction: " in told and said in told

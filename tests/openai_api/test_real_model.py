@@ -442,3 +442,15 @@ def test_tools_are_told_and_calls_come_back_to_the_template(with_tools: str, url
     for chosen, status in (("none", 200), ("auto", 400), (None, 400)):
         body = {"messages": asked, "tools": TOOLS, "tool_choice": chosen, "max_tokens": 1}
         assert call(url, CHAT, body).status == status
+
+
+@pytest.mark.parametrize(("given", "num_hit"), [({}, 224), ({"cache_control": {"type": "ephemeral"}}, 396)])
+def test_a_hint_keeps_a_prompt_of_a_real_model(directory: str, given: dict[str, Any], num_hit: int) -> None:
+    """The third prompt of 100 pages pushes 44 pages of the first out of 256, or of the second if the first is kept."""
+    order = pytest.importorskip("kvarts.plan.hinted").HintedOrder
+    with served(directory, eviction=order) as address:
+        for first, more in ((1, given), (2, {}), (3, {}), (1, {})):
+            prompt = [first, *(10 + place % 200 for place in range(399))]
+            reply = call(address, COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more})
+            assert reply.status == 200, reply.payload
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] == num_hit
