@@ -190,10 +190,14 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row == "priority":
+    if row in ("priority", "groups"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
+    if row == "groups":
+        windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
+        chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
+        workload.groups = [FULL, *windows, *chunks]
     elif row in ("window", "chunk"):
         span = page_size * draw.randint(1, 6)
         if row == "window":
@@ -207,6 +211,7 @@ ROWS = {
     "priority": "three priorities",
     "window": "a window beside a full group, everything kept",
     "chunk": "chunks beside a full group, everything kept",
+    "groups": "several windows and chunks beside a full group, everything kept, three priorities",
 }
 
 

@@ -16,6 +16,7 @@ from sys import getsizeof
 from typing import Any
 
 from kvarts.errors import ConfigError
+from kvarts.hints import Hints
 
 __all__ = ["UNIT_BYTES", "Content", "PageKey", "pack_units"]
 
@@ -29,11 +30,15 @@ TRIM_BYTES = 1024
 
 
 class Content:
-    """The known tokens of one sequence. Only its request appends to it; readers may attach notes."""
+    """The known tokens of one sequence, and the hints of its request, which are not compared.
+
+    Only its request appends to it; readers may attach notes.
+    """
 
     __slots__ = (
         "_notes",
         "_pages_per_unit",
+        "hints",
         "num_known_pages",
         "num_known_tokens",
         "owner",
@@ -52,6 +57,7 @@ class Content:
         unit_tokens: int = 1,
         owner: int,
         salt: str | None = None,
+        hints: Hints | None = None,
     ) -> None:
         """Create a content from `units`, 8 bytes each in native byte order. `salt`: the tenant."""
         if len(units) // UNIT_BYTES * unit_tokens < num_tokens:
@@ -68,13 +74,23 @@ class Content:
         self._pages_per_unit = 0 if unit_tokens % page_size else unit_tokens // page_size
         self.owner = owner
         self.salt = salt
+        self.hints = hints
         self._notes: dict[object, Any] | None = None
 
     @classmethod
-    def from_tokens(cls, token_ids: Iterable[int], *, page_size: int, owner: int, salt: str | None = None) -> Content:
+    def from_tokens(
+        cls,
+        token_ids: Iterable[int],
+        *,
+        page_size: int,
+        owner: int,
+        salt: str | None = None,
+        hints: Hints | None = None,
+    ) -> Content:
         """Return a growable content of single tokens, ids in [0, 2**64). Raise ConfigError for other ids."""
         units = bytearray(pack_units(token_ids))
-        return cls(units, num_tokens=len(units) // UNIT_BYTES, page_size=page_size, owner=owner, salt=salt)
+        num_tokens = len(units) // UNIT_BYTES
+        return cls(units, num_tokens=num_tokens, page_size=page_size, owner=owner, salt=salt, hints=hints)
 
     def append(self, packed_tokens: bytes) -> None:
         """Append known tokens, packed in 8 bytes each. Requires `unit_tokens` 1."""

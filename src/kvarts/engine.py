@@ -78,6 +78,7 @@ class Engine:
         request.cancelled_ns = self.now_ns
         if self.log.tell_details is not None:
             self.log.tell_details(Cancelled(request.index, self.now_ns))
+        self.scheduler.cache.set_time(self.now_ns)
         self.scheduler.cancel(request)
         self.emit()
 

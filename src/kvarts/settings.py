@@ -136,13 +136,15 @@ def _words_of(kind: Any) -> Words | None:
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A group of settings: those of `struct`, in `table` of a file, under `title` in the help.
 
-    `is_named`: the file has one such table per name, such as `[models.chat]`.
+    `is_named`: the file has one such table per name, such as `[models.chat]`. `is_listed`: these tables form a list,
+    `[[pool]]`; the key `name` names each, else its position, from 1.
     """
 
     struct: type[msgspec.Struct]
     title: str
     table: str = ""
     is_named: bool = False
+    is_listed: bool = False
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -414,11 +416,13 @@ def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path 
     known = {setting.key: setting for section in sections if not section.is_named for setting in section.settings}
     tables = {section.table for section in sections if section.table}
     named = {section.table for section in sections if section.is_named}
+    listed = {section.table for section in sections if section.is_listed}
     for name, value in values.items():
         if name not in tables:
             _add(given, known, name, value, source, {*(key for key in known if "." not in key), *tables})
             continue
-        for inner, item in _table(value, name, path).items():
+        tables_of = _listed(value, name, path) if name in listed else _table(value, name, path)
+        for inner, item in tables_of.items():
             key = f"{name}.{inner}"
             if name not in named:
                 _add(given, known, key, item, source, _in_table(known, name))
@@ -453,6 +457,22 @@ def _table(value: Any, name: str, path: Path | None) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"must be a table, got {value!r}", path=path, field=name)
     return value
+
+
+def _listed(value: Any, name: str, path: Path | None) -> Mapping[str, Any]:
+    """Return the tables of a list by their names."""
+    if not isinstance(value, list):
+        raise ConfigError("must be a list of tables", path=path, field=name, hint=f"Write [[{name}]].")
+    found: dict[str, Any] = {}
+    for place, item in enumerate(value, 1):
+        table = dict(_table(item, f"{name}.{place}", path))
+        inner = table.pop("name", str(place))
+        if not isinstance(inner, str) or not inner or "." in inner:
+            raise ConfigError(f"{inner!r} is not a name", path=path, field=f"{name}.{place}.name")
+        if inner in found:
+            raise ConfigError(f"two tables have the name {inner!r}", path=path, field=f"{name}.{place}.name")
+        found[inner] = table
+    return found
 
 
 def _in_table(known: Mapping[str, Setting], table: str) -> set[str]:

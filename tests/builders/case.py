@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvarts.hints import Hints
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace, TraceRequest
 
@@ -26,6 +27,7 @@ class Row:
     priority: int
     tenant: str | None
     cancel_after_ms: int | None = None
+    hints: Hints | None = None
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Case:
                     priority=row.priority,
                     tenant=row.tenant,
                     cancel_after_ns=None if row.cancel_after_ms is None else row.cancel_after_ms * NS_PER_MS,
+                    hints=row.hints,
                 )
                 for index, row in enumerate(self.rows)
             ],

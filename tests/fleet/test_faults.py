@@ -69,12 +69,22 @@ def test_replicas_fail_as_workers_of_a_fleet_do(asked: Callable[..., Any]) -> No
     assert [pool["role"] for pool in report["fleet"]["pools"]] == ["mixed"]
 
 
+def test_a_scaler_brings_a_worker_for_the_last_one_that_fails(asked: Callable[..., Any]) -> None:
+    options = ("replay", "sample:mooncake", *SMALL, "--replicas", 1, "--faults", "down:0=100s")
+    alone = asked(*options)
+    assert alone["num_failed"] == alone["num_requests"] - alone["num_completed"] > 0
+    report = asked(*options, "--scaler", "queue,target=4,every=30s", "--startup-time", 10)
+    assert report["num_completed"] == 1000
+
+
 def test_a_fault_of_a_worker_that_is_not_there_is_refused(
     run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("replay", "sample:mooncake", "--replicas", 2, "--faults", "down:2=1s") == 2
     assert "--faults" in (said := capsys.readouterr().err)
     assert "workers 0 to 1" in said
+    assert run_command("replay", "sample:mooncake", "--replicas", 2, "--faults", "cut:1=1s") == 2
+    assert "mixed workers send nothing" in capsys.readouterr().err
 
 
 @pytest.mark.laws
@@ -101,7 +111,7 @@ def test_mixed_workers_that_fail_lose_no_request(case: Case, faults: list[Fault]
     fast, slow = (
         FleetConfig(
             pools=(PoolConfig(role="mixed", each=case.config(audit=True, step_by_step=step_by_step)),),
-            faults=tuple(each for each in faults if each.worker < case.replicas),
+            faults=tuple(each for each in faults if each.worker < case.replicas and each.kind == "down"),
         ).replay(case.trace())
         for step_by_step in (False, True)
     )

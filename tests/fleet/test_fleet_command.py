@@ -50,6 +50,24 @@ def test_the_timeline_of_each_worker_is_true(run_command: Callable[..., int], tr
             assert run_command("verify", path.with_stem(f"{profile}-r{worker}")) == 0
 
 
+def test_a_run_directory_has_the_timelines_of_all_workers_and_makes_a_page(
+    run_command: Callable[..., int], trace: Path, tmp_path: Path
+) -> None:
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    scaler = ("--scaler", "script,10s=2:3", "--faults", "down:1=20s-30s")
+    assert run_command("replay", trace, *APART, *SMALL, *scaler, "--run-dir", run, "--html", page) == 0
+    assert {path.name for path in run.iterdir()} == {
+        "report.json",
+        "requests.jsonl",
+        "distributions.json",
+        "run.json",
+        *(f"timeline-r{worker}.json.gz" for worker in range(5)),
+    }
+    assert run_command("verify", run) == 0
+    assert run_command("report", run) == 0
+    assert page.read_text().rstrip().endswith("</html>")
+
+
 def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
     config = tmp_path / "fleet.toml"
     config.write_text(
@@ -71,6 +89,7 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
         ((*APART, "--transfer-rate", "1GB/s"), "--transfer-token-bytes"),
         ((*APART, "--decode-pages", 0), "--decode-pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
+        ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
         ((*APART, "--host-pages", 100), "not modelled in a fleet"),
         ((*APART, "--events", "out.jsonl"), "not written of a fleet"),
     ],

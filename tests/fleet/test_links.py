@@ -21,7 +21,7 @@ GB_PER_S = 1e9  # a byte a nanosecond
 
 def handoff(index: int, source: int, target: int) -> Handoff:
     request = Request(index, Content(bytes(8), num_tokens=1, page_size=1, owner=index), 1, 1)
-    found = Handoff(request, TraceRequest(index, 0, b"", 1, 1), None)
+    found = Handoff(request, TraceRequest(index, 0, b"", 1, 1))
     found.source, found.target = source, target
     return found
 

@@ -16,7 +16,7 @@ S = 1_000_000_000
 def state(*workers: tuple[int, float], at_s: int = 0, num_starting: int = 0) -> FleetState:
     """One pool of workers, each with so many waiting requests and that share of its pages in use."""
     active = tuple(WorkerState(index, 1, waiting, 0, used) for index, (waiting, used) in enumerate(workers))
-    return FleetState(at_s * S, (PoolState("decode", active, num_starting, 0),))
+    return FleetState(at_s * S, (PoolState("decode", "decode", active, num_starting, 0),))
 
 
 def test_a_script_says_what_there_is_from_each_time_on() -> None:

@@ -132,6 +132,9 @@ class Found:
         num_sink = -(-self.groups[group].layer.sink // self.page_size)
         return sum(part.refs > 0 for page, part in self.parts[group].items() if page >= first_page or page < num_sink)
 
+    def num_with_held_copy(self, group: int) -> int:
+        return 0
+
     def num_idle(self, group: int) -> int:
         return sum(part.refs == 0 for part in self.parts[group].values())
 

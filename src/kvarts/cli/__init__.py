@@ -1,1 +1,1 @@
-"""The command line: parse, call the library, render. Decides nothing."""
+"""The command line: parses arguments, calls the library, prints results. Makes no decisions."""

@@ -1,4 +1,4 @@
-"""`kvarts calibrate` fits a cost model to a measured run; `kvarts compare` holds a replay against one."""
+"""`kvarts calibrate` fits a cost model to a measured run; `kvarts compare` compares a replay with one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEYS = (
     "replicas",
     "router",
 )
-"""Settings of a replay that say what was measured."""
+"""Settings of a replay that describe the measured engine."""
 
 
 @click.command("calibrate", cls=Command, params=[RUNS, *options_of(SECTIONS, KEYS)])
@@ -103,12 +103,12 @@ def calibrate_command(
 ) -> None:
     """Fit a cost model to measured runs, by replaying them some thousand times.
 
-    A RUN has a line a request, with times and token counts: JSON lines as vLLM's timings have them, CSV, or what `vllm
-    bench serve`, GuideLLM or AIPerf wrote. Or it has a line a step, with its work and its duration: a record of steps,
-    or the log of a vLLM that was started with --enable-logging-iteration-details. Or it is a .toml that says where that
-    is and what it ran on: `measured`, with settings by their long names (tensor_parallel for --tensor-parallel), and
-    prompts, trace_block_size, series, time_unit and a table [columns] as the options. What it does not say, options
-    say, of all runs. Needs the extra kvarts[calibrate].
+    A RUN is a file with one line per request, with times and token counts: JSON lines with the names of vLLM's timings,
+    CSV, or the output of `vllm bench serve`, GuideLLM or AIPerf. Or it has one line per step, with its work and its
+    duration: a record of steps, or the log of a vLLM started with --enable-logging-iteration-details. Or it is a .toml
+    that names such a file and describes the engine: `measured`, settings by their long names (tensor_parallel for
+    --tensor-parallel), and prompts, trace_block_size, series, time_unit and a table [columns] as in the options.
+    Options apply to all runs, where the .toml leaves a setting out. Needs the extra kvarts[calibrate].
     """
     given = given_by_flags(settings, SECTIONS)
     if runs and (points is not None or asks_design):
@@ -141,7 +141,7 @@ def calibrate_command(
 
 
 class _Found(Protocol):
-    """What a fit comes to."""
+    """The result of a fit."""
 
     def to_text(self) -> str: ...
 
@@ -151,7 +151,7 @@ class _Found(Protocol):
 
 
 def _write(found: _Found, out: Path | None, *, as_json: bool) -> None:
-    """Print what was found, and write the file that it makes."""
+    """Print the result of a fit, and write the file that it produces."""
     if as_json and not is_standard_output(out):
         print_json(found.to_builtins())
     elif not is_standard_output(out):
@@ -184,7 +184,7 @@ def _fit_points(points: Path, prior: Path | None, hold_out: str | None, out: Pat
 
 
 def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
-    """Return the names that `--column FIELD=NAME` gives to fields; None without the option."""
+    """Return the column names of `--column FIELD=NAME` by field; None without the option."""
     columns = {}
     for text in given:
         field, equals, name = text.partition("=")
@@ -210,7 +210,7 @@ def _fit_steps(path: Path, given: Given) -> _Found:
     import kvarts
     from kvarts.executor.roofline import RooflineCost
 
-    # Steps are not replayed: an engine of any size will do.
+    # Steps are not replayed, so any number of pages will do.
     config = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS)))
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
@@ -270,10 +270,10 @@ def compare_command(
     opens: bool,
     as_json: bool,
 ) -> None:
-    """State how far a replay is from what was measured.
+    """Compare a replay with a measured run.
 
-    REPLAY is what `kvarts replay --run-dir` or `--requests` wrote, of the requests in MEASURED. Requests are matched by
-    their ids, or by their rows where the trace had none.
+    REPLAY is the output of `kvarts replay --run-dir` or `--requests` for the requests in MEASURED. Requests are matched
+    by their ids, or by their rows if the trace is without ids.
     """
     from kvarts.calibrate import compare, load_measured, load_series
     from kvarts.calibrate.page import render_page

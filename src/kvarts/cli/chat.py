@@ -49,10 +49,10 @@ def _sampling_options(command: Any) -> Any:
 @click.option("--tls-ca", metavar="FILE", type=INPUT, help="Encrypt, and trust the certificates in this file.")
 @_sampling_options
 def chat_command(**values: Any) -> None:
-    """Talk to a session in the terminal: a line of standard input is a turn.
+    """Talk to a session in the terminal: each line of standard input is a turn.
 
-    After each turn, standard error has the speed, and what the session keeps. The end of the input closes it; Ctrl-C
-    ends an answer.
+    After each turn, the speed and the retained KV are printed on standard error. The end of the input closes the
+    session; Ctrl-C ends an answer.
     """
     need_grpc()
     from kvarts.client import Sessions
@@ -75,7 +75,7 @@ def chat_command(**values: Any) -> None:
 
 
 class _Chat:
-    """A conversation: lines in, answers out, until there are no more lines."""
+    """A conversation: reads lines and prints answers until the input ends."""
 
     def __init__(self, session: Session, text: Text, sampling: dict[str, Any]) -> None:
         self._session = session
@@ -84,10 +84,10 @@ class _Chat:
         self._end: int | None = None
 
     def run(self) -> None:
-        """Take turns."""
+        """Run the turns."""
         is_first = True
         for line in _lines():
-            # After Ctrl-C, what was cancelled may still be ending: these wait for it.
+            # After Ctrl-C, the cancelled answer may still be ending: `queue` makes these calls wait for it.
             self._session.append(self._text.tokens(line, is_first=is_first, end=self._end), queue=True)
             is_first = False
             start_s = time.perf_counter()
@@ -101,7 +101,7 @@ class _Chat:
             self._say_figures(num_tokens, time.perf_counter() - start_s)
 
     def _answer(self) -> int:
-        """Write an answer as it comes; return the number of its tokens."""
+        """Stream an answer to standard output; return its number of tokens."""
         write, last, done = self._text.writer(), None, None
         with closing(self._session.generate(queue=True, **self._sampling)) as updates:
             for update in updates:
@@ -130,7 +130,7 @@ class _Chat:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input, empty ones left out; ask for them in a terminal."""
+    """Yield the lines of standard input except empty ones; in a terminal, show a prompt for each."""
     try:
         for line in _typed_lines() if sys.stdin.isatty() else sys.stdin:
             if stripped := line.rstrip("\n"):
@@ -141,7 +141,7 @@ def _lines() -> Iterator[str]:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield the lines that are typed in a terminal."""
+    """Yield the lines typed in a terminal."""
     with suppress(ImportError):
         import readline  # noqa: F401  # lines can be edited, and called back
     while True:

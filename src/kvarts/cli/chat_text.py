@@ -1,4 +1,4 @@
-"""Lines as tokens, and tokens as text: with a model's tokenizer and chat template, or byte by byte."""
+"""Conversion between lines and tokens: with a model's tokenizer and chat template, or byte by byte."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["ByteText", "ModelText", "Text"]
 
 
 class Text(Protocol):
-    """How a chat reads and writes tokens."""
+    """Conversion between the text and the tokens of a chat."""
 
     eos_token_ids: tuple[int, ...]
 
     def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
-        """Return what a line adds to a history. `end`: the token with which the answer before ended, if it was one."""
+        """Return the tokens that a line adds to a history. `end`: the EOS token of the previous answer, if any."""
 
     def writer(self) -> Callable[[int], str]:
-        """Return what makes text of the tokens of one answer, one by one; a part of a character is held back."""
+        """Return a decoder for the tokens of one answer, called per token; it withholds incomplete characters."""
 
 
 class ByteText:
-    """UTF-8 bytes are token ids. What is no byte is written as its number."""
+    """Token ids are UTF-8 bytes. Ids above 255 are written as numbers."""
 
     eos_token_ids: tuple[int, ...] = ()
 
     def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
-        """Return the bytes of a line and of its end."""
+        """Return the bytes of a line and its newline."""
         return list(f"{line}\n".encode())
 
     def writer(self) -> Callable[[int], str]:
-        """Return a decoder of UTF-8."""
+        """Return an incremental UTF-8 decoder."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
         def write(token: int) -> str:
@@ -46,15 +46,15 @@ class ByteText:
 
 
 ANSWER = "kvarts-answer-5d41402a"
-"""Stands for an answer, to see what a template puts after one."""
+"""Placeholder for an answer, to find the text that a template renders after one."""
 
 
 class ModelText:
-    """The tokenizer in a model's directory, and its chat template where it has one.
+    """The tokenizer in a model's directory, with its chat template if it has one.
 
-    A template renders a whole conversation; a session needs what a turn adds. So a conversation with a placeholder for
-    the answer is rendered, and what comes after the placeholder is the addition, less the end of turn that the model
-    has generated itself.
+    A template renders a whole conversation, but a session needs only the text that a turn adds. So a conversation with
+    a placeholder for the answer is rendered; the addition is the text after the placeholder, without the end-of-turn
+    token if the model generated that.
     """
 
     def __init__(self, directory: str) -> None:
@@ -97,7 +97,7 @@ class ModelText:
         return self._encode(addition, add_special_tokens=False)
 
     def writer(self) -> Callable[[int], str]:
-        """Return a decoder of the tokenizer's."""
+        """Return an incremental decoder of the tokenizer."""
         from tokenizers.decoders import DecodeStream
 
         backend, stream = self._tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)

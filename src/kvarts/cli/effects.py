@@ -1,6 +1,6 @@
-"""Options that cannot have an effect are refused: one rule, in every command, by the tables below.
+"""Refusal of options that cannot have an effect: the same rules in every command, from the tables below.
 
-A row says when options have none. What is refused was typed: a key of a file that other commands read as well is not.
+Only typed options are refused. Keys of a file are not, because other commands may read that file.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["MODES", "NEEDS", "Mode", "Need", "check_effects"]
 
 
 class Need(NamedTuple):
-    """`options` have an effect only where one of `needs` is given: an option, or `--option=value`.
+    """`options` have an effect only if one of `needs` is given: an option, or `--option=value`.
 
-    `commands`: those that it holds for; none, all that have such an option and know one of what it needs.
-    `unless`: they have none either where one of these is given.
+    `commands`: the commands that the rule applies to; if empty, all that know one of the options and one of `needs`.
+    `unless`: the options have no effect if one of these is given.
     """
 
     options: tuple[str, ...]
@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """Where `when` is given, or is a fact, `command` reads the options `keeps`, or all but `drops`, and no others."""
+    """With the option or fact `when`, `command` reads only the options in `keeps`, or all except those in `drops`."""
 
     command: str
     when: str
@@ -108,7 +108,8 @@ def check_effects(
 ) -> None:
     """Raise ConfigError for an option that was typed and cannot have an effect.
 
-    `is_set`: whether an option is given otherwise, by a file. `facts`: what else modes are about, such as NO_REPLAY.
+    `is_set`: returns whether a file sets an option. `facts`: conditions of modes that are not options, such as
+    NO_REPLAY.
     """
     flags = _flags_of(context)
     typed = {flag: context.params[name] for flag, name in flags.items() if _is_typed(context, name)}
@@ -154,7 +155,7 @@ def _refuse_unless(need: Need, flag: str, is_given: Callable[[str], bool]) -> No
 
 
 def _flags_of(context: click.Context) -> dict[str, str]:
-    """Return the names of parameters by their flags; arguments are not among them."""
+    """Return the parameter names of the command's options, by flag; arguments are not included."""
     return {
         param.opts[0] if param.opts[0].startswith("--") else param.opts[-1]: param.name or ""
         for param in context.command.params

@@ -1,4 +1,4 @@
-"""Options that all commands with an engine of a model have, and those of its tokens."""
+"""Options common to all commands that run a model in an engine, and sampling options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLING: list[tuple[str, Any, str]] = [
 
 
 def engine_options(command: Command, **attributes: Any) -> Command:
-    """Add the options of an engine that runs a model, with `attributes` of each."""
+    """Add the options of an engine that runs a model. `attributes` are passed to each option."""
     at_least_one = click.IntRange(min=1)
     options: list[tuple[str, dict[str, Any]]] = [
         ("--kv-memory", {"metavar": "SIZE", "default": "auto", "help": "KV memory: auto, or 2GiB."}),
@@ -59,7 +59,7 @@ def engine_options(command: Command, **attributes: Any) -> Command:
 
 
 def kv_groups_option(command: Command, **attributes: Any) -> Command:
-    """Add the option of an engine for what layers keep, with `attributes`."""
+    """Add the option `--kv-groups`: which KV the layers retain. `attributes` are passed to it."""
     text = (
         "What layers with a window keep: off, every token; all or tails, what later tokens see, and for later requests "
         "everything while there is room, or what a hit at the end of a prompt or an answer needs. Changes no token."
@@ -70,7 +70,7 @@ def kv_groups_option(command: Command, **attributes: Any) -> Command:
 
 
 def speculation_option(command: Command, **attributes: Any) -> Command:
-    """Add the option of an engine that generates for users, with `attributes`."""
+    """Add the option `--speculative-config`, with `attributes`."""
     text = (
         "Guess tokens, and verify them in the same step: ngram, or as JSON with num_speculative_tokens, "
         "prompt_lookup_max and prompt_lookup_min. Changes no token."

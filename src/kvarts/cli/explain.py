@@ -1,4 +1,4 @@
-"""`kvarts story`, and what the page of `kvarts report` shows of why."""
+"""`kvarts story`, and the explanations on the page of `kvarts report`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["overview_for", "story_command"]
 
 NUM_SLOWEST = 10
 MOST_CHARACTERS = 1000
-"""Of the name of a block."""
+"""Most characters in the name of a block."""
 
 
 @click.command("story", cls=Command)
@@ -36,8 +36,8 @@ MOST_CHARACTERS = 1000
 def story_command(file: Path, request_name: str | None, block_name: str | None, hits: bool) -> None:
     """Explain what happened to a request or a block, and why; without options, list the slowest requests.
 
-    FILE is a journal that `kvarts replay --events` wrote, or a run directory. Only a run directory has the time of each
-    first token.
+    FILE is a journal written by `kvarts replay --events`, or a run directory. Only a run directory has the times of
+    first tokens.
     """
     from kvarts.explain.hits import hit_ledger
     from kvarts.explain.story import story_of_block, story_of_request
@@ -75,7 +75,7 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
             else:
                 lines = hit_ledger(journal).to_text().splitlines()
         except InputError as error:
-            failure = error  # a replica that knows nothing of it; another may
+            failure = error  # this replica does not know it; another may
             continue
         if len(paths) > 1:
             click.echo(f"{path.relative_to(file)}:")
@@ -86,7 +86,7 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
 
 
 def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None = None) -> Overview | None:
-    """Return what the journals of a run tell for its page; None where it has none."""
+    """Return the overview of a run's journals for its page; None without journals."""
     from kvarts.explain.overview import overview_of
     from kvarts.explain.reading import load_journal
 
@@ -95,7 +95,7 @@ def overview_for(run: RunDirectory, on_progress: Callable[[int], object] | None 
 
 
 def _load(path: Path) -> Journal:
-    """Read a journal, and say so where it takes long."""
+    """Read a journal, with progress if it takes long."""
     from kvarts.explain.reading import load_journal
 
     with reading(path):
@@ -105,7 +105,7 @@ def _load(path: Path) -> Journal:
 
 
 def _rows_of(runs: Sequence[RunDirectory]) -> dict[Path, list[RequestTimes]]:
-    """Return the requests that each journal of runs is about; none where a run has no such file."""
+    """Return the requests of each journal, by its path. Runs whose requests lack ids are left out."""
     from kvarts.explain.sums import RequestTimes
 
     found: dict[Path, list[RequestTimes]] = {}
@@ -131,7 +131,7 @@ def _rows_of(runs: Sequence[RunDirectory]) -> dict[Path, list[RequestTimes]]:
 
 
 def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) -> list[str]:
-    """Return the sum that the story of a request begins with; nothing for one that a journal does not time."""
+    """Return the summary at the head of a request's story; empty if the journal lacks the request's times."""
     from kvarts.explain.sums import sum_of, times_in
 
     times = rows if rows is not None else times_in(journal)
@@ -139,7 +139,7 @@ def _sum_of(name: str, journal: Journal, rows: Sequence[RequestTimes] | None) ->
 
 
 def _slowest_of(runs: Sequence[RunDirectory], paths: Sequence[Path], file: Path) -> list[str]:
-    """Return the slowest requests of all journals, a line each."""
+    """Return the slowest requests of all journals, one line each."""
     from kvarts.explain.sums import Sums, slowest, times_in
 
     rows = _rows_of(runs)

@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about prefill and decode on workers of their own."""
+"""The part of `kvarts replay` that simulates prefill and decode on separate workers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
+from kvarts.cli.outputs import write_about
 from kvarts.cli.parts import Part, Run
 from kvarts.cli.printing import print_bytes
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.fleet.config import SECTIONS, FleetConfig, is_of_fleet, resolve_fleet
-from kvarts.report.run_directory import per_replica
+from kvarts.report.run_directory import REPORT, REQUESTS, TIMELINE, per_replica
 from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
@@ -24,21 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["PART", "FleetRun"]
 
-NOT_YET = {
-    "run_dir": "--run-dir",
-    "html_file": "--html",
-    "events_file": "--events",
-}
-"""Results that are not written of a fleet."""
-
 
 class FleetPart(Part):
-    """Options of pools and of links."""
+    """Options of pools and links."""
 
     sections = SECTIONS
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
-        """Return the run where anything is said of pools."""
+        """Return the run if any setting of a pool is given."""
         if not is_of_fleet(given):
             return None
         if given.names("models"):
@@ -47,7 +41,7 @@ class FleetPart(Part):
 
 
 class FleetRun:
-    """A replay on a fleet. Raises ConfigError before anything is done."""
+    """A replay on a fleet. Raises ConfigError when constructed, before any work is done."""
 
     def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section]) -> None:
         self._given = given
@@ -56,11 +50,11 @@ class FleetRun:
 
     @property
     def inputs(self) -> list[Path]:
-        """The trace that the file names."""
+        """The trace that the settings file names."""
         return [self._given.path_of("trace")] if "trace" in self._given else []
 
     def outputs(self, places: Mapping[str, Any]) -> FleetOutputs:
-        """Check where results go."""
+        """Return the outputs, with their paths checked."""
         return FleetOutputs(self.config, places)
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
@@ -75,38 +69,47 @@ class FleetOutputs:
     """The files of one replay on a fleet, checked before it begins. Raises ConfigError and OutputError."""
 
     def __init__(self, config: FleetConfig, places: Mapping[str, Any]) -> None:
-        for name, flag in NOT_YET.items():
-            if places.get(name) is not None:
-                raise ConfigError("is not written of a fleet yet", field=flag, hint="Leave it out.")
+        if places.get("events_file") is not None:
+            raise ConfigError("is not written of a fleet yet", field="--events", hint="Leave it out.")
         self._as_json: bool = places["as_json"]
-        self._report: Path | None = places["report_file"]
-        self._requests: Path | None = places["requests_file"]
-        timeline: Path | None = places.get("timeline_file")
-        self._timeline = timeline
         self._every: int = places.get("timeline_every", 1)
-        named = [path for path in (self._report, self._requests) if path is not None]
-        self.paths = [*named, *(() if timeline is None else per_replica(timeline, config.replicas))]
-        if timeline is not None:
-            record.check_timelines([timeline])
+        self._reports = _given(places["report_file"])
+        self._requests = _given(places["requests_file"])
+        self._timelines = _given(places.get("timeline_file"))
+        record.check_timelines(self._timelines)
+        of_workers = [each for path in self._timelines for each in per_replica(path, config.replicas)]
+        self.paths = [*self._reports, *self._requests, *_given(places.get("html_file")), *of_workers]
         for path in self.paths:
             check_writable(path)
+        self._run_dir: Path | None = places.get("run_dir")
+        if self._run_dir is not None:
+            self._reports.append(self._run_dir / REPORT)
+            self._requests.append(self._run_dir / REQUESTS)
+            self._timelines.append(self._run_dir / TIMELINE)
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], Sequence[EventReader]]]:
-        """Answer what observes a worker: nothing."""
+        """Yield a function that returns the observers of a worker: none."""
         yield lambda worker: ()
 
     def write(self, report: FleetReport) -> None:
-        """Write everything, and the report on standard output, unless one of the files is that."""
-        if self._requests is not None:
-            write_whole(self._requests, report.requests_jsonl())
-        if self._timeline is not None:
-            paths = per_replica(self._timeline, len(report.step_logs))  # there may be more workers by now
-            record.write_timelines(report, [paths], every=self._every)
-        if self._report is not None:
-            write_whole(self._report, report.to_json())
+        """Write all files, and print the report unless one of them is standard output."""
+        for path in self._requests:
+            write_whole(path, report.requests_jsonl())
+        if self._timelines:
+            num_workers = len(report.step_logs)  # scaling may have added some
+            groups = [per_replica(path, num_workers) for path in self._timelines]
+            record.write_timelines(report, groups, every=self._every)
+        if self._run_dir is not None:
+            write_about(self._run_dir, report)
+        for path in self._reports:
+            write_whole(path, report.to_json())
         if not any(map(is_standard_output, self.paths)):
             print_bytes(report.to_json() if self._as_json else render_fleet(report.summary).encode())
+
+
+def _given(path: Path | None) -> list[Path]:
+    return [] if path is None else [path]
 
 
 PART = FleetPart()

@@ -1,4 +1,4 @@
-"""The report of a fleet as a table for people."""
+"""The report of a fleet as a text table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAITS = {
 
 
 def render_fleet(summary: dict[str, Any]) -> str:
-    """Return the table of a replay, and what a fleet adds: the parts of TTFT, each pool, links."""
+    """Return the table of a replay, followed by the fleet's rows: the parts of TTFT, each pool, links."""
     fleet = summary["fleet"]
     lines = [render_table(summary)]
     if fleet["waits"] and summary["num_completed"]:

@@ -1,4 +1,4 @@
-"""What the help of commands shows: what each is for in a line, examples, and the options that are asked for most."""
+"""Content of the commands' help: a summary line for each, examples, and the most used options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS = {
     "Traces": ("trace",),
     "Models": ("model", "generate", "profile"),
 }
-"""The commands, by what they are for."""
+"""The commands, by purpose."""
 
 SUMMARIES = {
     "calibrate": "Fit a cost model to measured runs.",
@@ -153,7 +153,7 @@ COMMON = {
     ),
     "soak": ("--address", "--virtual", "--judge", "--duration", "--sessions", "--json", "--page"),
 }
-"""Of commands with many options, those that `-h` lists; `--help-all` lists all."""
+"""The options that `-h` lists for commands with many options; `--help-all` lists all."""
 
 
 def path_of(ctx: click.Context) -> str:
@@ -167,22 +167,22 @@ def path_of(ctx: click.Context) -> str:
 
 
 def examples_of(ctx: click.Context) -> Sequence[str]:
-    """Return command lines that show a command."""
+    """Return example command lines of a command."""
     return EXAMPLES.get(path_of(ctx), ())
 
 
 def common_of(ctx: click.Context) -> Sequence[str]:
-    """Return the options that the short help lists; none where it lists all."""
+    """Return the options that the short help lists; empty if it lists all."""
     return COMMON.get(path_of(ctx), ())
 
 
 def summary_of(ctx: click.Context, name: str) -> str:
-    """Return the line about the command `name` of the group that `ctx` is of."""
+    """Return the summary line of the command `name` in the group of `ctx`."""
     return SUMMARIES.get(f"{path_of(ctx)} {name}".strip(), "")
 
 
 def groups_of(ctx: click.Context, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the commands of a group by what they are for; those below `kvarts` have titles."""
+    """Return the commands of a group by title: by purpose for `kvarts` itself, else under one title."""
     if path_of(ctx):
         return {"Commands": list(names)}
     found = {title: [name for name in members if name in names] for title, members in GROUPS.items()}

@@ -1,4 +1,4 @@
-"""Options of servers over HTTP, and the loop that serves."""
+"""Options of HTTP servers, and the function that serves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AT_LEAST_ZERO = click.FloatRange(min=0.0)
 
 
 def http_options() -> list[click.Option]:
-    """Return the options that every server over HTTP has."""
+    """Return the options that every HTTP server has."""
     listening, keys, taking, recording = "Listening", "Keys and owners", "Requests", "Records"
 
     def option(group: str, *names: str, **attributes: Any) -> click.Option:
@@ -93,8 +93,8 @@ def http_options() -> list[click.Option]:
 
 
 def need_http() -> None:
-    """Raise ConfigError where the libraries of servers are not installed."""
-    # They are looked for, not imported: what only /metrics needs can wait for that.
+    """Raise ConfigError if the libraries of servers are not installed."""
+    # The libraries are looked up, not imported: prometheus_client is imported only when /metrics needs it.
     missing = [name for name in ("httptools", "prometheus_client", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -104,7 +104,7 @@ def need_http() -> None:
 
 
 def failure_options() -> list[click.Option]:
-    """Return the options of a server in which things go wrong on purpose."""
+    """Return the options that make a server fail on purpose."""
     failing = "Failures on purpose"
     return [
         GroupedOption(["--fail"], group=failing, metavar="SCRIPT",
@@ -115,7 +115,7 @@ def failure_options() -> list[click.Option]:
 
 
 def keys_of(values: dict[str, Any]) -> Keys | None:
-    """Return the API keys that were given; None for none. Raise ConfigError, MissingFileError or InputError."""
+    """Return the API keys; None without any. Raise ConfigError, MissingFileError or InputError."""
     from kvarts.owners.keys import Keys, read_keys
 
     keys: dict[str, list[str]] = {}
@@ -147,13 +147,14 @@ def keys_of(values: dict[str, Any]) -> Keys | None:
 
 
 def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
-    """Return what a Door is told of keys, and of requests without any."""
+    """Return the settings of a Door that concern keys and requests without a key."""
     asks = keys is not None and bool(keys.shares)
     if values["share_prefix_cache"] and not (keys is not None and keys.has_several_owners):
         raise ConfigError(
             "is of several owners", field="share_prefix_cache", hint="Give several keys, or leave it out."
         )
-    # What others reach by some name was said to be open with --insecure; a page finds this machine's own by any name.
+    # A page in a browser can reach this machine's loopback address by any host name, so names are checked there. Other
+    # addresses are open by --insecure.
     checks_names = not asks and is_loopback(values["host"])
     return {
         "keys": keys,
@@ -164,7 +165,7 @@ def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
 
 
 def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
-    """Return where to listen, and check what is to be written. Raise ConfigError and OutputError."""
+    """Return the address to listen on, after checking the paths to write. Raise ConfigError and OutputError."""
     from kvarts.openai_api.server import Address
 
     if values["record"] is not None:
@@ -182,12 +183,12 @@ def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
 
 
 def say(line: str) -> None:
-    """Tell something on standard error."""
+    """Print a line on standard error."""
     click.echo(f"kvarts: {line}", err=True)
 
 
 def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: str) -> None:
-    """Serve until a signal, and write what was to be recorded."""
+    """Serve until a signal arrives, then write the recorded requests."""
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
 
@@ -203,10 +204,10 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
         )
 
     give_back_memory()
-    # Most of what a request makes goes without the collector; in the midst of a burst of tokens it would be late. What
-    # lives a little longer goes only with a full collection: too few of these, and memory grows for half an hour.
+    # Reference counting frees most objects of a request; a collection in a burst of tokens would delay it. Objects
+    # that live a little longer are freed only by full collections: with too few of them, memory grows for half an hour.
     gc.set_threshold(10_000, 5, 2)
-    sys.setswitchinterval(0.001)  # the engine's thread has to be on time beside that of the event loop
+    sys.setswitchinterval(0.001)  # the engine's thread must be scheduled on time while the event loop's thread is busy
     try:
         import uvloop
     except ImportError:
@@ -217,7 +218,7 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
     if len(recorders) == 1:
         (recorder,) = recorders.values()
         recorder.write(values["record"])
-    else:  # a file for each, all with one beginning
+    else:  # one file per model, with a common time origin
         began_ns = [recorder.began_ns for recorder in recorders.values() if recorder.began_ns is not None]
         for name, recorder in recorders.items():
             path = named(values["record"], name)

@@ -1,4 +1,4 @@
-"""Sessions over OpenAI's API: beside gRPC on one runtime, or of a server over HTTP alone."""
+"""Sessions over OpenAI's API: in the runtime that also serves gRPC, or in a server that only has HTTP."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ GIVEN = {
     "max_sessions": "--max-sessions",
     "state_dir": "--state-dir",
 }
-"""Options that ask for something of sessions."""
+"""Session options, by parameter."""
 
 
 def server_options() -> list[click.Option]:
-    """Return the options of sessions of a server over HTTP, which has them unless it is told otherwise."""
+    """Return the session options of an HTTP server. Sessions are on unless `--no-sessions` is given."""
 
     def option(*names: str, **attributes: Any) -> click.Option:
         return GroupedOption(list(names), group="Sessions, of requests that name one", **attributes)
@@ -66,16 +66,16 @@ def server_options() -> list[click.Option]:
 
 
 def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) -> None:
-    """Let requests name sessions, as the options of `server_options` say. Raise ConfigError.
+    """Let requests name sessions, with the options of `server_options`. Raise ConfigError.
 
-    `keys`: of the owners, with shares of what sessions have together.
+    `keys`: the owners, with their shares of the limits of all sessions.
     """
     given = [flag for name, flag in GIVEN.items() if values[name] is not None]
     why = _why_not(opened, values)
     if why:
         if given:
             raise ConfigError(f"is of sessions: {why}", field=given[0], hint="Leave it out.")
-        if not values["no_sessions"]:  # then a name is of no account
+        if not values["no_sessions"]:  # with --no-sessions, session names are ignored
             for served in opened.models:
                 served.why_no_sessions = f"there are no sessions here: {why}"
         return
@@ -108,12 +108,12 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
         shares = None if keys is None else keys.shares
         return open_own(served, config, shares=shares, state_dir=values["state_dir"], say=say)
 
-    # What was asked for is checked, and what is on disk read, before the server is ready.
+    # With options given, they are checked and the saved sessions are read before the server is ready.
     served.sessions = open_now() if given else SessionsLater(open_now)
 
 
 def _why_not(opened: Opened, values: dict[str, Any]) -> str:
-    """Return why the server can have no sessions; empty if it can."""
+    """Return why the server cannot have sessions; empty if it can."""
     if values["no_sessions"]:
         return "--no-sessions was given"
     given = ["sessions"]
@@ -125,9 +125,9 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
 
 
 def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[Beside]:
-    """Return what serves OpenAI's API beside, where `--http` asks for it. Raise ConfigError.
+    """Return the server of OpenAI's API that runs next to gRPC, if `--http` asks for it. Raise ConfigError.
 
-    A mock then writes words: `settings`, of `open_sessions`, say so.
+    With a mock, sets `make_mock` in `settings`, the arguments of `open_sessions`, so that the mock generates words.
     """
     if values["http"] is None:
         return []

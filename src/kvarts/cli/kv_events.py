@@ -1,4 +1,4 @@
-"""What `kvarts replay` publishes while it runs: KV events, for routers and indexers that are to be tried."""
+"""KV events that `kvarts replay` publishes while it runs, for testing routers and indexers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TITLE = "KV events"
 
 
 def server_options() -> list[click.Option]:
-    """Return `--kv-events` and what goes with it, of whatever runs an engine."""
+    """Return `--kv-events` and the options that go with it, for any command that runs an engine."""
     return [
         GroupedOption(
             ["--kv-events"], group=TITLE, metavar="ENDPOINT",
@@ -57,12 +57,12 @@ def server_readers(
     sources: list[dict[str, Any]],
     kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> Callable[[str], list[EventReader]]:
-    """Return what opens a publisher for each model of a server, by its name, until `stack` ends, and returns its
-    reader; none where none is asked for. Raise ConfigError.
+    """Return a function that opens a publisher for the model of a given name and returns its readers, empty if KV
+    events are off. Publishers close with `stack`. Raise ConfigError.
 
-    Each model has endpoints and numbers of its own, as engines of one model each have: a consumer that follows one of
-    them sees no gaps, events name no model, and indexers are told the model with the endpoint. What is opened is added
-    to `sources`, which /kv_event_sources tells. `kv_groups`: by the name of a model, those that are counted of it.
+    Each model has its own endpoints and sequence numbers, like separate engines: a consumer of one model sees no gaps.
+    Events do not name the model; indexers are configured with the model of each endpoint. Each publisher is added to
+    `sources`, which /kv_event_sources returns. `kv_groups`: the KV groups of each model that has any, by name.
     """
     config = _config_of(values)
 
@@ -104,7 +104,7 @@ def server_readers(
 
 
 def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
-    """Return what the options of `server_options` ask for, None for nothing. Raise ConfigError."""
+    """Return the configuration from the options of `server_options`; None if they are off. Raise ConfigError."""
     if values["kv_events"] is None:
         for name in ("kv_events_replay", "kv_events_topic"):
             if values[name]:
@@ -130,7 +130,7 @@ def _config_of(values: Mapping[str, Any]) -> KvEventsConfig | None:
 
 
 def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) -> KvEventsConfig:
-    """Return the same for an engine with these KV groups."""
+    """Return `config` for an engine with these KV groups."""
     import msgspec
 
     from kvarts.serve.kv_events.config import EventGroup
@@ -143,7 +143,7 @@ class KvEventsPart(Part):
     """KV events over ZMQ."""
 
     def options(self) -> Sequence[click.Option]:
-        """Return `--kv-events` and what goes with it."""
+        """Return `--kv-events` and the options that go with it."""
         return (
             *server_options(),
             GroupedOption(
@@ -163,7 +163,7 @@ class KvEventsPart(Part):
     def results(
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
     ) -> Publishing | None:
-        """Return what publishes, where that is asked for."""
+        """Return the publisher, if `--kv-events` is given."""
         published = _config_of(places)
         if published is None:
             for name in ("kv_events_wait", "kv_events_stay"):
@@ -178,7 +178,7 @@ class KvEventsPart(Part):
 
 
 class Publishing:
-    """Publishes what the replicas of one replay tell. Raises ConfigError for endpoints that cannot be."""
+    """Publisher of the events of one replay's replicas. Raises ConfigError for endpoints that are not valid."""
 
     def __init__(self, config: KvEventsConfig, num_replicas: int, places: Mapping[str, Any]) -> None:
         self._configs = [config.for_rank(rank) for rank in range(num_replicas)]
@@ -191,7 +191,7 @@ class Publishing:
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
-        """Answer what publishes the events of each replica."""
+        """Yield a function that returns the publisher of a replica's events."""
         from kvarts.serve.kv_events.opening import open_kv_events
 
         with ExitStack() as stack:
@@ -209,7 +209,7 @@ class Publishing:
                 time.sleep(self._stay_s)
 
     def write(self, report: Report) -> None:
-        """Write nothing: everything was published."""
+        """Do nothing: all events have been published."""
 
 
 PART = KvEventsPart()

@@ -37,7 +37,7 @@ Command = Callable[..., None]
 
 
 def need_torch() -> None:
-    """Load PyTorch, and tell on standard error what models have to say. Raise ConfigError where it is not installed."""
+    """Import PyTorch, and send kvarts' log to standard error. Raise ConfigError if PyTorch is not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import kvarts.executor.torch  # noqa: F401  # before PyTorch, which reads when it is loaded how long threads spin
 
@@ -73,7 +73,7 @@ def sampling_options(command: Command) -> Command:
 
 
 def sampling_params(values: dict[str, Any]) -> SamplingParams:
-    """Return the SamplingParams that were given, and take them out of `values`."""
+    """Return the SamplingParams of the options, and remove them from `values`."""
     given = {name: values.pop(name) for name, _, _ in SAMPLING}
     params = {name: value for name, value in given.items() if value is not None}
     params |= {name: values.pop(name) for name in ("ignore_eos", "logprobs")}
@@ -121,7 +121,7 @@ class _Row(msgspec.Struct):
 
 
 class PromptLine(NamedTuple):
-    """A line of prompts: its number, and its text, token ids or messages of a chat; or what is wrong with it."""
+    """A line of a prompts file: its number, and its text, token ids or chat messages; or its error."""
 
     number: int
     prompt: str | list[int] | None
@@ -129,7 +129,7 @@ class PromptLine(NamedTuple):
     error: KvartsError | None = None
 
     def tokens(self, llm: LLM, params: SamplingParams) -> list[int]:
-        """Return the token ids for a model. Raise what is wrong with it."""
+        """Return the token ids for a model. Raise the line's error if it has one."""
         if self.error is not None:
             raise self.error
         if self.messages is not None:
@@ -142,10 +142,10 @@ HINT = 'A line is {"prompt": "some text"}, or {"messages": [{"role": "user", "co
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Return the prompts of a JSONL file, or of standard input for `-`: text, token ids or messages a line.
+    """Return the prompts of a JSONL file, or of standard input for `-`: text, token ids or messages, one per line.
 
-    A line that cannot be read is there with its error, an InputError with file, line and field. Raise InputError for a
-    file without prompts.
+    A line that cannot be read is included with its error, an InputError with file, line and field. Raise InputError if
+    the file does not have a prompt.
     """
     prompts: list[PromptLine] = []
     shown = "standard input" if str(path) == "-" else path
@@ -167,7 +167,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 def encode_prompts(
     llm: LLM, prompts: Sequence[PromptLine], params: SamplingParams, path: Path
 ) -> list[list[int] | KvartsError]:
-    """Return the token ids of each prompt, or the error of its line, with file and number."""
+    """Return the token ids of each prompt, or the error of its line, with file and line number."""
     encoded: list[list[int] | KvartsError] = []
     for prompt in prompts:
         try:

@@ -54,10 +54,10 @@ def check_command(
     kv_groups: str,
     as_json: bool,
 ) -> int:
-    r"""Say whether the model in the directory MODEL runs in pages, and prove it.
+    r"""Check whether the model in the directory MODEL runs in pages.
 
-    Random prompts run in an engine with few pages, and by themselves with transformers' `generate`; their tokens must
-    be the same, but where rounding in 16 bits decides.
+    Random prompts run in an engine with few pages, and one at a time with transformers' `generate`. The tokens must be
+    the same, except where 16-bit rounding decides.
 
     \b
     Exit codes: 0 exact, 2 refused, with the reason, 3 missing file,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["generate_command"]
 
 EVERY_S = 0.5
-"""How often progress is written to a terminal."""
+"""Seconds between updates of the progress line in a terminal."""
 
 
 @click.command("generate", cls=Command)
@@ -75,7 +75,7 @@ def generate_command(
 
 
 class _Run:
-    """Many prompts, run as they fit: answers in their order, and progress on standard error."""
+    """A run of many prompts in one engine: prints answers in the order of prompts, and progress on standard error."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, skip_bad: bool) -> None:
         self._llm = llm
@@ -86,7 +86,7 @@ class _Run:
         self._most_kv = 0.0
 
     def all(self, prompts: list[tuple[int, list[int] | KvartsError]]) -> None:
-        """Run prompts by the number of their line; print an answer or an error each."""
+        """Run the prompts, each given with its line number; print one answer or error for each."""
         start_s = told_s = perf_counter()
         llm = self._llm
         waiting: list[tuple[int, int | KvartsError]] = []
@@ -118,14 +118,14 @@ class _Run:
         click.echo(f"{lead}{self._figures(len(prompts), perf_counter() - start_s)}{drafts}", err=True)
 
     def _figures(self, num_prompts: int, taken_s: float) -> str:
-        """Return what is done so far, in a line; tokens are those of prompts that have ended."""
+        """Return a line of progress; its tokens are those of prompts that have ended."""
         return (
             f"kvarts: {self._num_ended:,} of {num_prompts:,} prompts, {self._num_tokens:,} tokens in {taken_s:.1f} s: "
             f"{self._num_tokens / max(taken_s, 1e-9):,.1f} tokens/s, KV at most {self._most_kv * 100:.0f} % in use"
         )
 
     def _print_ready(self, waiting: list[tuple[int, int | KvartsError]], done: dict[int, Completion]) -> None:
-        """Print what is ready, in the order of the prompts; `waiting` has the next one last."""
+        """Print answers that are ready, in the order of the prompts; the next prompt is the last of `waiting`."""
         while waiting:
             number, what = waiting[-1]
             if isinstance(what, KvartsError):

@@ -46,7 +46,7 @@ __all__ = ["profile_command"]
               "1`.")  # fmt: skip
 @sampling_options
 def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Path | None, **values: Any) -> None:
-    """Run prompts on a real model, and print how long it took and how its KV pages were used, as JSON."""
+    """Run prompts on a real model, and print the times and the use of KV pages, as JSON."""
     lines = read_prompts(prompts_file)
     if (bad := next((line.error for line in lines if line.error is not None), None)) is not None:
         raise bad
@@ -80,7 +80,7 @@ def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Pat
 
 
 def _encoded(llm: LLM, lines: Sequence[PromptLine], params: SamplingParams, path: Path) -> list[list[int]]:
-    """Return the token ids of all prompts. Raise InputError for the first that cannot be run."""
+    """Return the token ids of all prompts. Raise the error of the first that cannot be run."""
     tokens: list[list[int]] = []
     for one in encode_prompts(llm, lines, params, path):
         if isinstance(one, KvartsError):

@@ -23,9 +23,9 @@ __all__ = ["tiny_command"]
                    "or qwen3-next (layers with a state, which need --kv-groups).")  # fmt: skip
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of its weights.")
 def tiny_command(directory: Path, family: str, seed: int) -> None:
-    """Write a small model with random weights and a tokenizer of bytes to DIRECTORY, new or empty.
+    """Write a small model with random weights and a byte tokenizer to DIRECTORY, new or empty.
 
-    Its text means nothing. It is for trying things out: `kvarts generate --model DIRECTORY --prompt hello`.
+    Its output is meaningless. Use it to try things out: `kvarts generate --model DIRECTORY --prompt hello`.
     """
     need_torch()
     from kvarts.executor.torch.tiny import write_tiny

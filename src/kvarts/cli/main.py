@@ -1,4 +1,4 @@
-"""`kvarts`: the group of commands, and the one place where an error becomes a line and an exit code."""
+"""`kvarts`: the group of commands. The only place that turns an error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ COMMANDS = {
     "verify": "verify",
     "watch": "watch",
 }
-"""Each command, and the module of `kvarts.cli` that has it."""
+"""The commands, each with the module of `kvarts.cli` that defines it."""
 
 
 class Commands(Group):
-    """Commands that are loaded when they are called: `replay` does not wait for what only `calibrate` needs."""
+    """A group that imports a command's module when it is called: `replay` does not load the imports of `calibrate`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load and return a command; None for a name that is none."""
+        """Import and return a command; None if `cmd_name` is not a command."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(import_module(f"kvarts.cli.{COMMANDS[cmd_name]}"), f"{cmd_name}_command")
@@ -77,7 +77,7 @@ class Commands(Group):
 @click.group(cls=Commands, help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @version_option
 def cli() -> None:
-    """The group of commands."""
+    """Run a command of the group."""
 
 
 def main() -> int:
@@ -96,17 +96,17 @@ def main() -> int:
 
 
 def _code_of(error: Exception) -> int:
-    """Say what is wrong with a command that ended with `error`; return its exit code. Raise what no user can mend."""
+    """Print the message of the `error` of a command; return its exit code. Raise errors that are bugs of kvarts."""
     match error:
         case ReaderGoneError():
-            return error.exit_code  # nothing is left to say
+            return error.exit_code  # nothing is left to print
         case KvartsError():
             return _failed(str(error), error.exit_code)
         case click.ClickException():
             error.show()
             return error.exit_code
         case BrokenPipeError():
-            return 7  # where `main` is called with other streams than those of `guard_streams`
+            return 7  # where a caller of `main` uses other streams than those of `guard_streams`
         case OSError():
             return _failed(str(OutputError(f"{error.strerror or error}", path=error.filename)), 7)
         case MemoryError():
@@ -122,17 +122,17 @@ def _failed(what: str, code: int) -> int:
 
 
 def run_main() -> None:
-    """Run the command line as a process, and end it."""
+    """Run the command line as a process, and exit."""
     guard_streams()
     try:
         handle_signals()
         end(main())
-    except KeyboardInterrupt:  # before `main`, or after it: nothing is under way
+    except KeyboardInterrupt:  # before or after `main`: no command is running
         end(_failed("interrupted", 128 + signal.SIGINT))
     except Terminated as error:
         end(_failed("terminated", 128 + error.number))
 
 
 def run() -> None:
-    """Run the `kvarts` script: by the name that scripts of an earlier installation call."""
+    """Run the `kvarts` script. Scripts of an earlier installation call this name."""
     run_main()

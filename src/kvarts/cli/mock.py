@@ -26,6 +26,7 @@ from kvarts.cli.http_options import (
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
+from kvarts.rooms import from_room
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
@@ -49,13 +50,14 @@ KEYS = (
     "cost",
     "kv_groups",
     "audit",
+    "eviction",
 )
 TABLES = ("offload.",)
 DEFAULT_MODEL, DEFAULT_DEVICE = "llama-3.1-8b", "h100-80gb"
 
 
 def _options() -> list[click.Parameter]:
-    """Return the options of an engine that are settings of a replay as well, and those of a server."""
+    """Return the options of the mock's engine, which are settings of a replay, of the mock, and of a server."""
     sections = all_sections()
     keys = [*KEYS, *(setting.key for section in sections if not section.is_named for setting in section.settings
                      if setting.key.startswith(TABLES))]  # fmt: skip
@@ -80,7 +82,7 @@ def _options() -> list[click.Parameter]:
 def mock_command(**params: Any) -> None:
     """Serve OpenAI's API from a mock: the scheduler, cache and queues of kvarts on the wall clock, without a model.
 
-    Steps take as long as a cost model says, by default that of llama-3.1-8b on an h100-80gb. Answers are words.
+    A cost model gives the time of each step, by default that of llama-3.1-8b on an h100-80gb. Answers are words.
     """
     sections = all_sections()
     given = given_by_flags(params, sections)
@@ -130,6 +132,8 @@ def mock_command(**params: Any) -> None:
         )
         if opened is None:
             config = resolve_replay(given, sections)
+            if "eviction" in given:
+                config = from_room("plan.policy", "with_policy", field="eviction")(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"
             token_bytes = resolve_hardware(given).get("kv_bytes_per_token", 0)
             served_name = (*params["names"], name)[0]
@@ -143,7 +147,7 @@ def mock_command(**params: Any) -> None:
 
 
 def _check_model(name: str) -> None:
-    """Raise MissingFileError for a model of which nothing is known, which may be meant as the name of the mock."""
+    """Raise MissingFileError for an unknown model; its hint covers a name that was meant for the mock."""
     from kvarts.hardware.model_config import load_geometry
 
     try:
@@ -154,12 +158,12 @@ def _check_model(name: str) -> None:
 
 
 def _no_readers(name: str) -> list[EventReader]:
-    """Return what reads the events of a model where nothing does."""
+    """Return the readers of a model's events when nothing reads them."""
     return []
 
 
 def _told(opened: Opened) -> str:
-    """Return what is served, in words."""
+    """Return a description of the served models."""
     told = [
         f"{served.names[0]}, mocked with {served.host.config.num_pages:,} pages of "
         f"{served.host.config.page_size} tokens,"
@@ -169,7 +173,7 @@ def _told(opened: Opened) -> str:
 
 
 def _over_default(given: Given, sections: Any) -> Given:
-    """Return what was given, and the default model and device where nothing says how long steps take."""
+    """Return `given`, with the default model and device if nothing in it determines the time of steps."""
     if given.in_table("models") or any(key in given for key in ("model", "device", "cost")):
         return given
     from kvarts.settings import given_in

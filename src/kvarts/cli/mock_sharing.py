@@ -1,4 +1,4 @@
-"""The part of `kvarts mock` that is about several models on one device."""
+"""The part of `kvarts mock` that serves several models on one device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KEYS = ("static_split", "turns", "reclaim_after_s")
 
 
 def options() -> dict[str, click.Option]:
-    """Return, by their flags, `--model`, which may be given for each of several models, and what these share."""
+    """Return by flag: `--model`, which may be repeated for several models, and the options of sharing."""
     shared = [option for option in SHARING.options() if option.opts[0] == "--model"]
     return {option.opts[0]: option for option in (*shared, *options_of(SHARING.sections, KEYS))}
 
 
 def given(params: dict[str, Any]) -> Given:
-    """Return what `--model` says, and take it out of `params`."""
+    """Return the settings from `--model`, and remove it from `params`."""
     of_models = {"models": params.pop("models"), "traces": ()}
     return SHARING.given(of_models)
 
@@ -44,10 +44,10 @@ def open_if_several(
     readers_of: Callable[[str], list[EventReader]],
     kv_groups: dict[str, list[dict[str, Any]]],
 ) -> Opened | None:
-    """Return the mocks of several models, where models have names; or else None. Raise ConfigError.
+    """Return the mocks of several models, if models have names; else None. Raise ConfigError.
 
-    `readers_of` is asked for readers of the events of each, when its KV groups, if they are counted, are in
-    `kv_groups`.
+    `readers_of` returns the readers of a model's events. It is called after `kv_groups` has the model's KV groups, if
+    these are counted.
     """
     if not given.names(MODELS):
         for key in KEYS:
@@ -59,6 +59,8 @@ def open_if_several(
     for key in ("cost", "pages"):
         if key in given:
             raise given.error(key, "is for one model", hint="Say it of each: --model NAME=MODEL:cost=FILE.")
+    if "eviction" in given:
+        raise given.error("eviction", "is for one model")
     from kvarts.openai_api.several.opening import open_several
     from kvarts.sharing.config import resolve_shares
 

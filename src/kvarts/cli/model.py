@@ -1,4 +1,4 @@
-"""`kvarts model`: figures of models and devices, and how they fit."""
+"""`kvarts model`: figures of models and devices, and how much fits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def model_command() -> None:
 
 @model_command.command("list", cls=Command)
 def list_command() -> None:
-    """List the models and devices that are known by name, with where their figures are from.
+    """List the models and devices that are known by name, with the sources of their figures.
 
-    KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has what windows and
-    states take instead.
+    KV bytes per token are those of all layers, as if each kept every token; `kvarts model show` has the memory of
+    windows and states.
     """
     from kvarts.hardware.device import device_names, load_device
     from kvarts.hardware.model_config import load_geometry, preset_names
@@ -61,7 +61,7 @@ def _in_billions(count: int) -> str:
 
 
 SEQUENCE_TOKENS = 32_768
-"""What a sequence takes at this length is said where no other is asked for."""
+"""Length of the sequence whose memory is printed by default."""
 
 SECTIONS = (
     Section(struct=ModelSettings, title="Model and device"),
@@ -86,10 +86,10 @@ KEYS = (
 @click.option("--sequence-tokens", metavar="N", type=int, help="Also print what a sequence of N tokens takes. [32768]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(model: str, sequence_tokens: int | None, as_json: bool, **settings: Any) -> None:
-    """Print what a token, a page and a sequence take, and with --device how many pages and sequences fit.
+    """Print the memory of a token, a page and a sequence, and with --device how many pages and sequences fit.
 
-    MODEL is a name that `kvarts model list` knows, a config.json as Hugging Face models have it, or the directory that
-    holds one.
+    MODEL is a name that `kvarts model list` prints, a config.json as Hugging Face models have it, or a directory with
+    one.
     """
     from kvarts.hardware import fit_memory, load_device, load_geometry
     from kvarts.hardware.fit import local_kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""The KV groups of a model, and what a sequence takes in them, as `kvarts model show` prints them."""
+"""KV groups of a model, and the memory of a sequence in them, for `kvarts model show`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["group_values", "layers_text", "numbers_text", "sequence_rows"]
 
 
 def layers_text(geometry: Geometry) -> str:
-    """Return what layers do with the tokens before, and how many of them."""
+    """Return the number of layers of each kind, by the tokens that they attend to."""
     counts: dict[str, int] = {}
     for group in geometry.kv_groups:
         what = _what(group.layer)
@@ -34,7 +34,7 @@ def _what(layer: KvLayer) -> str:
 
 
 def numbers_text(geometry: Geometry, tensor_parallel: int, pipeline_parallel: int) -> str:
-    """Return what numbers a token has in layers that keep tokens, on one device of one stage."""
+    """Return the numbers per token in the layers that keep tokens, as a product, for one device of one stage."""
     counts: dict[tuple[int, int], int] = {}
     for layer in geometry.layers:
         if layer.keeps_tokens:
@@ -54,7 +54,7 @@ def numbers_text(geometry: Geometry, tensor_parallel: int, pipeline_parallel: in
 
 
 def group_values(group: LocalGroup) -> dict[str, Any]:
-    """Return a KV group for JSON."""
+    """Return the JSON fields of a KV group."""
     layer = group.layer
     return {
         "kind": layer.kind,
@@ -67,7 +67,7 @@ def group_values(group: LocalGroup) -> dict[str, Any]:
 
 
 def sequence_rows(groups: list[LocalGroup], page_size: int, sequence: SequenceFit) -> list[tuple[str, str]]:
-    """Return rows of KV groups, of a sequence in them, and of how many fit."""
+    """Return the rows of the KV groups, of a sequence's memory, and of the number of sequences that fit."""
     rows: list[tuple[str, str]] = []
     for group, pages in zip(groups, sequence.num_pages, strict=True):
         if group.layer.kind in ("shared", "none"):

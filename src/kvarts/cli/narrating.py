@@ -1,4 +1,4 @@
-"""What kvarts logs while it works, on standard error."""
+"""kvarts' log messages on standard error, while a command runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["narrate"]
 
 
 class _Narrator(logging.Handler):
-    """Writes what kvarts logs to standard error, as commands narrate."""
+    """A log handler that prints kvarts' messages on standard error, in the form of a command's own lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -18,7 +18,7 @@ class _Narrator(logging.Handler):
 
 
 def narrate() -> None:
-    """Let what kvarts logs go to standard error from now on: what takes long, and what a model has to say."""
+    """Send kvarts' log to standard error from now on: messages about long work, and warnings about a model."""
     logger = logging.getLogger("kvarts")
     if not any(isinstance(handler, _Narrator) for handler in logger.handlers):
         logger.addHandler(_Narrator())

@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about tiers below the device."""
+"""The part of `kvarts replay` for tiers below the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OffloadPart(Part):
     tier_flag = "--host-pages"
 
     def check(self, given: Given) -> None:
-        """Raise ConfigError where an option says how to offload, and nothing says how much."""
+        """Raise ConfigError for an offload option without a size for host memory."""
         by_flags = [key for key in given.in_table(TABLE) if given.source_of(key) == Flags()]
         if by_flags and not {f"{TABLE}.host_pages", f"{TABLE}.host_memory"} & set(given.in_table(TABLE)):
             raise given.error(

@@ -1,4 +1,4 @@
-"""Options of the commands that run real models: host memory and files below the pages."""
+"""Tier options of the commands that run real models: host memory, and files below it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_options(command: Command) -> Command:
 
 
 def settings_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an LLM that the options give."""
+    """Return the tier settings of an LLM."""
     from kvarts.offload.config import OffloadConfig
 
     host, disk, path = (values[name] for name in ("host_memory", "disk_memory", "disk_path"))

@@ -1,4 +1,4 @@
-"""Options of the command line, made from settings, and what was given by them."""
+"""Command-line options, generated from settings, and the settings that were given by them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Command", "Group", "GroupedOption", "given_by_flags", "grouped", "op
 
 HELP_ALL = "kvarts.help_all"
 NEVER = ("--reclaim-after",)
-"""Options that take `inf`, for what is never to happen."""
+"""Options that accept `inf`, which means never."""
 
 
 class GroupedOption(click.Option):
-    """An option that the help lists under a title."""
+    """An option listed under a title in the help."""
 
     def __init__(self, *args: Any, group: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -35,11 +35,11 @@ class GroupedOption(click.Option):
 
 
 class Command(click.Command):
-    """A command: all commands are of this class.
+    """Base class of all commands.
 
-    Before anything is done, it refuses outputs that would destroy an input or each other, and options that cannot have
-    an effect, unless `checks_effects` says that it does so itself once it has read a file of settings. An error that
-    names a parameter of a function names the option that was typed. Options may be spelled as vLLM spells them.
+    Before a command runs, it refuses outputs that would destroy an input or each other, and options that cannot have an
+    effect. With `checks_effects`, the command checks effects itself, once it has read a settings file. An error whose
+    field is a parameter of a function is renamed to the option that was typed. Options may be spelled as in vLLM.
     """
 
     checks_effects = False
@@ -49,7 +49,7 @@ class Command(click.Command):
         self.checks_effects = checks_effects
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with the options of vLLM in our words."""
+        """Parse, after renaming vLLM's options."""
         known = {name for param in self.params for name in param.opts}
         return super().parse_args(ctx, in_our_words(args, known))
 
@@ -58,9 +58,9 @@ class Command(click.Command):
         return [*super().get_params(ctx), _help_all(hidden=not common_of(ctx))]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by their groups, in the order in which these first appear; what is in none comes first.
+        """Write the options by group, in order of first appearance; options without a group are first.
 
-        Of a command with many, those that are asked for most, unless `--help-all` asks for the rest.
+        A command with many options shows only the common ones, unless `--help-all` is given.
         """
         common = () if ctx.meta.get(HELP_ALL) else common_of(ctx)
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -93,7 +93,7 @@ class Command(click.Command):
         super().format_epilog(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Carry out the command."""
+        """Check the arguments, then run the command."""
         paths: dict[str | None, list[Path]] = {}
         for param in self.params:
             given = ctx.params.get(param.name or "")
@@ -112,7 +112,7 @@ class Command(click.Command):
             raise ConfigError(error.what, hint=error.hint, field=option) from error
 
     def _check_values(self, ctx: click.Context) -> None:
-        """Raise ConfigError for NaN, which no range refuses, infinity but where it means never, and bytes for text."""
+        """Raise ConfigError for NaN, infinity except in NEVER, and text that is not UTF-8; no click range does."""
         for param in self.params:
             value = ctx.params.get(param.name or "")
             is_never = value == inf and param.opts[0] in NEVER
@@ -123,7 +123,7 @@ class Command(click.Command):
                     raise ConfigError("is not text in UTF-8", field=param.opts[0])
 
     def _typed(self, error: ConfigError) -> str | None:
-        """Return the option or argument that the field of an error stands for; None where it stands for none."""
+        """Return the option or argument that the field of an error stands for; None if it is neither."""
         if error.path is not None or error.field is None:
             return None
         for param in self.params:
@@ -134,7 +134,7 @@ class Command(click.Command):
 
 
 def _is_text(argument: str) -> bool:
-    """Return whether an argument is text: Python hands on bytes that are not UTF-8 as lone surrogates."""
+    """Return whether an argument is text: Python passes bytes that are not UTF-8 as lone surrogates."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -143,12 +143,12 @@ def _is_text(argument: str) -> bool:
 
 
 class Group(click.Group):
-    """A group of commands: `-h` lists them by what they are for, a line each, and a misspelled name gets an answer."""
+    """A group of commands: `-h` lists them by purpose, one line each; a misspelled name gets suggestions."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. Raise UsageError with the closest names for one that does not exist."""
+        """Find the command. Raise UsageError with the closest names if it does not exist."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             close = did_you_mean(name, self.list_commands(ctx))
@@ -168,7 +168,7 @@ class Group(click.Group):
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of the help of an option, and its default."""
+    """Return the first sentence of an option's help, and its default."""
     sentence, dot, rest = text.partition(". ")
     if not dot:
         return text
@@ -200,9 +200,9 @@ def grouped(group: str) -> Callable[..., Callable[[Callable[..., Any]], Callable
 
 
 def options_of(sections: Iterable[Section], only: Sequence[str] | None = None) -> list[click.Option]:
-    """Return an option for each setting that has a flag; with `only`, for those of these keys.
+    """Return an option for each setting that has a flag; with `only`, for the settings with these keys.
 
-    An option that is left out is None, so that a file decides, and then the setting's default.
+    An option that is not given is None, so that the file decides, and then the setting's default.
     """
     return [
         _option(setting, section.title)
@@ -225,7 +225,7 @@ def settings_by_param(sections: Iterable[Section]) -> dict[str, Setting]:
 
 
 def given_by_flags(params: Mapping[str, Any], sections: Iterable[Section]) -> Given:
-    """Return what the options of `options_of` gave; what else is among `params` is left alone."""
+    """Return the settings given by the options of `options_of`; other keys of `params` are ignored."""
     given = Given()
     for param, setting in settings_by_param(sections).items():
         value = params.get(param)
@@ -262,7 +262,7 @@ def _default_text(default: Any) -> str:
 
 
 def _attributes(kind: Any) -> dict[str, Any]:
-    """Return what a type is on the command line. Of several types, a value is a text that the struct reads."""
+    """Return click's attributes for a type. A union of several types becomes text, which the struct parses."""
     if get_origin(kind) is Annotated:
         kind, *metas = get_args(kind)
         least = next((meta.ge for meta in metas if isinstance(meta, msgspec.Meta) and meta.ge is not None), None)

@@ -1,4 +1,4 @@
-"""Where a replay's results go."""
+"""Destinations of a replay's results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "write_about"]
 
 
 class Outputs:
     """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
 
-    `paths`: the files that options name; `run_dir`: the folder for all others, which is there. `html_file`: a page,
-    which is made from that folder.
-    `model`: files of parts carry its name; None for no name. `places`: what the options of parts say.
+    `paths`: the files that options name; `run_dir`: an existing folder for all other files. `html_file`: a page, which
+    is made from that folder. `model`: added to the names of the parts' files; None for one model. `places`: values of
+    the parts' options.
     """
 
     def __init__(
@@ -60,37 +60,42 @@ class Outputs:
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
-        """Answer what observes the events of each replica, while the replay runs."""
+        """Yield a function that returns the observers of a replica's events, for the time of the replay."""
         with ExitStack() as stack:
             of_parts = [stack.enter_context(results.observers()) for results in self._more]
             yield lambda replica: [observer for observers_of in of_parts for observer in observers_of(replica)]
 
     def write(self, report: Report) -> None:
-        """Write everything else, and the report on standard output, unless one of the files is that."""
+        """Write the remaining files, and print the report unless one of the files is standard output."""
         self.write_files(report)
         if not any(map(is_standard_output, self.paths)):
             if self._as_json:
                 print_bytes(report.to_json())
                 return
             print_bytes(render_table(report.summary).encode())
-            print_bytes(render_advice(report.advice).encode())  # which may take some replays
+            print_bytes(render_advice(report.advice).encode())  # computing the advice may take several replays
 
     def write_files(self, report: Report) -> None:
-        """Write everything but what observers wrote."""
+        """Write all files except those of the observers."""
         requests = report.requests_jsonl() if self._requests else b""
         for path in self._requests:
             write_whole(path, requests)
         for results in self._more:
             results.write(report)
         if self._run_dir is not None:
-            write_whole(self._run_dir / DISTRIBUTIONS, report.distributions_json())
-            write_whole(self._run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
+            write_about(self._run_dir, report)
         for path in self._reports:
             write_whole(path, report.to_json())
 
 
+def write_about(run_dir: Path, report: Report) -> None:
+    """Write the files of a run directory that no option names: distributions, and the command."""
+    write_whole(run_dir / DISTRIBUTIONS, report.distributions_json())
+    write_whole(run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
+
+
 def _without_page(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line but those about the page: a page does not depend on its own name."""
+    """Return a command line without its page options, so that a page does not depend on its own name."""
     kept: list[str] = []
     for place, word in enumerate(words):
         is_value = place > 0 and words[place - 1] == "--html"

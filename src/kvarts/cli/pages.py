@@ -1,4 +1,4 @@
-"""Pages of HTML that commands write and open."""
+"""HTML pages that commands write and open."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ OPEN_HELP = "Open the page in the browser as well."
 
 
 def open_option(option: Callable[..., Decorator] = click.option) -> Decorator:
-    """Return the option `--open` of a command that has `--html`; `option` makes it."""
+    """Return the `--open` option of a command that has `--html`; `option` is its decorator."""
     return option("--open", "opens", is_flag=True, help=OPEN_HELP)
 
 
 def check_opening(html_file: Path | None, *, opens: bool) -> None:
-    """Raise ConfigError for a page that is to be opened and is not a file."""
+    """Raise ConfigError if a page is to be opened but is not a file."""
     if opens and html_file is not None and is_standard_output(html_file):
         raise ConfigError("opens a file", field="--open", hint="Give --html the path of a file.")
 
 
 def open_page(html_file: Path | None, *, opens: bool) -> None:
-    """Open a page that was written in the browser, if that is asked for; say so where there is none."""
+    """Open a page that was written in the browser, if `opens`; print a note if no browser is found."""
     if not opens or html_file is None:
         return
     import webbrowser
@@ -45,7 +45,7 @@ def open_page(html_file: Path | None, *, opens: bool) -> None:
 
 
 def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
-    """Write the page of a run directory, and open it if that is asked for."""
+    """Write the page of a run directory, and open it if `opens`."""
     from kvarts.report.render import render_html
     from kvarts.report.run_directory import RunDirectory
 

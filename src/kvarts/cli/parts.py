@@ -1,4 +1,4 @@
-"""Parts of `kvarts replay` that can be taken away: each is a room, a file of its own here, and a line below."""
+"""Removable parts of `kvarts replay`: each is a room, a module of this package, and a line in PARTS."""
 
 from __future__ import annotations
 
@@ -35,85 +35,85 @@ PARTS: tuple[str, ...] = (
 
 
 class Outputs(Protocol):
-    """Where the results of a replay go."""
+    """Destinations of the results of a replay."""
 
     @property
     def paths(self) -> Sequence[Path]:
         """The files that options name."""
 
     def observers(self) -> AbstractContextManager[Callable[[Any], Sequence[Any]]]:
-        """Answer, while the replay runs, what observes a replica or a model."""
+        """Yield a function that returns the observers of a replica or a model, for the time of the replay."""
 
     def write(self, report: Any) -> None:
-        """Write the report, and everything that is made from it."""
+        """Write the report, and all files that are made from it."""
 
 
 class Results(Protocol):
-    """More results of a replay of one model. What is wrong with its files is found when it is made."""
+    """Additional results of a replay of one model. The constructor checks its files."""
 
     @property
     def paths(self) -> Sequence[Path]:
         """The files that options name."""
 
     def observers(self) -> AbstractContextManager[Callable[[int], Sequence[EventReader]]]:
-        """Answer, while the replay runs, what observes each replica."""
+        """Yield a function that returns the observers of a replica, for the time of the replay."""
 
     def write(self, report: Report) -> None:
-        """Write what is made from the report."""
+        """Write the files that are made from the report."""
 
 
 class Run(Protocol):
-    """One call of `kvarts replay`, understood: what is replayed, on what, and where its results go."""
+    """One call of `kvarts replay` after parsing: its traffic, configuration, and destinations of results."""
 
     config: Any
 
     @property
     def inputs(self) -> Sequence[Path]:
-        """The files that are read, and directories of such."""
+        """The files that are read, and directories of such files."""
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
-        """Check where results go. Raise ConfigError and OutputError before anything is done."""
+        """Return the outputs, with their paths checked. Raise ConfigError and OutputError before any work is done."""
 
     def load(self) -> tuple[Any, Sequence[Trace]]:
-        """Load what `kvarts.replay` replays on `config`, and return it and the traces in it."""
+        """Return the traffic that `kvarts.replay` replays on `config`, and the traces in it."""
 
 
 class Part:
-    """What a room adds to `kvarts replay`: nothing, unless it says otherwise."""
+    """A room's additions to `kvarts replay`. By default it adds nothing."""
 
     sections: tuple[Section, ...] = ()
-    """Settings: options of the command line and tables of a file."""
+    """Settings: command-line options, and tables of a settings file."""
     of_one_model = True
-    """Whether its settings are about replays of one model as well, which are all that is planned."""
+    """Whether its settings also apply to replays of one model; `kvarts plan` has only those."""
     tier_flag: str | None = None
     """The option that adds pages below the device."""
 
     def options(self) -> Sequence[click.Option]:
-        """Return options besides those of `sections`. One stands in for any other with the same flag."""
+        """Return options besides those of `sections`. Each replaces any other option with the same flag."""
         return ()
 
     def given(self, params: dict[str, Any]) -> Given:
-        """Return what its own options say, and take them out of `params`."""
+        """Return the settings from the part's own options, and remove these from `params`."""
         return Given()
 
     def check(self, given: Given) -> None:
-        """Raise ConfigError for what the command line and the file say together and cannot."""
+        """Raise ConfigError for settings of the command line and the file that cannot be combined."""
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
-        """Return the run where it is for this part, or None. What of `places` is its own it takes out."""
+        """Return the run if the settings are for this part, else None. Removes the part's own options from `places`."""
         return None
 
     def results(
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
     ) -> Results | None:
-        """Return what its own options, in `places`, and `run_dir` ask for; files of a `model` carry its name.
+        """Return the results requested by the part's own options, in `places`, and by `run_dir`.
 
-        Raises ConfigError and OutputError.
+        Names of files include `model`, if given. Raises ConfigError and OutputError.
         """
         return None
 
 
 @cache
 def load_parts() -> tuple[Part, ...]:
-    """Return the parts that there are."""
+    """Return the parts that are installed."""
     return tuple(import_module(f"kvarts.cli.{name}").PART for name in PARTS)

@@ -1,7 +1,7 @@
-"""Paths on the command line, by what a command does with them: every one is an input, an output or both.
+"""Types of paths on the command line, by use: every path is an input, an output or both.
 
-No type looks at the file system: what cannot be read or written is found by `kvarts.files`, with the exit code and the
-words that the library has for it.
+No type looks at the file system. `kvarts.files` reports paths that cannot be read or written, with the library's exit
+codes and messages.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ INPUT = _PathType("input")
 OUTPUT = _PathType("output")
 """A file that is written."""
 DERIVED = _PathType("derived")
-"""The name of files that are written, one for each replica or model: the command checks them."""
+"""A name from which those of several files are made, one per replica or model; the command checks them."""
 DIRECTORY = _PathType("directory")
-"""A directory of the command's own."""
+"""A directory that only the command writes to."""
 
 
 def role_of(param: click.Parameter) -> PathRole | None:
-    """Return what a command does with the path of a parameter; None where it is none."""
+    """Return how a command uses the path of a parameter; None if the parameter is not a path."""
     role: PathRole | None = getattr(param.type, "role", None)
     return role

@@ -36,8 +36,9 @@ __all__ = ["plan_command"]
 
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
+# A test compares these names with the league's.
 POLICY_NAMES = (
-    "auto, s3-fifo, arc, w-tinylfu, tail-optimised, workload-aware, session-aware"  # and a test compares them
+    "auto, s3-fifo, arc, w-tinylfu, tail-optimised, workload-aware, tool-ttl, soonest-return, hinted, session-aware"
 )
 
 curves = grouped("Cache curves")
@@ -60,12 +61,12 @@ def _is_count(text: str, most: int) -> bool:
 
 
 class _Sizes(click.ParamType[Any]):
-    """Sizes in pages, with commas between them."""
+    """Sizes in pages, separated by commas."""
 
     name = "sizes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the sizes, as they were given."""
+        """Return the sizes in the given order."""
         if not isinstance(value, str):
             return value
         sizes = [part.strip().replace("_", "") for part in value.split(",")]
@@ -79,7 +80,7 @@ class _Sizes(click.ParamType[Any]):
 
 
 class _Prices(click.ParamType[Any]):
-    """Prices of tiers by their names."""
+    """Prices of tiers, by name."""
 
     name = "prices"
 
@@ -103,7 +104,7 @@ class _Prices(click.ParamType[Any]):
 
 
 class _Range(click.ParamType[Any]):
-    """Two whole numbers, as 1..200, or one."""
+    """A range of whole numbers such as 1..200, or a single number."""
 
     name = "range"
 
@@ -206,11 +207,11 @@ def plan_command(
     plot_files: tuple[Path, ...],
     **params: Any,
 ) -> None:
-    """Say what each size of KV memory buys on a TRACE: hits of all sizes at once, beside the best there could be.
+    """Print what each size of KV memory buys on a TRACE: hits at all sizes at once, with the best that is possible.
 
-    TRACE is what `kvarts replay` takes; without it, the bundled sample is planned for. With a model and a device, or a
-    cost, it is replayed at some sizes as well, and with an SLO the least that keeps it is found, and the largest rate.
-    The plan goes to standard output, everything else to standard error.
+    TRACE is as in `kvarts replay`; without it, the bundled sample is used. With a model and a device, or a cost, some
+    sizes are also replayed; with an SLO, the plan has the smallest size that keeps it, and the largest rate. The plan
+    is printed on standard output, everything else on standard error.
     """
     from kvarts.plan import tables
 
@@ -283,7 +284,7 @@ def plan_command(
 
 
 def _own_options(context: click.Context) -> list[str]:
-    """Return the options of this command that were typed and say what is planned, but for --outputs."""
+    """Return the typed options of this command that determine the plan, except --outputs."""
     words: list[str] = []
     for param in context.command.params:
         name = param.name or ""
@@ -304,7 +305,7 @@ def _own_options(context: click.Context) -> list[str]:
 def _sampled(
     given: Given, trace: Path | None, sizes: list[int] | None, rate: float, count_outputs: bool
 ) -> dict[str, Any]:
-    """Return an estimate. Mooncake's form without sessions is read as a stream; other forms as a whole."""
+    """Return an estimate from a sample. Mooncake traces without sessions are streamed; other forms are read whole."""
     from kvarts.plan.sampled import SampledCurve
     from kvarts.traffic.forms import is_stream
     from kvarts.traffic.mooncake import MooncakeReader

@@ -1,4 +1,4 @@
-"""What `kvarts plan` was asked, and how the parts of a plan are made from it."""
+"""The inputs of `kvarts plan`, and the construction of a plan's parts from them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ TIER_NAMES = ("device", "host", "disk")
 
 
 class Asked:
-    """Everything that was given, and the trace. `config`: None where nothing is replayed.
+    """All options, and the trace. `config`: None if nothing is replayed.
 
-    `options`: those of the command itself that belong into the command line of any part of the plan; `own`: its other
-    options.
+    `options`: the plan's own options that belong in every command line it prints; `own`: its other options.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Asked:
         self._own = own
 
     def plan(self, *more: str) -> str:
-        """Return the command line of the plan; with `more` options, of what these ask for, on the same trace."""
+        """Return the command line of the plan; with `more`, that of another plan of the same trace."""
         words = shlex.split(self.replay({}))
         return shlex.join(["kvarts", "plan", *words[2:], *self._options, *(more or self._own)])
 
@@ -87,7 +86,7 @@ class Asked:
                     policies=policies,
                     slo_share=self._slo_share,
                     cost_error=self._cost_error,
-                    router=self._given["router"] if "router" in self._given else None,  # noqa: SIM401  (no dict)
+                    router=self._given["router"] if "router" in self._given else None,  # noqa: SIM401  (not a dict)
                     prices=prices,
                     kv_bytes_per_token=None if self._config is None else self._token_bytes(),
                     commands=self,
@@ -127,7 +126,7 @@ class Asked:
         return self._answer(config, users=users)
 
     def routers(self, names: str, ages: str | None) -> dict[str, Any]:
-        """Return the comparison of routers. `names` and `ages`: lists with commas."""
+        """Return the comparison of routers. `names` and `ages`: lists separated by commas."""
         from kvarts.plan.routers import RoutersPlan
         from kvarts.routers.spec import split_names
 
@@ -149,13 +148,13 @@ class Asked:
         return self._answer(config, routers=routers)
 
     def _timed(self, option: str) -> ReplayConfig:
-        """Return the configuration of a replay in time. Raise ConfigError that names `option` if there is none."""
+        """Return the configuration of a replay with a cost model. Raise ConfigError that names `option` without one."""
         if self._config is None:
             raise ConfigError("needs a model and a device, or a cost", field=option, hint="Give --model and --device.")
         return self._config
 
     def _answer(self, config: ReplayConfig, **found: Any) -> dict[str, Any]:
-        """Return what was `found`, behind the trace and the configuration that it was found with."""
+        """Return the results `found`, after the trace and the configuration that produced them."""
         return {
             "trace": self._traffic.name,
             "setting": f"pages of {config.page_size} tokens, {config.num_pages:,} a replica",
@@ -171,7 +170,7 @@ class Asked:
             return self.replay(changes)
         if self._trace is None:
             return f"kvarts plan --users {users}"
-        # What the trace is copied to says itself nothing about its ids.
+        # Lines of the copies do not contain the tokens per hash id, so the command line does.
         again = command_line(
             self._given,
             all_sections(),
@@ -180,7 +179,7 @@ class Asked:
             {
                 **changes,
                 "trace_block_size": self._traffic.unit_tokens,
-                **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are written
+                **({"session_turns": "whole"} if "session_turns" in self._given else {}),  # as the copies are
             },
         )
         scale = ["kvarts", "trace", "scale", str(self._trace), "--copies", str(copies), "-o", "users.jsonl"]

@@ -1,4 +1,4 @@
-"""Where the charts of a plan go: a page of HTML, pictures."""
+"""Destinations of a plan's charts: an HTML page, pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Pictures"]
 
 
 class Pictures:
-    """Files that charts are written to, checked before anything is computed. Raises ConfigError and OutputError."""
+    """The files of charts, checked before anything is computed. Raises ConfigError and OutputError."""
 
     def __init__(self, html_file: Path | None, plot_files: tuple[Path, ...], *, opens: bool) -> None:
         check_opening(html_file, opens=opens)
@@ -29,11 +29,11 @@ class Pictures:
 
     @property
     def are_printed(self) -> bool:
-        """Whether one of them goes to standard output, where nothing else does then."""
+        """Whether one of the files is standard output; then nothing else is printed there."""
         return any(map(is_standard_output, self.paths))
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write all of them."""
+        """Write all files."""
         if self._html_file is not None:
             from kvarts.plan.page import render_page
 

@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about eviction policies of the league."""
+"""The part of `kvarts replay` for eviction policies of the league."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["PART"]
 
 
 class PolicyPart(Part):
-    """An eviction policy by its name. One that is told when sessions end learns it from the trace."""
+    """An eviction policy, by name. Policies that use the ends of sessions learn these from the trace."""
 
     sections = (SECTION,)
 
     def check(self, given: Given) -> None:
-        """Raise ConfigError for what is no policy, and for several models, each of which has its own eviction order."""
+        """Raise ConfigError for an unknown policy, and with several models: each has its own eviction order."""
         if KEY in given and given.names("models"):
             raise given.error(KEY, "is for one model", hint="In Python, each model can have its own.")
         check_policy(given)
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
-        """Return the run where a policy is named."""
+        """Return the run if a policy is given."""
         if KEY not in given:
             return None
         from kvarts.cli.plan_run import PolicyRun

@@ -15,10 +15,10 @@ __all__ = ["PolicyRun"]
 
 
 class PolicyRun(OneRun):
-    """A replay with the policy that was given."""
+    """A replay with the given policy."""
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
-        """Load the trace, and let the policy know what it says of sessions."""
+        """Load the trace, and pass its sessions to the policy."""
         traffic, traces = super().load()
         self.config = with_policy(self.config, self._given, traffic)
         return traffic, traces

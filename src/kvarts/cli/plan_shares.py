@@ -1,4 +1,4 @@
-"""Models that share memory, as `kvarts plan --share` names them."""
+"""Models that share memory, from `kvarts plan --share`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = ("model", "bytes", "weight")
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the models: its trace, and what a token of it weighs, by its name or as a number."""
+    """A model, its trace, and the bytes of one of its tokens, given by the model's name or as a number."""
 
     name: str
     trace: Path
@@ -30,7 +30,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareType(click.ParamType[Any]):
-    """NAME=TRACE, and after commas what a token weighs, and a weight."""
+    """NAME=TRACE, then the bytes per token and a weight, separated by commas."""
 
     name = "share"
 
@@ -67,7 +67,7 @@ class ShareType(click.ParamType[Any]):
 
 
 def divided(shares: tuple[Share, ...], given: Given, page_size: int) -> dict[str, Any]:
-    """Return shares of `--kv-memory` for these models, see `kvarts.plan.shares`."""
+    """Return the division of `--kv-memory` among these models, see `kvarts.plan.shares`."""
     from kvarts.plan.cache import CachePlan
     from kvarts.plan.shares import ModelMemory, divide
     from kvarts.sim.hardware import DeviceSettings, kv_bytes_of

@@ -39,9 +39,9 @@ def sweep_command(
 ) -> None:
     """Replay every point of a grid.
 
-    CONFIG is a file of `kvarts replay --config` with a table [grid] of lists, of which every combination is a point, or
-    tables [[points]]. DIR gets points.json, and points.parquet where pyarrow is installed: a row a point; and
-    points.html, a page with charts. The Pareto front of KV memory, TTFT and throughput goes to standard output.
+    CONFIG is a file of `kvarts replay --config` with a table [grid] of lists, whose combinations are the points, or
+    with tables [[points]]. DIR gets points.json, and points.parquet if pyarrow is installed: one row per point; and
+    points.html, a page with charts. The Pareto front of KV memory, TTFT and throughput is printed on standard output.
     """
     from kvarts.files import write_whole
     from kvarts.plan.sweeping import sweep

@@ -1,4 +1,4 @@
-"""Output of commands on standard output."""
+"""Printing of results on standard output."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def print_bytes(text: bytes) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON value to standard output, indented, with a line end."""
+    """Print one JSON value on standard output, indented, with a newline."""
     print_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

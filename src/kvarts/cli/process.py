@@ -1,10 +1,10 @@
-"""What the process of a command has with the world: standard streams and signals, for all commands alike.
+"""The process of a command: standard streams and signals, handled identically for all commands.
 
-Standard output is data: what cannot be written there is an OutputError, and a reader that has gone a ReaderGoneError,
-which ends the command without a word. Standard error is narration: what cannot be written there is lost, and changes
-nothing. Characters that a terminal does not have become question marks.
+Standard output is data: a failed write is an OutputError; if the reader has closed it, a ReaderGoneError, which ends
+the command silently. Standard error is narration: a failed write is dropped, without effect. Characters that a terminal
+cannot show become question marks.
 
-SIGTERM and SIGHUP end a command as SIGINT does: what is half written is removed.
+SIGTERM and SIGHUP end a command as SIGINT does: half-written files are removed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = [
 
 STANDARD_STREAMS = (0, 1, 2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Of mallopt."""
+"""Parameters of mallopt."""
 LARGE_BYTES = 128 * 1024
 KEPT_BYTES = 4 * 1024 * 1024
-"""Free memory at the end of the heap, which is not returned."""
+"""Free memory at the end of the heap that is not returned to the system."""
 
 
 _came: list[int] = []
 
 
-class Terminated(BaseException):  # as KeyboardInterrupt, no Exception: nothing handles it on the way
+class Terminated(BaseException):  # not an Exception, like KeyboardInterrupt: no handler on the way catches it
     """A signal that ends the process: `number`."""
 
     def __init__(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Terminated(BaseException):  # as KeyboardInterrupt, no Exception: nothing 
 
 
 class ReaderGoneError(OutputError):
-    """Nothing reads standard output any more."""
+    """The reader of standard output has closed it."""
 
 
 class _Data(io.FileIO):
@@ -90,12 +90,12 @@ class _Narration(io.FileIO):
 
 
 def give_back_memory() -> None:
-    """Have a command that goes on collect garbage, which the script of kvarts does not, for commands that end.
+    """Enable garbage collection and return freed memory, in commands that run for long.
 
-    Without torch, glibc also returns each freed block of LARGE_BYTES or more to the system, whatever was freed before.
-    It would otherwise come to keep blocks of up to 32 MiB, with small ones between them that stay: a server that has
-    read many large requests would have several times the memory that it uses. torch frees such blocks in every step,
-    and needs them in the next. Other allocators are left alone.
+    The kvarts script disables the collector, for commands that end soon. Without torch, glibc is also set to return
+    each freed block of LARGE_BYTES or more to the system. By default it would come to keep blocks of up to 32 MiB,
+    pinned by small blocks between them: a server that has read many large requests would have several times the memory
+    that it uses. torch frees such blocks in every step and needs them in the next. Other allocators are not changed.
     """
     gc.freeze()
     gc.enable()
@@ -107,13 +107,13 @@ def give_back_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(M_ARENA_MAX, 1)  # a heap of each thread would keep what the others need
+        mallopt(M_ARENA_MAX, 1)  # a heap per thread would keep memory that other threads need
 
 
 def guard_streams() -> None:
-    """Put streams that keep the promises above in the place of `sys.stdout` and `sys.stderr`.
+    """Replace `sys.stdout` and `sys.stderr` with streams that behave as described above.
 
-    A stream that is closed gets /dev/null: the next file that is opened must not become standard output.
+    A closed stream is opened on /dev/null: otherwise the next file to be opened would become standard output.
     """
     closed = []
     for number in STANDARD_STREAMS:
@@ -137,7 +137,7 @@ def guard_streams() -> None:
 
 
 def handle_signals() -> None:
-    """Let SIGTERM and SIGHUP raise Terminated, once, and SIGINT KeyboardInterrupt. For the main thread."""
+    """Make SIGTERM and SIGHUP raise Terminated, once, and SIGINT KeyboardInterrupt. For the main thread."""
     _came.clear()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -148,9 +148,9 @@ def handle_signals() -> None:
 
 
 def signal_that_came() -> int:
-    """Return the first signal that should have ended the command, 0 if none came.
+    """Return the first signal that should have ended the command, 0 if there was none.
 
-    What it raised may have become another error on the way: an extension module that is interrupted while it is loaded
+    Its exception may have become another error on the way: an extension module that is interrupted while it is imported
     raises ImportError.
     """
     return _came[0] if _came else 0
@@ -158,9 +158,9 @@ def signal_that_came() -> int:
 
 @contextmanager
 def hold_signals_back() -> Iterator[None]:
-    """Let signals that would end the command end it after the block. For the main thread.
+    """Delay signals that would end the command to the end of the block. For the main thread.
 
-    PyTorch aborts the process if an exception comes while its extension modules are loaded.
+    PyTorch aborts the process if an exception is raised while its extension modules are imported.
     """
     came: list[int] = []
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -178,7 +178,7 @@ def hold_signals_back() -> Iterator[None]:
 
 def _note(number: int) -> None:
     _came.append(number)
-    # What was made in the moment before is collected as it is: a file not closed, a coroutine not awaited.
+    # Objects are now collected in any state: an open file, a coroutine that is not awaited. Warnings would be noise.
     warnings.simplefilter("ignore")
 
 
@@ -189,14 +189,14 @@ def _interrupt(number: int, _: object) -> None:
 
 def _terminate(number: int, _: object) -> None:
     _note(number)
-    signal.signal(number, signal.SIG_IGN)  # cleaning up is under way
+    signal.signal(number, signal.SIG_IGN)  # cleanup is under way
     raise Terminated(number)
 
 
 def _unraisable(unraisable: Any) -> None:
-    """Raise a signal again that arrived where nothing can be raised, such as in a destructor.
+    """Raise a signal again that arrived where no exception can propagate, such as in a destructor.
 
-    After a signal, what goes wrong in destructors is of objects that it left half made, and not told.
+    After a signal, errors in destructors are not reported: they concern objects that it left half constructed.
     """
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _raise_soon(signal.SIGINT)
@@ -213,7 +213,7 @@ def _raise_soon(number: int) -> None:
 
 
 def end(code: int) -> None:
-    """End the process at once, with `code`; 7 if what was printed does not get out."""
+    """Exit at once with `code`; 7 if printed output cannot be written."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # everything is done
     try:
@@ -225,5 +225,5 @@ def end(code: int) -> None:
             print(f"kvarts: {error}", file=sys.stderr)
             code = error.exit_code
     sys.stderr.flush()
-    # Everything is written. To take apart all objects of a replay one by one would take longer than its report did.
+    # Everything is written. Destroying all objects of a replay one by one would take longer than its report did.
     os._exit(code)

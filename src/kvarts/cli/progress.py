@@ -1,4 +1,4 @@
-"""Progress on standard error: nothing is silent for longer than two seconds."""
+"""Progress on standard error: no command is silent for longer than two seconds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BAR_AFTER_S, BAR_EVERY_S = 1.0, 0.2
 
 
 class Progress:
-    """A bar where standard error is a terminal, else a line after two seconds, and one every ten seconds then.
+    """A bar if standard error is a terminal, else a line after two seconds and then every ten seconds.
 
-    `what` is done, as in "reading trace.jsonl". `update(n)`: `n` units are done. `total`: of them; None where that is
-    not known. Without a `unit`, lines have the seconds so far. `large`: how many units of `total` are enough for a line
-    at once. A thread writes, so that a unit may take as long as it takes.
+    `what`: the work, such as "reading trace.jsonl". `update(n)`: `n` more units are done. `total`: number of units;
+    None if not known. Without a `unit`, lines have the seconds so far. `large`: the `total` from which a line is
+    written at once. A thread writes, so that progress does not depend on the time of a unit.
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "", *, large: int | None = None) -> None:
@@ -39,11 +39,11 @@ class Progress:
         self._thread.start()
 
     def update(self, num_done: int = 1) -> None:
-        """Note that more is done."""
+        """Count more units as done."""
         self._num_done += num_done
 
     def reach(self, num_done: int, total: int) -> None:
-        """Note how much is done, of how many units."""
+        """Set the number of units that are done, and their total."""
         self._num_done, self._total = num_done, total
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Progress:
             wait_s = EVERY_S
             of_all = "" if self._total is None else f" of {self._total:,}"
             done = f"{self._num_done:,}{of_all} {self._unit}" if self._unit else f"{monotonic() - self._begun_s:.0f} s"
-            with suppress(OSError, ValueError):  # narration that cannot be written changes nothing
+            with suppress(OSError, ValueError):  # narration that cannot be written is dropped
                 click.echo(f"kvarts: {self._what}: {done}", err=True)
 
     def _draw(self) -> None:
@@ -65,7 +65,7 @@ class Progress:
             return
         from tqdm import tqdm
 
-        # Without a unit the bar is what is done, and for how long.
+        # Without a unit, the bar is the description and the elapsed time.
         form = None if self._unit else "{desc}: {elapsed}"
         with tqdm(total=self._total, desc=self._what, unit=f" {self._unit}", unit_scale=True, file=sys.stderr,
                   leave=False, miniters=0, bar_format=form) as bar:  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `kvarts replay`, `kvarts profile` and sessions record: timelines and journals."""
+"""Recordings of `kvarts replay`, `kvarts profile` and sessions: timelines and journals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ kv_timeline_option = click.option(
     help="Write how KV pages are used to FILE, step by step, while it runs: .jsonl, .jsonl.gz or .json. For `kvarts "
     "verify`.",
 )
-"""Of `kvarts profile`, see open_live; and of sessions, see live_reader."""
+"""For `kvarts profile`, see open_live; for sessions, see live_reader."""
 
 
 class RecordPart(Part):
@@ -74,7 +74,7 @@ class RecordPart(Part):
     def results(
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
     ) -> Recordings:
-        """Return the recordings that the options and `run_dir` ask for."""
+        """Return the recordings requested by the options and `run_dir`."""
         return Recordings(
             config,
             timeline_file=named(places["timeline_file"], model),
@@ -87,7 +87,7 @@ class RecordPart(Part):
 class Recordings:
     """Timelines and journals of one replay, checked before it begins. Raises ConfigError and OutputError.
 
-    `paths`: the files that options name. What goes to `run_dir` is not checked: that is a new directory.
+    `paths`: the files that options name. Files in `run_dir` are not checked: it is a new directory.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Recordings:
 
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
-        """Answer what writes down the events of each replica; files appear when the replay has ended well."""
+        """Yield a function that returns the observers of a replica. Journals appear when the replay succeeds."""
         writers: list[list[EventReader]] = [[] for _ in range(self._config.replicas)]
         if self._timelines:
             from kvarts.record.timeline import RowsThatFit
@@ -150,7 +150,7 @@ class Recordings:
 
 
 def check_timelines(paths: Iterable[Path]) -> None:
-    """Raise ConfigError where a suffix of `paths` names no form of timelines, or one that needs what is not here."""
+    """Raise ConfigError if a suffix of `paths` is not a form of timelines, or needs a library that is not installed."""
     for path in paths:
         from kvarts.record.timeline import form_of, import_parquet
 
@@ -159,7 +159,7 @@ def check_timelines(paths: Iterable[Path]) -> None:
 
 
 def write_timelines(report: Recorded, groups: Iterable[Iterable[Path]], *, every: int) -> None:
-    """Write the timeline of each replica of `report` to the paths of each group, one in `every` steps."""
+    """Write the timeline of each replica of `report` to the paths of each group, with every `every`-th step."""
     from kvarts.record.timeline import timelines_of
 
     timelines = timelines_of(report)
@@ -177,9 +177,9 @@ def open_live(
     num_blocks: int = 0,
     memory: Mapping[str, Any] | None = None,
 ) -> LiveTimeline | None:
-    """Return the timeline that `--kv-timeline` asks for, to be written while an engine runs; None where it is not.
+    """Return the timeline of `--kv-timeline`, written while an engine runs; None without the option.
 
-    `num_blocks` and `memory`: what is said of a memory with KV groups.
+    `num_blocks` and `memory`: the blocks and the description of a memory with KV groups.
     """
     from kvarts.record.live import LiveTimeline
 
@@ -197,7 +197,7 @@ def open_live(
 
 
 class UntilItFails:
-    """An EventReader for a server, which goes on without a record where that cannot be written any more."""
+    """An EventReader for a server that must not stop when its record can no longer be written."""
 
     wants_details = False
 
@@ -206,7 +206,7 @@ class UntilItFails:
         self._say = say
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Hand `events` on; say it when that fails, and hand on nothing afterwards."""
+        """Pass `events` on until that fails once; then report the failure and drop all later events."""
         if self._reader is not None:
             try:
                 self._reader.observe(events)
@@ -218,7 +218,7 @@ class UntilItFails:
 def live_reader(
     stack: ExitStack, values: dict[str, Any], say: Callable[[str], object] | None = None
 ) -> Callable[..., EventReader | None]:
-    """Return what `open_sessions` asks for a reader: see open_live. With `say`, an engine outlives its record.
+    """Return the factory of readers for `open_sessions`, see open_live. With `say`, an engine outlives its file.
 
     Raise OutputError at once for a file that cannot be written.
     """

@@ -36,12 +36,12 @@ result = grouped("Results")
 
 
 def all_sections() -> tuple[Section, ...]:
-    """Return everything that can be set, of every part."""
+    """Return all settings, including those of the parts."""
     return (*SECTIONS, TRAFFIC, *(section for part in load_parts() for section in part.sections))
 
 
 def _options() -> list[click.Parameter]:
-    """Return the argument, and the options that settings make; what a part makes itself stands in for these."""
+    """Return the argument, and the options of the settings; a part's own option replaces one with the same flag."""
     by_flag: dict[str, click.Option] = {}
     for option in options_of(all_sections()):
         by_flag.setdefault(option.opts[0], option)
@@ -74,9 +74,9 @@ def replay_command(
     """Replay traffic through the KV-cache control plane, in virtual time.
 
     TRACE is a Mooncake JSONL file, a .csv of Azure's 2023 traces, or a .json of kv-cache-tester or a directory of them.
-    Without it, a bundled sample is replayed: twelve sessions of coding agents; and without --config as well, on
-    llama-3.1-8b on an h100-80gb where options do not say otherwise. The report goes to standard output, everything
-    else to standard error. The exit code is 6 where no request fits into the memory.
+    Without it, a bundled sample is replayed: twelve sessions of coding agents, and without --config on llama-3.1-8b on
+    an h100-80gb, unless options override that. The report is printed on standard output, everything else on standard
+    error. The exit code is 6 if no request fits into the memory.
     """
     sections = all_sections()
     given = _given_on_command_line(params, sections).over(read_settings(config_file, sections))
@@ -108,12 +108,12 @@ def replay_command(
 
 
 def nothing_fits(summary: Mapping[str, Any]) -> bool:
-    """Return whether a replay has nothing to tell: every request was refused."""
+    """Return whether a replay has no results because every request was rejected."""
     return not summary.get("num_completed", 1) and bool(summary["num_rejected"])
 
 
 def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
-    """Return what answers whether an option, or `--option=value`, is among what was given."""
+    """Return a function that returns whether an option, or `--option=value`, is among the given settings."""
     keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
 
     def is_set(what: str) -> bool:
@@ -125,14 +125,14 @@ def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
 
 
 def paths_in(given: Given) -> list[Path]:
-    """Return the files that settings name: of models and costs."""
+    """Return the files that settings name: those of models and costs."""
     keys = [key for key in ("model", "cost", *given.in_table("models")) if key in given]
     texts = [given[key] for key in keys if key.rpartition(".")[2] in ("model", "cost")]
     return [Path(text) for text in texts if isinstance(text, str)]
 
 
 def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Given:
-    """Return what a file says. Raise ConfigError for an unknown key, MissingFileError and InputError for the file."""
+    """Return a file's settings. Raise ConfigError for an unknown key, MissingFileError and InputError for the file."""
     if config_file is None:
         return Given()
     from kvarts.files import read_toml
@@ -141,7 +141,7 @@ def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Give
 
 
 def _given_on_command_line(params: dict[str, Any], sections: Sequence[Section]) -> Given:
-    """Return what options say, and leave in `params` what is no setting."""
+    """Return the settings from options, and leave the other options in `params`."""
     given = given_by_flags(params, sections)
     for name in list(params):
         if name.startswith("set_"):
@@ -152,7 +152,7 @@ def _given_on_command_line(params: dict[str, Any], sections: Sequence[Section]) 
 
 
 class OneRun:
-    """A replay of one model. Raises ConfigError before anything is done."""
+    """A replay of one model. Raises ConfigError when constructed, before any work is done."""
 
     def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section]) -> None:
         self._given = given
@@ -161,11 +161,11 @@ class OneRun:
 
     @property
     def inputs(self) -> list[Path]:
-        """The trace that the file names."""
+        """The trace that the settings file names."""
         return [self._given.path_of("trace")] if "trace" in self._given else []
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
-        """Check where results go."""
+        """Return the outputs, with their paths checked."""
         from kvarts.cli.outputs import Outputs as OneOutputs
 
         return OneOutputs(self.config, **places)

@@ -24,7 +24,7 @@ __all__ = ["report_command"]
 def report_command(run_dir: Path, html_file: Path | None, opens: bool) -> None:
     """Show a run: a sparkline of KV use and a short table; with --html, a page.
 
-    RUN_DIR is what `kvarts replay --run-dir` wrote. Of a run of several models, each is shown.
+    RUN_DIR is written by `kvarts replay --run-dir`. With several models, each is shown.
     """
     from kvarts.report.render import render_text
     from kvarts.report.run_directory import RunDirectory

@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about routers: how they know their workers, and routers of one's own."""
+"""The part of `kvarts replay` for routers: the age of their view of workers, and the user's own routers."""
 
 from __future__ import annotations
 

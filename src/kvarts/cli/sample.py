@@ -1,4 +1,4 @@
-"""The trace of a command: the one that it was given, or the bundled sample."""
+"""The trace of a command: the given one, or the bundled sample."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["load_traffic", "over_sample_settings"]
 
 SAMPLE = "agents"
 SAMPLE_SETTINGS = {"model": "llama-3.1-8b", "device": "h100-80gb"}
-"""By their keys. With these, the pages nearly suffice for what the sessions come back to."""
+"""By their keys. With these, the pages nearly suffice for the prefixes that the sessions return to."""
 
 
 def load_traffic(given: Given, trace: Path | None) -> Trace:
-    """Load the trace named on the command line, or what the file describes, or the sample."""
+    """Load the trace named on the command line, else the traffic that the settings file describes, else the sample."""
     with Progress("reading the trace" if trace is None else f"reading {trace}"):
         found = load_given(given, trace)
     if found is None:
@@ -35,9 +35,9 @@ def load_traffic(given: Given, trace: Path | None) -> Trace:
 
 
 def over_sample_settings(given: Given, sections: Sequence[Section]) -> Given:
-    """Return what is given on the command line, laid over the sample's own settings.
+    """Return the given settings, with the sample's model and device for those that are missing.
 
-    A given `cost` stands alone: how long steps take is then not a matter of model and device.
+    If `cost` is given, nothing is added: it determines the time of steps without a model and device.
     """
     sample = Given()
     spellings = Flags({key: f"{key} of the sample" for key in SAMPLE_SETTINGS})

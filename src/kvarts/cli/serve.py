@@ -1,4 +1,4 @@
-"""`kvarts serve`: doors of an engine."""
+"""`kvarts serve`: servers of models and of sessions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["serve_command"]
 
 
 class Doors(Group):
-    """Commands, the first of which is meant where options stand in place of a name."""
+    """A group whose first command is the default, if options are given in place of a name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the name in front of options."""
+        """Insert the default command's name before options."""
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names and self.commands:
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)

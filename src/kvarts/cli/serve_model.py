@@ -1,4 +1,4 @@
-"""`kvarts serve model`, which `kvarts serve --model DIR` means."""
+"""`kvarts serve model`, also called by `kvarts serve --model DIR`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_opti
 from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import Command, GroupedOption
+from kvarts.errors import ConfigError
+from kvarts.rooms import from_room
 
 __all__ = ["model_command"]
 
@@ -22,7 +24,7 @@ SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", 
 
 
 def _options() -> list[click.Parameter]:
-    """Return the options of a server, whatever it serves."""
+    """Return the options of any HTTP server."""
     options: list[click.Parameter] = [*http_options()]
     options += http_sessions.server_options()
     return options
@@ -33,6 +35,9 @@ def _options() -> list[click.Parameter]:
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 @lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
+@click.option("--eviction", metavar="NAME", cls=GroupedOption, group="Engine",
+              help="Which cached pages go next: a policy of `kvarts plan --league`, such as hinted; or module:Class. "
+                   "[lru]")  # fmt: skip
 @click.option("--tool-call-parser", metavar="NAME", default="auto", cls=GroupedOption, group="Model",
               help="How the model writes calls of tools: hermes (Qwen, too), llama3_json, mistral, gemma, or auto, by "
                    "its chat template. [auto]")  # fmt: skip
@@ -57,6 +62,9 @@ def model_command(**params: Any) -> None:
         is_recording=params["record"] is not None,
     )
     need_torch()
+    engine = {name: params[name] for name in SETTINGS}
+    if params["eviction"] is not None:
+        engine["eviction"] = _policy(params["eviction"])
     opened = open_model(
         params["model"],
         door,
@@ -64,9 +72,16 @@ def model_command(**params: Any) -> None:
         tool_call_parser=params["tool_call_parser"],
         max_num_batched_tokens=params["max_batched_tokens"],
         max_num_seqs=params["max_seqs"],
-        **{name: params[name] for name in SETTINGS},
+        **engine,
     )
     http_sessions.open_sessions_of(opened, params, keys)
     config = opened.served.host.config
     what = f"{opened.served.names[0]}, with {config.num_pages:,} pages of {config.page_size} tokens,"
     serve_http(opened, address, params, what=what)
+
+
+def _policy(name: str) -> Any:
+    try:
+        return from_room("plan.league", "find_policy", field="eviction")(name, None)
+    except ConfigError as error:
+        raise ConfigError(error.what, field="--eviction", hint=error.hint) from error

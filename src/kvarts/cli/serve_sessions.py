@@ -27,7 +27,7 @@ from kvarts.units import parse_bytes
 __all__ = ["sessions_command"]
 
 Beside = Callable[[Any], AbstractAsyncContextManager[object]]
-"""Serves a runtime at one more door, while it is entered."""
+"""A context manager that serves a runtime at one more address while it is entered."""
 
 MAX_SESSIONS = 16_384
 
@@ -78,7 +78,7 @@ of_address = grouped("Address")
 @lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 def sessions_command(**values: Any) -> None:
-    """Serve sessions over gRPC: conversations with their state here, in bounded memory."""
+    """Serve sessions over gRPC: conversations whose state is kept here, in bounded memory."""
     if (values["model"] is None) == (not values["mock"]):
         raise ConfigError("give either", field="model", hint="Give --model DIR or --mock.")
     settings = _engine_settings(values)
@@ -105,7 +105,7 @@ def sessions_command(**values: Any) -> None:
 
 
 def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what `open_sessions` is asked for; what was not given is left to it."""
+    """Return the arguments of `open_sessions`, without those that were not given."""
     settings = {
         name: values[name]
         for name in (

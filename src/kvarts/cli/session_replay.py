@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about sessions."""
+"""The part of `kvarts replay` for sessions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TABLE = "sessions"
 
 
 class SessionsPart(Part):
-    """What engines keep of sessions: options, and the table [sessions]."""
+    """KV that engines retain for sessions: options, and the table [sessions]."""
 
     sections = (Section(struct=SessionReplay, title="Sessions", table=TABLE),)
 
     def check(self, given: Given) -> None:
-        """Raise ConfigError where what was given says nothing without what was not."""
+        """Raise ConfigError for a setting that needs another one that was not given."""
         keys = {key.removeprefix(f"{TABLE}.") for key in given.in_table(TABLE)}
         for key in ("sink", "at_capacity"):
             if key in keys and "window" not in keys and given.source_of(f"{TABLE}.{key}") == Flags():

@@ -1,4 +1,4 @@
-"""What the commands about sessions share."""
+"""Helpers shared by the commands about sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["WINDOW", "need_grpc"]
 
 
 class _Window(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
-    """A number of tokens, or `all`, which is 0."""
+    """A number of tokens, or `all`, which becomes 0."""
 
     name = "window"
 
@@ -26,7 +26,7 @@ WINDOW = _Window()
 
 
 def need_grpc() -> None:
-    """Raise ConfigError where grpcio is not installed."""
+    """Raise ConfigError if grpcio is not installed."""
     try:
         import google.protobuf  # noqa: F401
         import grpc  # noqa: F401

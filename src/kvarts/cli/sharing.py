@@ -1,4 +1,4 @@
-"""The part of `kvarts replay` that is about several models on one device."""
+"""The part of `kvarts replay` for several models on one device."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
 class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a table [models.NAME] says beside what a model is."""
+    """Fields of a table [models.NAME] in addition to those of a model."""
 
     trace: Annotated[str | None, setting("Path of its trace, relative to this file.", flag=None)] = None
 
 
 class SharingPart(Part):
-    """Names of models, their traces, and what they share."""
+    """Names of models, their traces, and settings of the shared device."""
 
     of_one_model = False
     sections = (*SECTIONS, Section(struct=ModelTraffic, title=TITLE, table=MODELS, is_named=True))
 
     def options(self) -> Sequence[click.Option]:
-        """Return `--model`, which may be given for each of several models, `--trace` and `--loans`."""
+        """Return `--model`, which may be repeated for several models, `--trace` and `--loans`."""
         (model,) = (each for each in settings_of(ModelSettings) if each.key == "model")
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
@@ -62,7 +62,7 @@ class SharingPart(Part):
         )  # fmt: skip
 
     def given(self, params: dict[str, Any]) -> Given:
-        """Return what `--model` and `--trace` say."""
+        """Return the settings from `--model` and `--trace`."""
         given = Given()
         texts, traces = params.pop("models") or (), params.pop("traces")
         if any(re.match(f"{NAME}=", text) for text in texts):
@@ -109,7 +109,7 @@ class SharingPart(Part):
             given.add(settings[field], value, source)
 
     def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
-        """Return the run where models have names. Raise ConfigError where only what is shared is said."""
+        """Return the run if models have names. Raise ConfigError if only settings of sharing are given."""
         loans_file = places.pop("loans_file")
         if given.names(MODELS):
             from kvarts.cli.sharing_run import SharedRun
@@ -127,9 +127,9 @@ class SharingPart(Part):
 
 
 def parse_share(text: str) -> tuple[str, dict[str, Any]]:
-    """Return what `chat=llama-3.1-8b:weight=2,guarantee=20GiB` says: the name, and fields of a ModelShare.
+    """Return the name in a text such as `chat=llama-3.1-8b:weight=2,guarantee=20GiB`, and the fields of its ModelShare.
 
-    Raise ConfigError for what is not known, or is no number where it must be.
+    Raise ConfigError for an unknown field, or one that must be a number and is not.
     """
     known = [each.field for each in settings_of(ModelShare)]
     name, equals, rest = text.partition("=")

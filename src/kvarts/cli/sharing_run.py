@@ -1,4 +1,4 @@
-"""A replay of several models: their traces, and where results go."""
+"""A replay of several models: their traces, and the destinations of the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOANS = "loans.jsonl"
 
 
 class SharedRun:
-    """One replay of several models. Raises ConfigError before anything is done."""
+    """One replay of several models. Raises ConfigError when constructed, before any work is done."""
 
     def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section], loans_file: Path | None) -> None:
         if trace is not None:
@@ -57,7 +57,7 @@ class SharedRun:
         return list(self._paths.values())
 
     def outputs(self, places: Mapping[str, Any]) -> SharedOutputs:
-        """Check where results go."""
+        """Return the outputs, with their paths checked."""
         return SharedOutputs(self.config, loans_file=self._loans_file, **places)
 
     def load(self) -> tuple[dict[str, Trace], Sequence[Trace]]:
@@ -68,7 +68,7 @@ class SharedRun:
 
 
 class SharedOutputs:
-    """The files of one replay of several models, checked before it begins; those of a model carry its name.
+    """The files of one replay of several models, checked before it begins; a model's files have its name.
 
     Raises ConfigError and OutputError.
     """
@@ -114,7 +114,7 @@ class SharedOutputs:
 
     @contextmanager
     def observers(self) -> Iterator[ObserversOf]:
-        """Answer what writes down the events of each model, or with replicas of each on each, while the replay runs."""
+        """Yield a function that returns the observers of a model's events, or of a model on one replica."""
         with ExitStack() as stack:
             observers: dict[str | tuple[str, int], Sequence[EventReader]] = {}
             for name, outputs in self._outputs.items():
@@ -124,7 +124,7 @@ class SharedOutputs:
             yield observers.__getitem__
 
     def write(self, report: SharedReport) -> None:
-        """Write everything else, and the report to standard output, unless one of the files is that."""
+        """Write the remaining files, and print the report unless one of the files is standard output."""
         for name, outputs in self._outputs.items():
             outputs.write_files(report.reports[name])
         for path in self._reports:

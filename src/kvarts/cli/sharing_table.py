@@ -1,4 +1,4 @@
-"""The report of several models that share devices as a table, at most 80 columns wide for up to four models."""
+"""The report of several models on shared devices as a table, at most 80 columns wide for up to four models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 14
 
 
 def render_shared_table(summary: dict[str, Any]) -> str:
-    """Return the lines of the table, with a line end."""
+    """Return the lines of the table, with a newline at the end."""
     models = summary["models"]
     devices = summary.get("devices", [])
     total = summary["total"] if devices else summary["device"]
@@ -69,7 +69,7 @@ def _fairness(device: dict[str, Any]) -> str:
 
 
 def _promise(total: dict[str, Any]) -> list[str]:
-    """Return how the worst of all models did beside each baseline."""
+    """Return rows with the worst ratio of any model to each baseline."""
     names = {"split": "its static split", "slice": "its slice, alone"}
     lines: list[str] = []
     for baseline, found in (total["worst_ratio"] or {}).items():

@@ -80,8 +80,8 @@ def soak_command(
 ) -> int:
     """Run turns of sessions for hours, and judge: is memory bounded to the byte, does latency drift, does it leak?
 
-    The exit code is 0 for bounded, 5 for violated and 6 for inconclusive: constant zero, missing or too few samples,
-    or too noisy to tell. SIGTERM and SIGINT end the run, which is then judged as far as it went.
+    The exit code is 0 for bounded, 5 for violated and 6 for inconclusive: constant zero, missing or too few samples, or
+    too much noise to decide. SIGTERM and SIGINT end the run; the part that has run is then judged.
     """
     from kvarts.session.soak.page import render_soak_page
     from kvarts.session.soak.record import load_record, write_record
@@ -107,7 +107,7 @@ def soak_command(
         plan = _plan(address or "virtual", values)
 
         def checkpoint(record: SoakRecord) -> None:
-            # A device, or a pipe, gets the record once, when it is complete.
+            # A device or a pipe is written once, when the record is complete.
             if json_file is not None and is_replaceable(json_file):
                 write_record(json_file, record, judge_soak(record))
 
@@ -133,7 +133,7 @@ def soak_command(
 
 
 def _with_timeline(text: str, exit_code: int, timeline: Path) -> tuple[str, int]:
-    """Return what is told of a run and its timeline: violated if either is, else inconclusive if either is."""
+    """Return the verdicts of a run and its timeline: violated if either is, else inconclusive if either is."""
     from kvarts.verify.verifier import verify_file
 
     verdict = verify_file(timeline)
@@ -196,7 +196,7 @@ async def _run(
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)  # what is written from now on is written whole, or not at all
+            signal.signal(number, handler)  # a write that has begun from here on is completed or undone
 
 
 async def _open(
@@ -213,7 +213,7 @@ async def _open(
 
 
 class _OfClient:
-    """A client by ids, as a SessionRuntime has its sessions."""
+    """Adapter of a client to the interface of SessionRuntime: sessions are named by id."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Options as vLLM spells them: accepted where a command has the same under another name, else answered."""
+"""vLLM's spellings of options: accepted if a command has the same option under another name, else explained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALIASES = {
     "--kv-cache-dtype": "--kv-dtype",
     "--kv-cache-memory-bytes": "--kv-memory",
 }
-"""Options of `vllm serve`, and ours that mean the same and take the same values."""
+"""Options of `vllm serve`, and the option here with the same meaning and values."""
 
 ANSWERS = {
     "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",
@@ -42,13 +42,13 @@ ANSWERS = {
     "--swap-space": "give --host-memory 64GiB",
     "-q": "give --weight-dtype fp8, and --kv-dtype for KV",
 }
-"""Options of `vllm serve` without the same here, and what to do instead."""
+"""Options of `vllm serve` without an equivalent, and what to do instead."""
 
 
 def in_our_words(args: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return `args` with each option that vLLM calls otherwise under our name. `known`: the options of the command.
+    """Return `args` with vLLM's option names replaced. `known`: the options of the command.
 
-    Raise UsageError for one that has an answer instead. What follows `--` is left alone.
+    Raise UsageError for an option in ANSWERS. Words after `--` are not changed.
     """
     ours: list[str] = []
     for place, word in enumerate(args):

@@ -1,4 +1,4 @@
-"""The report as a table for people, at most 80 columns wide."""
+"""The report as a text table, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def render_table(summary: dict[str, Any]) -> str:
-    """Return the table as text, with a line end; of a replay that completed nothing, why."""
+    """Return the table with a newline at the end; if nothing was completed, only the reason."""
     config = summary["config"]
     completed, rejected = summary["num_completed"], summary["num_rejected"]
     lines = [f"{_fit(summary['trace'], 44)}: {summary['num_requests']:,} requests", *opening(config), ""]
@@ -78,7 +78,7 @@ def _plus_minus(value: float | None) -> str:
 
 
 def _tiers(summary: dict[str, Any]) -> list[str]:
-    """Return rows on hits and transfers by tier; none without a tier below the device."""
+    """Return rows on hits and transfers by tier; empty without a tier below the device."""
     transfers = summary["transfers"]
     if transfers is None:
         return []
@@ -92,7 +92,7 @@ def _tiers(summary: dict[str, Any]) -> list[str]:
 
 
 def _groups(summary: dict[str, Any]) -> list[str]:
-    """Return a row for each KV group; none where every layer is counted alike."""
+    """Return a row for each KV group; empty without KV groups."""
     memory = summary.get("kv_groups", ())
     lines = []
     for index, group in enumerate(memory):
@@ -104,7 +104,7 @@ def _groups(summary: dict[str, Any]) -> list[str]:
 
 
 def _sessions(summary: dict[str, Any]) -> list[str]:
-    """Return rows on sessions; none where a turn is a request as any other."""
+    """Return rows on sessions; empty if turns are replayed as ordinary requests."""
     totals = summary.get("sessions")
     if totals is None:
         return []
@@ -142,7 +142,7 @@ def _row(name: str, value: str) -> str:
 
 
 def _wasted(summary: dict[str, Any]) -> list[str]:
-    """Return a row on what was computed for requests that were cancelled; none where none was."""
+    """Return a row on tokens computed for cancelled requests; empty without these."""
     wasted = summary.get("cancelled")
     if wasted is None:
         return []
@@ -159,7 +159,7 @@ def _counts(summary: dict[str, Any], completed: int, rejected: int) -> str:
 
 
 def _warnings(summary: dict[str, Any]) -> list[str]:
-    """Return rows on how the trace was read; none where there is nothing to say."""
+    """Return rows with warnings about the trace; empty without warnings."""
     left_out = [f"{count:,} {reason}" for reason, count in summary.get("left_out", {}).items()]
     said = [f"the trace has rows that are left out: {', '.join(left_out)}"] if left_out else []
     return [
@@ -190,7 +190,7 @@ def _limit(limited_by: dict[str, Any]) -> str:
 
 
 def render_advice(sentence: str | None) -> str:
-    """Return a sentence of advice as a paragraph behind an empty line; nothing for none."""
+    """Return advice as a paragraph after an empty line; empty if `sentence` is None."""
     if sentence is None:
         return ""
     whole = f"{sentence[0].upper()}{sentence[1:]}."

@@ -1,4 +1,4 @@
-"""`kvarts trace`: what a trace says, and traces made from traces."""
+"""`kvarts trace`: properties of traces, and traces made from traces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Duration(click.ParamType[int]):
 
 
 def _reading(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of how traces are read."""
+    """Add the options for reading traces."""
     command = click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
     command = click.option("--session-turns", type=click.Choice(["whole", "deltas"]),
                            help="Whether later turns of sessions in Mooncake's form have whole prompts, or only what "
@@ -46,7 +46,7 @@ def _reading(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _writing(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the option of where a trace goes, and those of how one is read."""
+    """Add the option for the output file, and those for reading."""
     command = click.option("-o", "--output", metavar="FILE", type=OUTPUT,
                            help="Write to FILE instead of standard output.")(command)  # fmt: skip
     return _reading(command)
@@ -56,8 +56,8 @@ def _writing(command: Callable[..., None]) -> Callable[..., None]:
 def trace_command() -> None:
     """Look at traces, and make traces from traces.
 
-    A TRACE is what `kvarts replay` takes, or a bundled one: `sample:mooncake`. What is made is Mooncake's JSON lines,
-    on standard output, or where requests wait for requests, those of Dynamo's agentic traces.
+    A TRACE is as in `kvarts replay`, or a bundled one: `sample:mooncake`. Traces are written as Mooncake's JSON lines
+    on standard output; those in which requests wait for requests, as lines of Dynamo's agentic traces.
     """
 
 
@@ -75,7 +75,7 @@ def list_command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_reading
 def info_command(trace: Path, as_json: bool, **reading: Any) -> None:
-    """Say what is in a TRACE, and whether it tells what prompts have in common."""
+    """Print what a TRACE contains, and whether it identifies shared prefixes."""
     from kvarts.traffic.info import trace_info
 
     traffic = _load(trace, reading)
@@ -130,7 +130,7 @@ def slice_command(
 @click.option("--same-ids", is_flag=True, help="Equal hash ids of two traces stand for equal tokens.")
 @_writing
 def merge_command(traces: tuple[Path, ...], output: Path | None, same_ids: bool, **reading: Any) -> None:
-    """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids says so."""
+    """Write all requests of several TRACES, each at its time; they share nothing unless --same-ids is given."""
     from kvarts.traffic.editing import merged
 
     _write(merged([_load(trace, reading) for trace in traces], same_ids=same_ids), output)
@@ -162,7 +162,7 @@ def scale_command(
 @click.argument("trace", type=INPUT)
 @_writing
 def anonymize_command(trace: Path, output: Path | None, **reading: Any) -> None:
-    """Number ids, sessions and tenants of a TRACE anew, so that only lengths, times and what is shared stay."""
+    """Renumber ids, sessions and tenants of a TRACE, so that only lengths, times and shared prefixes remain."""
     from kvarts.traffic.editing import anonymized
 
     _write(anonymized(_load(trace, reading)), output)
@@ -187,7 +187,7 @@ def _write(trace: Trace, output: Path | None) -> None:
             file.writelines(trace_lines(trace))
     _say(trace)
     is_agentic = any(request.after for request in trace.requests or ())
-    if trace.unit_tokens != 512 and not is_agentic:  # the header of agentic lines says it
+    if trace.unit_tokens != 512 and not is_agentic:  # the header of agentic lines has the block size
         click.echo(f"kvarts: a hash id stands for {trace.unit_tokens} tokens: read it with "
                    f"--trace-block-size {trace.unit_tokens}", err=True)  # fmt: skip
 

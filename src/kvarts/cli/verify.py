@@ -43,7 +43,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]
 def verify_command(
     files: tuple[Path, ...], preempt_threshold: float, max_bytes: int | None, block_bytes: int | None, as_json: bool
 ) -> int:
-    """Judge KV timelines from anyone: are all blocks accounted for?
+    """Judge KV timelines of any engine: are all blocks accounted for?
 
     A FILE may be a pipe, or a run directory: each timeline in it is judged. Prints a verdict for each: ok, violated, or
     inconclusive (empty, constant zero, or too short). The exit code is 5 if any is violated, else that of the first
@@ -78,7 +78,7 @@ def verify_command(
 
 
 def _timelines(files: tuple[Path, ...]) -> Iterator[tuple[Path, KvartsError | None]]:
-    """Return the timelines among `files`, and in run directories among them; with an error, what has none."""
+    """Yield the timelines among `files`, and those in run directories; a directory without any, with its error."""
     from kvarts.report.run_directory import timelines_in
 
     for path in files:

@@ -1,4 +1,4 @@
-"""`kvarts --version`: which version this is, and whether it is compiled."""
+"""`kvarts --version`: the version, and whether the engine is compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["how_built", "version_option"]
 
 
 def how_built() -> str:
-    """Return `compiled` where the engine is a library, else `interpreted`."""
+    """Return `compiled` if the engine is a compiled library, else `interpreted`."""
     engine = find_spec("kvarts.engine")
     assert engine is not None and engine.origin is not None
     return "interpreted" if engine.origin.endswith(".py") else "compiled"

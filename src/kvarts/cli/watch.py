@@ -70,8 +70,8 @@ MOST_WAITING = 1 << 16
 def watch_command(endpoint: str, **values: Any) -> int:
     """Follow the KV events of an engine, kvarts' or vLLM's, and judge what they claim.
 
-    ENDPOINT is where they are published: tcp://HOST:PORT. The verdict is ok, violated, or inconclusive: nothing came,
-    or what there was at the beginning is not known and matters. The exit code is 0, 5 or 6.
+    ENDPOINT is where they are published: tcp://HOST:PORT. The verdict is ok, violated, or inconclusive: no events
+    arrived, or the result depends on the unknown initial state. The exit code is 0, 5 or 6.
     """
     try:
         import zmq  # noqa: F401
@@ -120,7 +120,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
 
 
 def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any, notes: list[str]) -> Watch:
-    """Watch until the end, and note what else is worth knowing."""
+    """Watch until the end, and add other observations to `notes`."""
     from kvarts.connect.decoding import MAX_BATCH_BYTES
     from kvarts.connect.metrics import Scraper
     from kvarts.connect.sockets import Stream
@@ -175,7 +175,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
 
 
 class _View:
-    """Shows what goes on: in a terminal a few lines that are written over, otherwise a line each time."""
+    """Status display: in a terminal a few lines that are overwritten, else one line each time."""
 
     def __init__(self, is_terminal: bool) -> None:
         self._is_terminal = is_terminal
@@ -215,7 +215,7 @@ class _View:
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """Answer whether SIGINT or SIGTERM has come."""
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
@@ -227,7 +227,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
 
 
 class _LiveFile:
-    """A file that is written while a watch goes on: what is a second old is there, whatever becomes of this process."""
+    """A file written during a watch: data older than a second is in the file even if this process is killed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -238,7 +238,7 @@ class _LiveFile:
             self._file: IO[bytes] = path.open("wb", buffering=0) if is_replaceable(path) else open_stream(path)
 
     def write(self, data: bytes) -> None:
-        """Write `data`, soon. Raise OutputError."""
+        """Write `data` within about a second of the next call. Raise OutputError."""
         self._waiting += data
         now = time.monotonic()
         if len(self._waiting) >= MOST_WAITING or now - self._written_s >= 1.0:
@@ -246,7 +246,7 @@ class _LiveFile:
             self._flush(zlib.Z_SYNC_FLUSH)
 
     def close(self) -> None:
-        """Write what waits. Raise OutputError."""
+        """Write the buffered data and close. Raise OutputError."""
         try:
             self._flush(zlib.Z_FINISH)
         finally:

@@ -1,1 +1,1 @@
-"""Fleets: workers in pools, prompts that are computed on one and continued on another."""
+"""Fleets: pools of workers; one worker can compute a prompt and another continue it."""

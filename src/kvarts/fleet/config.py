@@ -1,4 +1,4 @@
-"""What a fleet is built from: pools of workers, and how KV goes between them."""
+"""Configuration of a fleet: pools of workers, and the links that carry KV between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.fleet.faults import Fault, parse_faults
-from kvarts.fleet.scaling import Scaler, parse_scaler
+from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
 from kvarts.limits import MOST_MS, check_number, check_whole
-from kvarts.settings import Given, Section, Setting, SettingError, Source, setting, settings_of
+from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Source, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
-from kvarts.sim.hardware import DeviceSettings
+from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Sharing = Literal["none", "worker"]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The links between workers that compute prompts and workers that generate."""
+    """Links from workers that compute prompts to workers that generate."""
 
     rate: Annotated[
         str | None,
@@ -78,7 +78,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def bytes_per_s(self) -> int | None:
-        """The rate as a number. Raise SettingError for what is none."""
+        """The rate as a number. Raise SettingError if it is not a rate."""
         if self.rate is None:
             return None
         try:
@@ -88,7 +88,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers there are, over time."""
+    """Autoscaling: the number of workers over time."""
 
     policy: Annotated[
         str | None,
@@ -112,7 +112,7 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers and links that fail."""
+    """Failures of workers and links."""
 
     script: Annotated[
         str | None,
@@ -132,7 +132,7 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The script as values."""
+        """The script, parsed."""
         return () if self.script is None else parse_faults(self.script)
 
 
@@ -150,17 +150,22 @@ OF_POOL = (
     "cost",
     "router",
 )
-"""Settings that the workers of one pool can have for themselves, by their keys."""
+"""Settings that a pool can set differently from the rest of the fleet, by key."""
 
 
-def pool_settings(what: str) -> type[msgspec.Struct]:
-    """Return a struct of the settings in OF_POOL, as they are declared for all workers, with None as their default.
+def of_workers() -> dict[str, Setting]:
+    """Return the settings of workers by their keys, as they are declared for all."""
+    return {each.key: each for struct in (ModelSettings, DeviceSettings, ReplayConfig) for each in settings_of(struct)}
 
-    `what`: the workers, in the help.
+
+def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Struct]:
+    """Return a struct of the settings with `keys`, as they are declared for all workers, with None as their default.
+
+    `what`: describes the workers in the help.
     """
-    known = {each.key: each for struct in (DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    known = of_workers()
     fields = []
-    for key in OF_POOL:
+    for key in keys:
         each = known[key]
         words = setting(
             f"Of workers that {what}: {each.help[0].lower()}{each.help[1:]}",
@@ -172,44 +177,64 @@ def pool_settings(what: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(f"Settings of workers that {what}", fields, frozen=True, kw_only=True)
 
 
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What only a table `[[pool]]` says of a pool; what each worker is like stands next to it there."""
+
+    role: Annotated[Role, setting("What its workers do: prefill, decode, or mixed for both.", flag=None)] = "mixed"
+    replicas: Annotated[AtLeastOne, setting("Number of workers.", flag=None)] = 1
+
+
+IN_TABLE = (*OF_POOL[1:], "model", "engine", "async_scheduling", "cost_factor")
+"""Settings that a table `[[pool]]` can have of its workers."""
+
+POOL = "pool"
+
 SECTIONS = (
     Section(struct=pool_settings("compute prompts"), title="Prefill and decode apart", table="prefill"),
     Section(struct=pool_settings("generate"), title="Prefill and decode apart", table="decode"),
     Section(struct=TransferSettings, title="Prefill and decode apart", table="transfer"),
     Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
     Section(struct=FaultSettings, title="Prefill and decode apart", table="faults"),
+    Section(struct=PoolSettings, title="Prefill and decode apart", table=POOL, is_named=True, is_listed=True),
+    Section(
+        struct=pool_settings("are in this pool", IN_TABLE),
+        title="Prefill and decode apart",
+        table=POOL,
+        is_named=True,
+        is_listed=True,
+    ),
 )
-"""What can be said of a fleet beside what is said of each of its workers."""
+"""Settings of a fleet, in addition to those of each worker."""
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class _InPool(msgspec.Struct, frozen=True):
-    """Where a value was given for one pool; errors name it as it was written."""
+    """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
 
     source: Source
     setting: Setting
 
     @property
     def path(self) -> Path | None:
-        """The file, if it is one."""
+        """The file, if the source is one."""
         return self.source.path
 
     def spell(self, setting: Setting, inner: str = "") -> str:
         """Return the setting of the pool, or another one as it is written there."""
-        mine = self.setting.key.partition(".")[2] == setting.key
+        mine = self.setting.key.endswith(f".{setting.key}")
         return self.source.spell(self.setting if mine else setting, inner)
 
 
 def is_of_fleet(given: Given) -> bool:
     """Return whether anything was said of pools or of the links between them."""
-    return any(given.in_table(section.table) for section in SECTIONS)
+    return any(given.in_table(section.table) for section in SECTIONS) or bool(given.names(POOL))
 
 
 def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
-    """Build a FleetConfig from what was given: of all workers, of those of each pool, and of links.
+    """Build a FleetConfig from the given settings: those of all workers, of each pool, and of links.
 
-    Raise ConfigError that names what was given, where it was given.
+    Raise ConfigError that names the setting and its source.
     """
     of_all = Given()
     for section in sections:
@@ -218,31 +243,25 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         for each in section.settings:
             if each.key in given:
                 of_all.add(each, given.value_of(each.key), given.source_of(each.key))
-    known = {each.key: each for struct in (DeviceSettings, ReplayConfig) for each in settings_of(struct)}
-    pools = []
-    is_split = any(given.in_table(table) for table in (*ROLES, "transfer"))
-    if not is_split:
-        pools.append(PoolConfig(role="mixed", each=resolve_replay(of_all, sections)))
-    elif "replicas" in of_all:
-        raise given.error("replicas", "says nothing of pools", hint="Give --prefill-replicas and --decode-replicas.")
-    for role in ROLES if is_split else ():
-        if f"{role}.replicas" not in given:
-            first = next(key for section in SECTIONS for key in given.in_table(section.table))
-            raise given.error(
-                first, f"needs {role} workers as well", hint="Give --prefill-replicas and --decode-replicas."
-            )
-        own = Given()
-        for key in given.in_table(role):
-            inner = key.partition(".")[2]
-            source = _InPool(given.source_of(key), given.setting_of(key))
-            own.add(known[inner], given.value_of(key), source)
-        pools.append(PoolConfig(role=role, each=resolve_replay(own.over(of_all), sections)))
+    pools = [
+        PoolConfig(name=name, role=role, each=_resolve_pool(given, table, of_all, sections))
+        for name, role, table in _tables(given, of_all)
+    ]
     transfer = given.build(TransferSettings, "transfer")
+    if given.in_table("transfer") and all(pool.role == "mixed" for pool in pools):
+        raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy
+    scaler = None if policy is None else parse_scaler(policy)
+    if isinstance(scaler, Scripted) and (missing := scaler.pools - {pool.name for pool in pools}):
+        raise given.error(
+            "scaling.policy",
+            f"has numbers for a pool {sorted(missing)[0]}, which is not there",
+            hint=f"There are: {', '.join(pool.name for pool in pools)}.",
+        )
     token_bytes = transfer.token_bytes
     if token_bytes is None and transfer.rate is not None:
-        token_bytes = _token_bytes(pools[0].each)
+        token_bytes = next((_token_bytes(pool.each) for pool in pools if pool.role != "mixed"), None)
         if token_bytes is None:
             raise given.error(
                 "transfer.rate",
@@ -266,8 +285,48 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         raise given.named(error, ()) from error
 
 
+def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
+    """Return the name and role of each pool, and the table with what was given for it alone; "" for none."""
+    names = given.names(POOL)
+    short = [key for table in (*ROLES, *(() if names else ("transfer",))) for key in given.in_table(table)]
+    if names:
+        if short or "replicas" in of_all:
+            raise given.error(
+                "replicas" if "replicas" in of_all else short[0],
+                "does not go with tables of pools",
+                hint=f"Say it in [[{POOL}]].",
+            )
+        tables = [(name, f"{POOL}.{name}") for name in names]
+        roles: list[Role] = [given.build(PoolSettings, table).role for _, table in tables]
+        # Pools without a name of their own have that of their role, if no other has it.
+        return [
+            (role if name.isdigit() and roles.count(role) == 1 else name, role, table)
+            for (name, table), role in zip(tables, roles, strict=True)
+        ]
+    if not short:
+        return [("mixed", "mixed", "")]
+    if "replicas" in of_all:
+        raise given.error("replicas", "says nothing of pools", hint="Give --prefill-replicas and --decode-replicas.")
+    for role in ROLES:
+        if f"{role}.replicas" not in given:
+            hint = "Give --prefill-replicas and --decode-replicas."
+            raise given.error(short[0], f"needs {role} workers as well", hint=hint)
+    return [(role, role, role) for role in ROLES]
+
+
+def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Section]) -> ReplayConfig:
+    """Build what each worker of a pool is like, from what was given for it alone and for all."""
+    known = of_workers()
+    own = Given()
+    for key in given.in_table(table) if table else ():
+        inner = key.removeprefix(f"{table}.")
+        if inner in known:
+            own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
+    return resolve_replay(own.over(of_all), sections)
+
+
 def _token_bytes(config: ReplayConfig) -> int | None:
-    """Return what the KV of a token weighs on all devices of a worker; None where no model says it."""
+    """Return the bytes of a token's KV over all devices of a worker; None if the config names no model."""
     if config.placement is None:
         return None
     ways = int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
@@ -275,18 +334,24 @@ def _token_bytes(config: ReplayConfig) -> int | None:
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alike: as many as `each` has replicas."""
+    """Workers that are alike: as many as `each` has replicas. `name`: left out, its role."""
 
     role: Role
     each: ReplayConfig
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.role)
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One replay on a fleet: a pool of mixed workers, or one that computes prompts and one that generates.
+    """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
-    `bytes_per_s`: of each transfer, or with `sharing` of each worker; None: a transfer takes `latency_ms` alone.
-    `scaler`: makes what decides how many workers there are; None: as many as the pools say. `scaling`: its name, for
-    reports. `startup_s`: how long a new worker starts. `faults`: what fails, and when.
+    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `scaler`:
+    makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
+    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `faults`: failures and their
+    times.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -301,25 +366,38 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
-        roles = [pool.role for pool in self.pools]
-        if roles not in (["mixed"], ["prefill", "decode"]):
+        roles = {pool.role for pool in self.pools}
+        if not roles or ("prefill" in roles) is not ("decode" in roles):
             raise SettingError(
-                f"have the roles {', '.join(roles)}",
-                "pools",
-                hint="Give one mixed pool, or one prefill and one decode.",
+                f"leaves a fleet of {' and '.join(sorted(roles)) or 'no'} workers only",
+                "pool",
+                hint="Give mixed pools, or at least one prefill and one decode, or all three.",
             )
-        if self.scaler is None:
-            for fault in self.faults:
-                if fault.worker >= self.replicas:
-                    raise SettingError(
-                        f"names worker {fault.worker}, which is not there",
-                        "faults.script",
-                        hint=f"There are workers 0 to {self.replicas - 1}.",
-                    )
+        if len({pool.name for pool in self.pools}) < len(self.pools):
+            raise SettingError("two pools have the same name", "pool")
+        for is_second in (False, True):
+            behind = [pool.each for pool in self.pools if (pool.role == "decode") is is_second]
+            if len({(repr(each.router), repr(each.routing)) for each in behind}) > 1:
+                raise SettingError("pools behind one router name different routers", "pool")
+        if len({pool.each.to_builtins().get("model") for pool in self.pools if pool.role != "mixed"}) > 1:
+            raise SettingError("prefill and decode workers have different models", "pool", hint="KV is of one model.")
+        for fault in self.faults:
+            if self.scaler is None and fault.worker >= self.replicas:
+                raise SettingError(
+                    f"names worker {fault.worker}, which is not there",
+                    "faults.script",
+                    hint=f"There are workers 0 to {self.replicas - 1}.",
+                )
+            if fault.kind != "down" and "prefill" not in roles:
+                raise SettingError(
+                    f"has {fault.kind}:{fault.worker}, and mixed workers send nothing",
+                    "faults.script",
+                    hint="Only down:N=... has an effect here.",
+                )
         if len({pool.each.page_size for pool in self.pools}) > 1:
-            raise SettingError("have pages of different sizes", "pools", hint="KV goes from page to page.")
+            raise SettingError("pools have pages of different sizes", "pool", hint="KV goes from page to page.")
         if len({pool.each.profile for pool in self.pools}) > 1:
-            raise SettingError("have different profiles", "pools")
+            raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
             for field, why in (
                 ("offload", "tiers below the device"),
@@ -334,35 +412,35 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first(self) -> ReplayConfig:
-        """The engines that requests arrive at."""
+        """The configuration of the engines at which requests arrive."""
         return self.pools[0].each
 
     @property
     def num_pages(self) -> int:
-        """Pages of a worker of the last pool."""
+        """Pages of one worker of the last pool."""
         return self.pools[-1].each.num_pages
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self.first.page_size
 
     @property
     def replicas(self) -> int:
-        """All workers."""
+        """Workers in all pools."""
         return sum(pool.each.replicas for pool in self.pools)
 
     @property
     def slo(self) -> Slo:
-        """For goodput."""
+        """The objective for goodput."""
         return self.first.slo
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return what the report says of it."""
+        """Return the configuration as the report contains it."""
         return {
             **self.pools[-1].each.to_builtins(),
             "replicas": self.replicas,
-            "pools": [{"role": pool.role, **pool.each.to_builtins()} for pool in self.pools],
+            "pools": [{"name": pool.name, "role": pool.role, **pool.each.to_builtins()} for pool in self.pools],
             "transfer": {
                 "bytes_per_s": self.bytes_per_s,
                 "latency_ms": self.latency_ms,
@@ -380,7 +458,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_progress: Callable[[int], object] | None = None,
         observers_of: Callable[[int], Sequence[EventReader]] | None = None,
     ) -> FleetReport:
-        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a worker."""
+        """Replay `traffic` and return the report, see `kvarts.replay`. `observers_of` returns a worker's observers."""
         from kvarts.fleet.replay import replay_fleet
 
         return replay_fleet(traffic, self, on_progress=on_progress, observers_of=observers_of)

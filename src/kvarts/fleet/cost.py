@@ -1,4 +1,4 @@
-"""The step times of Dynamo's mocker by the role of a worker."""
+"""Step times of Dynamo's mocker for workers that only generate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["DecodeOnly"]
 
 
 class DecodeOnly:
-    """The cost of a worker that generates: what `cost` says of the decodes, and prompts take no time.
+    """Cost of a worker that generates: `cost` for the decodes; prompts take no time.
 
-    A sequence that ends its recompute in the step counts as a decode, as in the other role.
+    A sequence whose recompute ends in the step counts as a decode, as it does for workers that compute prompts.
     """
 
     def __init__(self, cost: CostModel) -> None:

@@ -1,9 +1,8 @@
-"""The loop of a fleet: virtual time, the workers, requests on their way through them.
+"""The loop of a fleet: virtual time, the workers, and the requests on their way through them.
 
-At any time, in this order: steps that end now are finished, transfers that end now are taken note of, faults begin
-and end, requests that their clients give up now are dropped, requests that arrive now are routed, what follows from all
-that is done in the order in which it came up, and idle workers start a step. Among workers, those that compute prompts
-come first.
+The order at one time: finish the steps that end now, record the transfers that end now, begin and end faults, drop
+requests whose clients give up now, route requests that arrive now, carry out the queued consequences of all that in
+first-in, first-out order, and start a step on each idle worker. Among workers, those that compute prompts come first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
 from kvarts.fleet.moves import Moves
-from kvarts.fleet.pool import Pool
+from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
@@ -28,13 +27,13 @@ __all__ = ["FleetDriver"]
 
 
 class FleetDriver(Moves):
-    """Runs one replay on a fleet. `scaler`: decides how many workers there are; `faults`: what fails, and when."""
+    """Runs one replay on a fleet. `scaler`: decides the number of workers; `faults`: failures and their times."""
 
     def __init__(
         self,
         arrivals: Arrivals,
-        first: Pool,
-        second: Pool,
+        first: Front,
+        second: Front,
         links: Links,
         *,
         token_bytes: int,
@@ -54,17 +53,17 @@ class FleetDriver(Moves):
             is_mocker=is_mocker,
             on_progress=on_progress,
         )
-        self._polled = [each for each in self._pools if each.router.reads_metrics and each.router.staleness_ns]
+        self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
         self._scaler = scaler
         self._tick_ns = None if scaler is None else scaler.first_ns()
         self._ticked_in_vain = False
-        """Whether the last tick came while nothing else could happen."""
+        """Whether the scaler had a tick with nothing else to wait for; it gets one, to bring a worker."""
         self._changes = deque(changes_of(faults))
         self.num_faults = 0
         self._deadlines: list[tuple[int, int, Handoff]] = []
-        """When clients give up, with the numbers of the requests; those that have ended are passed by."""
+        """Times at which clients give up, with the requests' indices; entries of ended requests are skipped."""
         self._interrupted: list[Worker] = []
-        """Workers that have ended a step now, and have something to do or to lose."""
+        """Workers whose step has ended now and that have interrupts to run, or lose their requests."""
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -76,9 +75,9 @@ class FleetDriver(Moves):
                 now_ns = self.now_ns
             self.now_ns = now_ns
             self._finish_steps(now_ns)
-            for pool in self._polled:
-                if pool.poll_ns(now_ns) == now_ns:
-                    self._poll(pool, now_ns)
+            for front in self._polled:
+                if front.poll_ns(now_ns) == now_ns:
+                    self._poll(front, now_ns)
             if self._scaler is not None:
                 for pool in self._pools:
                     pool.make_ready(now_ns)
@@ -108,24 +107,26 @@ class FleetDriver(Moves):
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
-        next_ns = min(next_ns, self._next_deadline_ns())
-        if next_ns == NEVER_NS and not any(pool.stranded for pool in self._pools):
+        if self._deadlines:
+            next_ns = min(next_ns, self._next_deadline_ns())
+        if next_ns == NEVER_NS and not any(front.stranded for front in self._fronts):
             return next_ns
         is_idle = next_ns == NEVER_NS
         if self._changes:
             next_ns = min(next_ns, max(self._changes[0].time_ns, self.now_ns))
         if is_idle:
             return self._next_for_stranded_ns(next_ns)
-        for pool in self._polled:
-            staleness_ns = pool.router.staleness_ns
+        for front in self._polled:
+            staleness_ns = front.router.staleness_ns
             next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
         if self._scaler is None:
             return next_ns
+        self._ticked_in_vain = False
         others_ns = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
         return min([next_ns, *(each for each in others_ns if each is not None)])
 
     def _next_for_stranded_ns(self, next_ns: int) -> int:
-        """Return when a worker may be there for requests that have none; `next_ns`: when the next fault changes."""
+        """Return when a worker may be available for stranded requests; `next_ns`: time of a fault's next change."""
         if self._scaler is None:
             return next_ns
         for pool in self._pools:
@@ -138,18 +139,18 @@ class FleetDriver(Moves):
         return next_ns
 
     def _scale(self, now_ns: int) -> None:
-        """Let workers go that have drained, and ask the scaler if it is time."""
+        """Remove drained workers, and run the scaler if its tick is due."""
         for pool in self._pools:
             pool.remove_drained(now_ns)
         if self._tick_ns is None or self._tick_ns > now_ns:
             return
         assert self._scaler is not None
         for worker in self.workers:
-            self._is_busy(worker, now_ns)  # what it shows is as of now
+            self._is_busy(worker, now_ns)  # so that the scaler reads state as of now
         decision = self._scaler.on_tick(FleetState(now_ns, tuple(pool.state() for pool in self._pools)))
         self._tick_ns = decision.next_ns
         for pool in self._pools:
-            target = decision.targets.get(pool.role)
+            target = decision.targets.get(pool.name)
             if target is not None:
                 self.workers += pool.scale(target, now_ns)
 
@@ -197,7 +198,7 @@ class FleetDriver(Moves):
             if worker.start(now_ns):
                 heappush(self._ends, (worker.end_ns, worker.rank, index))
             elif self._is_mocker and worker.pending and worker.scheduler.waiting.num_waiting:
-                # Dynamo's mocker does a pass that takes no time, and its end is one more try.
+                # Dynamo's mocker runs a pass that takes no time; the end of that pass is one more attempt to reserve.
                 num_pending = len(worker.pending)
                 self._reserve_for(worker, now_ns)
                 if len(worker.pending) < num_pending:
@@ -214,7 +215,7 @@ class FleetDriver(Moves):
     # Requests ---------------------------------------------------------------------------------------------
 
     def _take_in(self, now_ns: int) -> None:
-        """Do what was to wait for the end of steps, let faults begin and end, drop requests, and let others arrive."""
+        """Run the interrupts of ended steps, begin and end faults, drop requests, and admit arrivals to the fleet."""
         if self._interrupted:
             self._act(now_ns)
             interrupted, self._interrupted = self._interrupted, []
@@ -230,13 +231,13 @@ class FleetDriver(Moves):
         while self._changes and self._changes[0].time_ns <= now_ns:
             self._act(now_ns)
             self._change(self._changes.popleft(), now_ns)
-        for pool in self._pools:
-            if pool.stranded and pool.active:
-                self._actions += [(self._send, handoff) for handoff in pool.stranded]
-                pool.stranded.clear()
+        for front in self._fronts:
+            if front.stranded and front.is_open:
+                self._actions += [(self._send, handoff) for handoff in front.stranded]
+                front.stranded.clear()
         source = self._source
         while True:
-            if self._next_deadline_ns() <= now_ns:
+            if self._deadlines and self._next_deadline_ns() <= now_ns:
                 self._act(now_ns)
                 handoff = heappop(self._deadlines)[2]
                 if handoff.is_waited_for:
@@ -248,14 +249,16 @@ class FleetDriver(Moves):
 
     def _arrive(self, now_ns: int) -> None:
         request, row = self._arrivals.pop(now_ns)
-        handoff = self._handoff_of(request, row)
+        if self._is_mocker and self._splits:
+            request.priority = 0
+        handoff = Handoff(request, row)
         self._actions.append((self._send, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
 
     def _next_deadline_ns(self) -> int:
-        """Return when the next client gives up; NEVER_NS if none does."""
+        """Return when the next client gives up; NEVER_NS if none will."""
         deadlines = self._deadlines
         while deadlines and not deadlines[0][2].is_waited_for:
             heappop(deadlines)
@@ -264,7 +267,7 @@ class FleetDriver(Moves):
     # Faults -----------------------------------------------------------------------------------------------
 
     def _change(self, change: Change, now_ns: int) -> None:
-        """Let a fault begin or end; with a scaler, its worker may not be there any more, or not yet."""
+        """Begin or end a fault; ignore it if a scaler has removed its worker, or not added it yet."""
         fault = change.fault
         worker = self.workers[fault.worker] if fault.worker < len(self.workers) else None
         pool = None if worker is None else self._pool_of(worker)
@@ -297,24 +300,24 @@ class FleetDriver(Moves):
     # Requests that cannot go on -----------------------------------------------------------------------------
 
     def _fail_stranded(self) -> bool:
-        """Give up requests that no worker is there for, nor will be; return whether there were any."""
+        """Fail requests for which no worker is up, nor will be; return whether there were any."""
         has_any = False
-        for pool in self._pools:
-            stranded, pool.stranded = pool.stranded, []
+        for front in self._fronts:
+            stranded, front.stranded = front.stranded, []
             for handoff in stranded:
                 if handoff.is_reported:
                     continue
                 has_any = True
                 if handoff.at_source:
                     self._actions.append((self._release, handoff))
-                reason = f"no {pool.role} worker was up"
+                reason = f"no {front.roles} worker was up"
                 self._refuse(handoff, handoff.target if handoff.target >= 0 else handoff.source, reason, FAILED)
         return has_any
 
     def _break_deadlock(self) -> bool:
-        """Give up a request where nothing can go on any more; return whether there was one.
+        """Fail one request when no request can proceed; return whether there was one.
 
-        The requests behind it have pages that it needs, and wait for it: so they can go on then.
+        The requests behind it hold pages that it needs, and wait for it; without it they can proceed.
         """
         for worker in self.workers:
             if not worker.scheduler.waiting.num_waiting:

@@ -1,4 +1,4 @@
-"""Faults by a script: workers that go down, and links that are slow or cut, from a time on or for a while."""
+"""Scripted faults: workers that go down and links that are slow or cut, permanently or for an interval."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FAULT = re.compile(r"(down|slow|cut):([0-9]{1,9})(?::([0-9]{1,9}))?=([^-=]+)(?:
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """From `start_ns` until `end_ns`, or for good, `worker` is down, or its link is cut, or slow.
+    """`worker` is down, or its link is cut or slow, from `start_ns` until `end_ns` (None: permanently).
 
-    `factor`: how many times as long a transfer of a slow link takes.
+    `factor`: slowdown of a transfer over a slow link.
     """
 
     kind: Kind
@@ -35,7 +35,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The begin or the end of a fault, at `time_ns`."""
+    """The beginning or the end of a fault, at `time_ns`."""
 
     time_ns: int
     fault: Fault
@@ -43,16 +43,16 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changes_of(faults: tuple[Fault, ...]) -> list[Change]:
-    """Return the begins and ends of `faults` in order of time; at one time, ends come first."""
+    """Return the beginnings and ends of `faults`, ordered by time; at equal times, ends precede beginnings."""
     changes = [Change(fault.start_ns, fault, is_begin=True) for fault in faults]
     changes += [Change(fault.end_ns, fault, is_begin=False) for fault in faults if fault.end_ns is not None]
     return sorted(changes, key=lambda change: (change.time_ns, change.is_begin))
 
 
 def parse_faults(script: str) -> tuple[Fault, ...]:
-    """Return the faults of `down:1=60s-90s,slow:2:10=30s-50s,cut:0=30s`, which may stand in lines of their own.
+    """Parse faults such as `down:1=60s-90s,slow:2:10=30s-50s,cut:0=30s`, separated by commas or newlines.
 
-    Raise ConfigError for anything else, and for faults of one kind and worker that overlap.
+    Raise ConfigError for anything else, and if faults of the same kind and worker overlap.
     """
     faults = [_fault(text) for part in script.splitlines() for text in map(str.strip, part.split(",")) if text]
     if not faults:

@@ -1,4 +1,4 @@
-"""One request on its way through a fleet, and when it was where."""
+"""One request on its way through a fleet, and the times of its stages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TIMES = (
     "decode_admitted_ns",
     "released_ns",
 )
-"""The times that are kept of a request beside arrival, first and last token; -1 where it never came to that."""
+"""Times recorded per request besides arrival, first and last token; -1 if the request never reached that stage."""
 
 
 class Handoff:
-    """A request with a prompt that `source` computes; `target` goes on with it. -1: it was not sent there yet.
+    """A request whose prompt `source` computes and which `target` continues. -1: no such worker was chosen yet.
 
-    `prefill` and `decode` are what the two engines have of it; the first is None where one worker does both. `order`:
-    its place among the reservations of its target.
+    `prefill` and `decode` are its Request objects in the two engines; `prefill` is None if one worker does both.
+    `order`: its place among the reservations of its target.
     """
 
     __slots__ = (
@@ -47,10 +47,10 @@ class Handoff:
         "transfer_ns",
     )
 
-    def __init__(self, decode: Request, row: TraceRequest, prefill: Request | None) -> None:
+    def __init__(self, decode: Request, row: TraceRequest) -> None:
         self.decode = decode
         self.row = row
-        self.prefill = prefill
+        self.prefill: Request | None = None
         self.source = -1
         self.target = -1
         self.order = -1
@@ -62,39 +62,61 @@ class Handoff:
         self.released_ns = -1
         self.num_bytes = 0
         self.num_restarts = 0
-        """How often a worker or a link failed, and it went on elsewhere."""
+        """How often it restarted elsewhere because a worker or a link failed."""
         self.at_source = False
-        """Whether `source` has anything of it: a place in its queue, or pages."""
+        """Whether it occupies `source`: a place in the queue, or pages."""
         self.at_target = False
-        """Whether `target` has anything of it."""
+        """Whether it occupies `target`."""
         self.is_ended = False
         """Whether all its tokens were generated."""
         self.is_given_up = False
-        """Whether its client has given it up."""
+        """Whether its client has given up."""
         self.is_recomputed = False
-        """Whether the target computed the prompt, since its KV was lost."""
+        """Whether the target computed the prompt because the KV was lost."""
         self.is_reported = False
-        """Whether the log has it already, as refused or failed."""
+        """Whether it is already logged as refused or failed."""
+
+    def let_compute(self) -> Request:
+        """Return what a worker that only computes prompts has of it."""
+        if self.prefill is None:
+            decode = self.decode
+            self.prefill = Request(
+                decode.index,
+                decode.content,
+                decode.num_prompt_tokens,
+                1,
+                decode.arrival_ns,
+                decode.priority,
+                decode.request_id,
+                is_handed_over=True,
+            )
+        return self.prefill
+
+    def do_both(self) -> None:
+        """Let one worker compute the prompt, and generate."""
+        if self.prefill is not None:
+            self.decode.furthest_computed = max(self.decode.furthest_computed, self.prefill.furthest_computed)
+            self.prefill = None
 
     @property
     def is_held(self) -> bool:
-        """Whether its source holds the KV of its prompt, which its target does not have yet."""
+        """Whether the source holds the prompt's KV and the target does not have it yet."""
         return self.at_source and self.held_ns >= 0 and self.activated_ns < 0
 
     def never_came(self) -> None:
-        """Take note that its target gets no KV from its source, or has none any more."""
+        """Reset the transfer: the target does not receive KV from the source, or has lost it."""
         self.reserved_ns = self.transfer_ns = self.activated_ns = -1
         self.num_bytes = 0
 
     def is_without_kv(self) -> None:
-        """Take note that the target begins with the prompt, which was computed before."""
+        """Mark a prompt that was already computed as recomputed, because the target starts without its KV."""
         if self.prefill is not None and not self.decode.num_admissions:
             self.is_recomputed = True
             self.decode.furthest_computed = self.decode.num_prompt_tokens
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether its client waits for more of it."""
+        """Whether the client still waits for tokens."""
         return not (self.is_ended or self.is_given_up or self.is_reported)
 
     def times(self) -> tuple[int, ...]:

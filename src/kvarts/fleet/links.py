@@ -1,4 +1,4 @@
-"""How long the KV of a prompt takes from one worker to another."""
+"""Transfer times of a prompt's KV between workers."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvarts.sched.policy import NEVER_NS
 __all__ = ["FixedRate", "Links", "SharedByWorkers"]
 
 ROUNDING = 1e-6
-"""Bytes: what sums of parts may lack."""
+"""Bytes that may remain of a finished transfer because of rounding in the sums."""
 
 
 class Links(Protocol):
-    """Transfers between workers. Promises: a transfer that was begun ends once."""
+    """Transfers between workers. Promises: every transfer that was begun and not cancelled ends exactly once."""
 
     def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
-        """Begin a transfer; return whether it has ended already, since it takes no time."""
+        """Begin a transfer; return whether it has already ended because it takes no time."""
 
     def cancel(self, handoff: Handoff, now_ns: int) -> None:
-        """End a transfer that is under way: its KV never comes."""
+        """Abort a transfer that is under way; its KV never arrives."""
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
-        """Let all that `worker` sends and receives take `factor` times as long as usual from now on."""
+        """Make everything that `worker` sends and receives take `factor` times its usual time from now on."""
 
     def under_way(self) -> list[Handoff]:
         """Return the transfers under way."""
 
     def next_ns(self) -> int:
-        """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
+        """Return when the next transfer ends if none begins before; NEVER_NS if none is under way."""
 
     def take_ended(self, now_ns: int) -> list[Handoff]:
         """Return the transfers that end now, in the order in which they began."""
 
 
 class FixedRate:
-    """Every transfer has `bytes_per_s` for itself, after `latency_ns`; None: it takes the latency alone."""
+    """Each transfer runs at `bytes_per_s`, independent of the others, plus `latency_ns`; None: latency only."""
 
     def __init__(self, bytes_per_s: float | None, latency_ns: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -61,12 +61,12 @@ class FixedRate:
         return False
 
     def cancel(self, handoff: Handoff, now_ns: int) -> None:
-        """End a transfer that is under way."""
+        """Abort a transfer that is under way."""
         self._ends = [each for each in self._ends if each[2] is not handoff]
         heapify(self._ends)
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
-        """Let what is left of each transfer of `worker`, its latency included, take `factor` times as long as usual."""
+        """Make the rest of each transfer of `worker`, its latency included, take `factor` times its usual time."""
         before = [slower_of(self._factors, handoff) for _, _, handoff in self._ends]
         self._factors[worker] = factor
         self._ends = [
@@ -92,12 +92,12 @@ class FixedRate:
 
 
 def slower_of(factors: dict[int, int], handoff: Handoff) -> int:
-    """Return how many times as long a transfer takes, by the slower of its ends."""
+    """Return the slowdown of a transfer: that of its slower end."""
     return max(factors.get(handoff.source, 1), factors.get(handoff.target, 1))
 
 
 class _Job:
-    """A transfer under way. `num_left`: bytes that are still to come."""
+    """A transfer under way. `num_left`: bytes still to transfer."""
 
     __slots__ = ("handoff", "num_left")
 
@@ -107,9 +107,9 @@ class _Job:
 
 
 class SharedByWorkers:
-    """Each worker sends and receives `bytes_per_s`, which its transfers share evenly; then comes `latency_ns`.
+    """Each worker sends and receives at `bytes_per_s`, shared evenly by its transfers; `latency_ns` follows each.
 
-    A transfer is as fast as the slower of its ends lets it be, at any time.
+    At any time, a transfer runs at the rate of the slower of its two ends.
     """
 
     def __init__(self, bytes_per_s: float, latency_ns: int) -> None:
@@ -131,7 +131,7 @@ class SharedByWorkers:
         return False
 
     def cancel(self, handoff: Handoff, now_ns: int) -> None:
-        """End a transfer that is under way; others have what it had of the rate."""
+        """Abort a transfer that is under way; the others get its share of the rate from now on."""
         self._advance(now_ns)
         for job in self._jobs:
             if job.handoff is handoff:
@@ -141,7 +141,7 @@ class SharedByWorkers:
         self._latency.cancel(handoff, now_ns)
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
-        """Let what is left of each transfer of `worker` take `factor` times as long as usual."""
+        """Make the rest of each transfer of `worker` take `factor` times its usual time."""
         self._advance(now_ns)
         self._factors[worker] = factor
         self._latency.slow_down(worker, factor, now_ns)
@@ -160,7 +160,7 @@ class SharedByWorkers:
     def take_ended(self, now_ns: int) -> list[Handoff]:
         """Return the transfers that end now."""
         if now_ns < self.next_ns():
-            return []  # so that no time at which nothing happens is a step of the sums
+            return []  # keep the sums independent of times at which nothing happens
         self._advance(now_ns)
         done = [job for job in self._jobs if job.num_left <= ROUNDING]
         ended = []
@@ -172,7 +172,7 @@ class SharedByWorkers:
         return ended + self._latency.take_ended(now_ns)
 
     def _rate(self, handoff: Handoff) -> float:
-        """Return the bytes a nanosecond that a transfer gets now."""
+        """Return the current rate of a transfer, in bytes per nanosecond."""
         num_sharing = max(self._num_sending[handoff.source], self._num_receiving[handoff.target])
         return self._bytes_per_ns / num_sharing / slower_of(self._factors, handoff)
 

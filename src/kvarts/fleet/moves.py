@@ -1,7 +1,7 @@
-"""Requests on their way through the workers of a fleet: what happens to them, and what follows from that.
+"""Requests on their way through the workers of a fleet: their transitions, and the consequences of each.
 
-A worker drops a request between steps: if a step is under way, at its end, whatever that step makes of it. The same
-holds for what a failing worker loses.
+A worker drops a request only between steps: during a step, the drop waits for its end, whatever the step does to the
+request. The same holds for the requests that a failing worker loses.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from heapq import heappush
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links
-from kvarts.fleet.pool import Pool
+from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import FAILED, REJECTED, RequestLog
 from kvarts.request import Request, RequestState
 from kvarts.sim.arrivals import Arrivals
-from kvarts.traffic.trace import TraceRequest
 
 __all__ = ["Moves"]
 
 
 class Moves:
-    """Owner of the requests of a fleet. `first`: the pool that requests arrive at; `second`: the one that generates.
+    """Owner of the requests of a fleet.
 
-    They are one pool where workers do both. `token_bytes`: what the KV of a token weighs on a link; `only_missing`:
-    pages that the second worker has are not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one
-    time.
+    `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
+    none. `token_bytes`: what the KV of a token weighs on a link; `only_missing`: pages that the second worker has are
+    not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
     """
 
     def __init__(
         self,
         arrivals: Arrivals,
-        first: Pool,
-        second: Pool,
+        first: Front,
+        second: Front,
         links: Links,
         *,
         token_bytes: int,
@@ -49,29 +48,33 @@ class Moves:
         self._first = first
         self._second = second
         self._splits = first is not second
-        self._pools = [first, second] if self._splits else [first]
-        self.workers = [worker for pool in self._pools for worker in pool.workers]
+        self._fronts = [first, second] if self._splits else [first]
+        self._pools = [pool for front in self._fronts for pool in front.pools]
+        self.workers = sorted(
+            (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
+        )
         self._links = links
         self._token_bytes = token_bytes
         self._only_missing = only_missing
         self._is_mocker = is_mocker
         self._on_progress = on_progress
         self._page_size = self.workers[0].replica.config.page_size
-        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); out of date where the worker says otherwise
+        self._ends: list[tuple[int, int, int]] = []  # (end, rank, worker); stale if the worker's own end differs
         self._roused: set[int] = set()
         self._actions: deque[tuple[Callable[[Handoff, int], None], Handoff]] = deque()
         self._of: dict[Request, Handoff] = {}
-        """Requests in the fleet, by what an engine has of them."""
+        """The requests in the fleet, by either of their engine requests."""
         self._num_reserved = 0
+        self._only_prefills = self._splits and all(pool.role == "prefill" for pool in first.pools)
         self._cut: set[int] = set()
-        """Workers with a link that is cut."""
+        """Workers whose link is cut."""
         self.num_failed_transfers = 0
         self.deadlocks: list[tuple[int, int, str]] = []
-        """When nothing could go on, the worker, and the request that was given up."""
+        """Time of each deadlock, the worker, and the request that was failed to resolve it."""
         self.now_ns = 0
 
     def _is_busy(self, worker: Worker, now_ns: int) -> bool:
-        """Return whether `worker` has a step under way, and let what is under way end with that."""
+        """Return whether `worker` has a step under way, and cut a leap short at the end of that step."""
         end_ns = worker.end_ns
         is_busy = worker.cut(now_ns)
         if is_busy and worker.end_ns != end_ns:
@@ -79,70 +82,55 @@ class Moves:
         return is_busy
 
     def _act(self, now_ns: int) -> None:
-        """Do what follows from what was done, in the order in which it came up."""
+        """Run the queued actions in first-in, first-out order, including those that they add."""
         actions = self._actions
         while actions:
             act, handoff = actions.popleft()
             act(handoff, now_ns)
 
-    def _handoff_of(self, request: Request, row: TraceRequest) -> Handoff:
-        if not self._splits:
-            return Handoff(request, row, None)
-        if self._is_mocker:
-            request.priority = 0
-        prefill = Request(
-            request.index,
-            request.content,
-            request.num_prompt_tokens,
-            1,
-            request.arrival_ns,
-            request.priority,
-            request.request_id,
-            is_handed_over=True,
-        )
-        return Handoff(request, row, prefill)
-
     # On the way -------------------------------------------------------------------------------------------
 
     def _send(self, handoff: Handoff, now_ns: int) -> None:
-        """Send a request to a worker: to one that generates if its prompt is computed, even if its KV was lost."""
+        """Send a request to a worker: once its prompt is computed, to one that generates, even if the KV was lost."""
         if handoff.is_given_up:
             return
-        is_first = handoff.prefill is not None and handoff.held_ns < 0
-        pool = self._first if is_first else self._second
-        if not pool.active:
-            pool.stranded.append(handoff)
+        has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
+        front = self._second if has_begun else self._first
+        if not front.is_open:
+            front.stranded.append(handoff)
         elif handoff.is_held:
             self._choose_second(handoff, now_ns)
         else:
-            self._submit(handoff, pool, now_ns)
+            self._submit(handoff, front, now_ns)
 
-    def _submit(self, handoff: Handoff, pool: Pool, now_ns: int) -> None:
-        """Queue a request in a worker of `pool`, that computes its prompt, or all of it."""
-        prefill, decode = handoff.prefill, handoff.decode
-        request = decode if prefill is None or pool is self._second else prefill
-        worker = self._route(pool, handoff, request, now_ns)
-        if request is prefill:
-            handoff.source = worker.index
+    def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
+        """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
+        worker = self._route(front, handoff, now_ns)
+        decode = request = handoff.decode
+        reason = None
+        if worker.only_prefills:
+            request = handoff.let_compute()
+            handoff.source, handoff.target = worker.index, -1
+            if not self._is_mocker:
+                reason = self._second.never_fits(decode)
         else:
             handoff.target = worker.index
-            handoff.is_without_kv()
-            if prefill is None:
+            if front is self._first:
+                handoff.do_both()
                 handoff.source = worker.index
-        reason = None
-        if request is prefill and not self._is_mocker:
-            reason = self._second.never_fits(decode)
+            else:
+                handoff.is_without_kv()
         if reason is None:
             self._is_busy(worker, now_ns)
             reason = worker.replica.submit(request, now_ns)
         if reason is not None:
-            pool.ended(request)
+            front.ended(request)
             self._refuse(handoff, worker.index, reason, REJECTED)
             return
         self._enter(handoff, request, worker)
 
     def _enter(self, handoff: Handoff, request: Request, worker: Worker) -> None:
-        """Take note that `worker` has `request` of a handoff."""
+        """Record that `request` of a handoff is now on `worker`."""
         worker.num_owned += 1
         self._of[request] = handoff
         if request is handoff.prefill:
@@ -151,27 +139,30 @@ class Moves:
             handoff.at_target = True
         self._roused.add(worker.index)
 
-    def _route(self, pool: Pool, handoff: Handoff, request: Request, now_ns: int) -> Worker:
-        router = pool.router
+    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker:
+        router = front.router
         if router.is_told or router.reads_metrics:
             if not router.staleness_ns:
-                self._poll(pool, now_ns)
-            pool.tell(now_ns, range(len(pool.workers)))
-        worker = pool.choose(request, handoff.row.session_id, now_ns)
+                self._poll(front, now_ns)
+            front.tell(now_ns, range(len(front.workers)))
+        request = handoff.decode
+        if self._only_prefills and front is self._first:
+            request = handoff.let_compute()
+        worker = front.choose(request, handoff.row.session_id, now_ns)
         if router.reads_prefills and handoff.is_held:
-            router.prefilled(request.index)  # elsewhere
+            router.prefilled(request.index)  # its prompt was computed elsewhere
         return worker
 
-    def _poll(self, pool: Pool, now_ns: int) -> None:
-        """Let the router of `pool` see what its workers have done, and their metrics if it is time."""
-        for worker in pool.workers:
+    def _poll(self, front: Front, now_ns: int) -> None:
+        """Let the router of `front` see what its workers have done, and their metrics if it is time."""
+        for worker in front.workers:
             self._is_busy(worker, now_ns)
-        if pool.poll_ns(now_ns) == now_ns:
-            pool.poll(now_ns)
+        if front.poll_ns(now_ns) == now_ns:
+            front.poll(now_ns)
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route(self._second, handoff, handoff.decode, now_ns)
+        worker = self._route(self._second, handoff, now_ns)
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
         if reason is not None:
@@ -182,13 +173,13 @@ class Moves:
         handoff.at_target = True
         worker.pending.append(handoff)
         if len(worker.pending) > 1 and worker.refused_at == worker.generation():
-            return  # it waits behind one that waits for pages
+            return  # it waits behind a request that waits for pages
         if not self._is_busy(worker, now_ns):
             self._reserve_for(worker, now_ns)
             self._roused.add(worker.index)
 
     def _reserve_for(self, worker: Worker, now_ns: int) -> None:
-        """Let requests that want pages of `worker` have them, in order; as Dynamo's mocker: one at a time."""
+        """Reserve pages of `worker` for pending requests, in order; the mocker reserves for one at a time."""
         pending = worker.pending
         running, config = worker.scheduler.running, worker.replica.config
         while pending and not worker.is_down:
@@ -225,7 +216,7 @@ class Moves:
             self._actions.append((self._activate, handoff))
 
     def _activate(self, handoff: Handoff, now_ns: int) -> None:
-        """Let the request wait for its place, at the end of the step under way."""
+        """Activate a request whose KV has arrived, at the end of the step under way."""
         worker = self.workers[handoff.target]
         if self._is_busy(worker, now_ns):
             worker.deferred.append((self._activate_now, handoff))
@@ -242,7 +233,7 @@ class Moves:
         self._actions.append((self._release, handoff))
 
     def _release(self, handoff: Handoff, now_ns: int) -> None:
-        """Give back the pages at the source, at the end of the step under way."""
+        """Release the pages at the source, at the end of the step under way."""
         worker = self.workers[handoff.source]
         if self._is_busy(worker, now_ns):
             worker.deferred.append((self._release_now, handoff))
@@ -260,7 +251,7 @@ class Moves:
         self._leave_source(handoff, worker)
 
     def _leave_source(self, handoff: Handoff, worker: Worker) -> None:
-        """Take note that the source has nothing of a request any more."""
+        """Record that the source no longer holds any part of a request."""
         assert handoff.prefill is not None
         self._of.pop(handoff.prefill, None)
         if not handoff.at_target:
@@ -273,7 +264,7 @@ class Moves:
         self._complete(handoff)
 
     def _leave_target(self, handoff: Handoff, worker: Worker) -> None:
-        """Take note that the target has nothing of a request any more."""
+        """Record that the target no longer holds any part of a request."""
         if not handoff.is_held:
             self._of.pop(handoff.decode, None)
         if isinstance(worker.queue, ByReservation):
@@ -282,13 +273,17 @@ class Moves:
         worker.changed()
         self._roused.add(worker.index)
         handoff.at_target = False
-        self._second.ended(handoff.decode)
+        self._front_of(handoff).ended(handoff.decode)
         self._complete(handoff)
+
+    def _front_of(self, handoff: Handoff) -> Front:
+        """Return the router of the target."""
+        return self._first if handoff.target == handoff.source else self._second
 
     # Clients that give up ---------------------------------------------------------------------------------
 
     def _give_up(self, handoff: Handoff, now_ns: int) -> None:
-        """Drop a request wherever it is: its client gives it up."""
+        """Drop a request whose client has given up from all workers."""
         handoff.is_given_up = True
         if handoff.at_target:
             self._drop_soon(handoff, self.workers[handoff.target], now_ns)
@@ -297,7 +292,7 @@ class Moves:
         self._complete(handoff)
 
     def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop a request at `worker`, at the end of the step under way; at once what that step does not need."""
+        """Drop a request from `worker` at the end of the step under way; at once if the step does not involve it."""
         is_busy = self._is_busy(worker, now_ns)
         if handoff in worker.pending:
             worker.pending.remove(handoff)
@@ -314,7 +309,7 @@ class Moves:
             self._drop(handoff, worker, now_ns)
 
     def _drop(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Drop all that idle `worker` has of a request. Its pages are free at once."""
+        """Drop every part of a request from `worker`, which is idle. Its pages are free at once."""
         if handoff.at_source and worker.index == handoff.source:
             prefill = handoff.prefill
             assert prefill is not None
@@ -329,7 +324,7 @@ class Moves:
             self._try_again(worker, now_ns, is_busy=False)
 
     def _try_again(self, worker: Worker, now_ns: int, *, is_busy: bool) -> None:
-        """Let pending requests have what another leaves to them, at the end of the step under way."""
+        """Retry reservations after another request has freed resources, at the end of the step under way."""
         worker.refused_at = -1
         if not is_busy:
             self._reserve_for(worker, now_ns)
@@ -337,7 +332,7 @@ class Moves:
     # Workers and links that fail --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, now_ns: int) -> None:
-        """Let idle `worker` lose all that it has: its requests go on elsewhere."""
+        """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):
@@ -348,7 +343,7 @@ class Moves:
         worker.engine.clear_cache()
 
     def _lose_target(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Let a request go on in another worker: with the KV that its source holds, or else with its tokens."""
+        """Restart a request on another worker: from the KV that its source holds, else by recomputing its tokens."""
         decode = handoff.decode
         if handoff in worker.pending:
             worker.pending.remove(handoff)
@@ -363,7 +358,7 @@ class Moves:
         self._restart(handoff)
 
     def _lose_source(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Let a request go on without its source: in its target if it has one, which computes the prompt."""
+        """Continue a request without its source: its target, if it has one, computes the prompt."""
         prefill = handoff.prefill
         assert prefill is not None
         if prefill.state is not RequestState.HELD:
@@ -387,7 +382,7 @@ class Moves:
         self._actions.append((self._send, handoff))
 
     def _fail_transfer(self, handoff: Handoff, now_ns: int) -> None:
-        """Let the target compute the prompt, at the end of the step under way: its KV does not come."""
+        """Let the target compute the prompt, at the end of the step under way, because its KV does not arrive."""
         self._links.cancel(handoff, now_ns)
         self.num_failed_transfers += 1
         worker = self.workers[handoff.target]
@@ -398,14 +393,14 @@ class Moves:
         self._actions.append((self._release, handoff))
 
     def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Give back what was reserved for a prompt in idle `worker`, and queue the request there."""
+        """Release the reservation on `worker`, which is idle, and queue the request there."""
         worker.handoffs.give_up(handoff.decode)
         worker.engine.emit()
         self._compute_here(handoff, worker, now_ns)
         self._try_again(worker, now_ns, is_busy=False)
 
     def _compute_here(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
-        """Queue a request in `worker` as any other, without the KV of its prompt."""
+        """Queue a request on `worker` like any other, without the KV of its prompt."""
         handoff.never_came()
         handoff.is_without_kv()
         handoff.num_restarts += 1
@@ -427,7 +422,7 @@ class Moves:
             self._tell(1)
 
     def _complete(self, handoff: Handoff) -> None:
-        """Log a request that has ended, or was given up, once no worker has anything of it."""
+        """Log a request that has ended or was given up, once no worker holds any part of it."""
         if handoff.at_source or handoff.at_target or handoff.is_reported:
             return
         if not (handoff.is_ended or handoff.is_given_up):
@@ -438,7 +433,7 @@ class Moves:
         if prefill is not None:
             request.first_admitted_ns = prefill.first_admitted_ns
             if handoff.is_recomputed:
-                request.cached_tokens = 0  # what it found is its own prompt
+                request.cached_tokens = 0  # its hits are pages of its own prompt
             request.cached_tokens += prefill.cached_tokens
             request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
             request.num_admissions += prefill.num_admissions
@@ -453,18 +448,18 @@ class Moves:
             self._log.end(request, handoff.row, handoff.target, more=more)
 
     def _more(self, handoff: Handoff) -> tuple[int, ...]:
-        """Return the values of the columns that the log has of a fleet."""
+        """Return the values of the log's fleet columns."""
         return (handoff.source, *handoff.times(), handoff.num_bytes, handoff.num_restarts)
 
     def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
-        """Log a request that is given up, because of `reason`."""
+        """Log a request that is given up, with its `reason`."""
         handoff.is_reported = True
         self._log.reject(handoff.decode, handoff.row, worker, reason, status, more=self._more(handoff))
         self._source.done(handoff.row, self.now_ns)
         self._tell(1)
 
     def _fail(self, handoff: Handoff, reason: str) -> None:
-        """End a request that fits into no worker that generates; its pages are held at its source."""
+        """Fail a request that fits no worker that generates, and release the pages that its source holds."""
         self._of.pop(handoff.decode)
         self._second.ended(handoff.decode)
         self._refuse(handoff, handoff.target, reason, FAILED)

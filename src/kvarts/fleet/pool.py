@@ -1,4 +1,4 @@
-"""A pool of workers that are alike, behind one router."""
+"""Pools of workers that are alike, and the routers in front of them."""
 
 from __future__ import annotations
 
@@ -12,54 +12,67 @@ from kvarts.request import Request
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Informed, Router
 
-__all__ = ["Pool"]
+__all__ = ["Front", "Pool"]
 
 
-class Pool(Informed):
-    """Workers of one configuration. Owner of their lives; `open_worker` makes a new one.
+class Front(Informed):
+    """A router and the workers behind it, which are those of one pool or of several.
 
-    `active`: those that requests are sent to, by their numbers. A worker that is added starts for `startup_ns`; one
-    that is taken away drains: it ends what it has. The router knows workers by their places in `workers`.
+    The router knows workers by their places in `workers`, which are all that there ever were.
     """
 
-    def __init__(
-        self, role: str, num_workers: int, open_worker: Callable[[int], Worker], router: Router, *, startup_ns: int = 0
-    ) -> None:
+    def __init__(self, router: Router) -> None:
         self._replicas: list[Replica] = []
         super().__init__(router, self._replicas)
-        self.role = role
-        self._open_worker = open_worker
-        self._startup_ns = startup_ns
+        self.pools: list[Pool] = []
         self.workers: list[Worker] = []
-        """All that there ever were."""
         self._places: dict[int, int] = {}
-        for _ in range(num_workers):
-            self._add()
-        self.active = list(self.workers)
-        self.starting: list[tuple[int, Worker]] = []
-        """Workers that are not ready yet, and when they are."""
-        self.draining: list[Worker] = []
-        self.down: list[Worker] = []
-        """Workers that are to come up again, or not."""
         self.stranded: list[Handoff] = []
         """Requests that came while no worker was active."""
-        self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
-        self.gone_ns: dict[int, int] = {}
 
-    def _add(self) -> Worker:
+    def add(self, worker: Worker) -> None:
+        """Add a new worker, which the router has a place for."""
         place = len(self.workers)
-        worker = self._open_worker(place)
         self.workers.append(worker)
         self._replicas.append(worker.replica)
         self._places[worker.index] = place
         self.router.follow(place, worker.engine.log)
-        return worker
+
+    def enter(self, worker: Worker) -> None:
+        """Send requests to `worker` again."""
+        self.router.enter(self._places[worker.index])
+
+    def leave(self, worker: Worker) -> None:
+        """Send nothing to `worker` any more."""
+        self.router.leave(self._places[worker.index])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any worker takes requests."""
+        return any(pool.active for pool in self.pools)
+
+    @property
+    def roles(self) -> str:
+        """The roles of its workers, in words."""
+        return " or ".join(dict.fromkeys(pool.role for pool in self.pools))
 
     def choose(self, request: Request, session: str | None, now_ns: int) -> Worker:
-        """Return the worker that `request` goes to, at `now_ns`."""
+        """Return the worker that `request` goes to, at `now_ns`.
+
+        If it could never run on the one that the router chose, that is the least busy one on which it could.
+        """
         place = self.router.place(request, session, now_ns)
         assert place is not None, "no request waits in the router of a fleet"
-        return self.workers[place]
+        worker = self.workers[place]
+        if len(self.pools) > 1 and worker.scheduler.never_fits(request) is not None:
+            active = [each for pool in self.pools for each in pool.active]
+            others = [each for each in active if each.scheduler.never_fits(request) is None]
+            if others:
+                worker = min(others, key=lambda each: (each.num_owned, each.index))
+                self.ended(request)
+                if self.router.is_told:
+                    self.router.placed(request, session, self._places[worker.index], now_ns)
+        return worker
 
     def ended(self, request: Request) -> None:
         """Tell the router that a worker has nothing of `request` any more."""
@@ -67,17 +80,61 @@ class Pool(Informed):
             self.router.ended(request.index)
 
     def never_fits(self, request: Request) -> str | None:
-        """Return the reason why no worker could ever have the pages of `request`; None if they could."""
-        return self.workers[0].scheduler.never_fits(request)
+        """Return the reason why no worker could ever have the pages of `request`; None if any could."""
+        reasons = [pool.workers[0].scheduler.never_fits(request) for pool in self.pools]
+        return None if None in reasons else reasons[0]
+
+
+class Pool:
+    """Workers of one configuration, behind `front`. Owner of their lives; `open_worker` makes a new one.
+
+    `active`: those that requests are sent to, by their numbers. A worker that is added starts for `startup_ns`; one
+    that is taken away drains: it ends what it has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        num_workers: int,
+        open_worker: Callable[[int], Worker],
+        front: Front,
+        *,
+        startup_ns: int = 0,
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.front = front
+        front.pools.append(self)
+        self._open_worker = open_worker
+        self._startup_ns = startup_ns
+        self.workers: list[Worker] = []
+        """All that there ever were."""
+        for _ in range(num_workers):
+            self._add()
+        self.active = list(self.workers)
+        self.starting: list[tuple[int, Worker]] = []
+        """Workers that are not ready yet, with the time at which each will be."""
+        self.draining: list[Worker] = []
+        self.down: list[Worker] = []
+        """Workers that are to come up again, or not."""
+        self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
+        self.gone_ns: dict[int, int] = {}
+
+    def _add(self) -> Worker:
+        worker = self._open_worker(len(self.front.workers))
+        self.workers.append(worker)
+        self.front.add(worker)
+        return worker
 
     # Faults -----------------------------------------------------------------------------------------------
 
     def go_down(self, worker: Worker) -> None:
-        """Send nothing to `worker` any more until it comes up."""
+        """Send no requests to `worker` while it is down."""
         starting = [each for each in self.starting if each[1] is worker]
         if worker in self.active:
             self.active.remove(worker)
-            self.router.leave(self._places[worker.index])
+            self.front.leave(worker)
         elif starting:
             self.starting.remove(starting[0])
         else:
@@ -85,36 +142,37 @@ class Pool(Informed):
         self.down.append(worker)
 
     def come_up(self, worker: Worker) -> None:
-        """Send requests to `worker` again."""
+        """Resume sending requests to `worker`."""
         if worker in self.down:
             self.down.remove(worker)
             self._activate(worker)
 
     def _activate(self, worker: Worker) -> None:
         insort(self.active, worker, key=lambda worker: worker.index)
-        self.router.enter(self._places[worker.index])
+        self.front.enter(worker)
 
     # Scaling ----------------------------------------------------------------------------------------------
 
     def next_ready_ns(self) -> int | None:
-        """Return when the next worker is ready; None if none starts."""
+        """Return when the next worker is ready; None if none is starting."""
         return self.starting[0][0] if self.starting else None
 
     def make_ready(self, now_ns: int) -> None:
-        """Let workers that are ready now have requests."""
+        """Activate workers whose startup has ended."""
         while self.starting and self.starting[0][0] <= now_ns:
             self._activate(self.starting.pop(0)[1])
 
     def remove_drained(self, now_ns: int) -> None:
-        """Let workers that drain and have nothing left go."""
+        """Remove draining workers that have finished all their requests."""
         for worker in [each for each in self.draining if not each.num_owned]:
             self.draining.remove(worker)
             self.gone_ns[worker.index] = now_ns
 
     def scale(self, target: int, now_ns: int) -> list[Worker]:
-        """Let there be `target` workers, those that start included; return the new ones.
+        """Add or remove workers until there are `target`, including those that start; return the new ones.
 
-        Of too many, the newest that start go first, then the active ones with the largest numbers.
+        If there are too many, the newest starting workers are removed first, then the active ones with the largest
+        indices.
         """
         target = max(1, target)
         while len(self.active) + len(self.starting) > target and self.starting:
@@ -122,29 +180,29 @@ class Pool(Informed):
         while len(self.active) > target:
             worker = self.active.pop()
             self.draining.append(worker)
-            self.router.leave(self._places[worker.index])
+            self.front.leave(worker)
         added = []
         while len(self.active) + len(self.starting) < target:
-            self.router.join()
+            self.front.router.join()
             worker = self._add()
             self.born_ns[worker.index] = now_ns
             added.append(worker)
             if self._startup_ns:
                 self.starting.append((now_ns + self._startup_ns, worker))
-                self.router.leave(self._places[worker.index])
+                self.front.leave(worker)
             else:
                 self.active.append(worker)
         return added
 
     def worker_ns(self, end_ns: int) -> int:
-        """Return for how long workers were there, together, until `end_ns`."""
+        """Return the summed lifetimes of all workers until `end_ns`."""
         return sum(
             min(self.gone_ns.get(index, end_ns), end_ns) - min(born_ns, end_ns)
             for index, born_ns in self.born_ns.items()
         )
 
     def state(self) -> PoolState:
-        """Return what a scaler sees."""
+        """Return the state that a scaler receives."""
         workers = tuple(
             WorkerState(
                 worker.index,
@@ -156,4 +214,4 @@ class Pool(Informed):
             )
             for worker in self.active
         )
-        return PoolState(self.role, workers, len(self.starting), len(self.draining))
+        return PoolState(self.name, self.role, workers, len(self.starting), len(self.draining))

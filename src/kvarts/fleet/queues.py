@@ -1,4 +1,4 @@
-"""In which order a worker that takes over requests admits those that wait: admission policies."""
+"""Admission policies of a worker that takes over requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["ByAge", "ByReservation"]
 
 
 def age(request: Request) -> tuple[int, int, int]:
-    """Return what requests are sorted by: priority, then arrival at the fleet."""
+    """Return the sort key of a request: priority, then arrival at the fleet."""
     return -request.priority, request.arrival_ns, request.index
 
 
 class ByAge:
-    """Larger priorities first, among equals those that arrived at the fleet first, wherever they came from.
+    """Larger priorities first; among equals, earlier arrival at the fleet, whichever worker the request was on before.
 
-    So a request that was preempted waits for no request that came after it.
+    A preempted request therefore never waits for one that arrived after it.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class ByAge:
         return NEVER_NS
 
     def num_ahead(self, request: Request) -> int:
-        """Return how many requests go before `request`."""
+        """Return the number of requests ahead of `request`."""
         return self._waiting.index(request)
 
     def lets_reserve(self, request: Request) -> bool:
-        """Return whether no request that needs memory here is before `request`, which wants pages for its prompt."""
+        """Return whether no older request here needs memory, so that `request` may reserve pages for its prompt."""
         return not any(other.state is not RequestState.LOADED and age(other) < age(request) for other in self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
@@ -54,16 +54,16 @@ class ByAge:
 
 
 class ByReservation:
-    """As Dynamo's mocker: a preempted request first; others before the first that got its pages after them.
+    """The order of Dynamo's mocker: preempted requests at the head, the others by order of reservation.
 
-    While it `is_gated`, no preempted request is the head if another waits.
+    While `is_gated`, a request that has its pages is admitted before preempted ones.
     """
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
         self.is_gated = False
         self.orders: dict[int, int] = {}
-        """The place in the order of reservations of each request that has one here, by index."""
+        """Place of each request in the order of reservations, by index."""
 
     def push(self, request: Request) -> None:
         """Add `request`."""
@@ -82,7 +82,7 @@ class ByReservation:
         self._waiting.remove(request)
 
     def head(self, now_ns: int) -> Request:
-        """Return the first request; while gated, the first that has its pages, if there is one."""
+        """Return the first request; while gated, the first whose pages are loaded, if there is one."""
         if self.is_gated:
             for request in self._waiting:
                 if request.state is RequestState.LOADED:
@@ -94,11 +94,11 @@ class ByReservation:
         return NEVER_NS
 
     def num_ahead(self, request: Request) -> int:
-        """Return how many requests go before `request`."""
+        """Return the number of requests ahead of `request`."""
         return self._waiting.index(request)
 
     def lets_reserve(self, request: Request) -> bool:
-        """Return True: preempted requests wait for all that want pages."""
+        """Return True: preempted requests wait behind all reservations."""
         return True
 
     def __iter__(self) -> Iterator[Request]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.fleet.config import FleetConfig, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers
-from kvarts.fleet.pool import Pool
+from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.worker import Worker
@@ -28,6 +30,9 @@ from kvarts.sim.router import Router, make_router
 
 __all__ = ["replay_fleet"]
 
+RANKS: dict[Role, int] = {"prefill": 0, "mixed": 1, "decode": 2}
+"""Which workers come first where something happens at one time."""
+
 
 def replay_fleet(
     traffic: Traffic,
@@ -36,7 +41,7 @@ def replay_fleet(
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> FleetReport:
-    """Replay the traffic of one model on the fleet that `config` describes, and report."""
+    """Replay the traffic of one model on the fleet described by `config`, and return the report."""
     trace = trace_of(traffic)
     first = config.first
     is_mocker = first.profile == "mocker"
@@ -44,42 +49,50 @@ def replay_fleet(
     log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes", "num_restarts"))
     steps: list[StepLog] = []
 
-    def opener(place: int, of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
+    def opener(of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
+        rank = RANKS[of_pool.role] * MOST_REPLICAS
+
         def open_next(number: int) -> Worker:
             index = len(steps)
             steps.append(StepLog(of_pool.each.num_pages, {}, None))
             of_router = router.reader_of(number)
             observers = () if observers_of is None else observers_of(index)
             readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, place * MOST_REPLICAS + index, readers)
+            return open_worker(of_pool, index, rank + index, readers)
 
         return open_next
 
     startup_ns = round(config.startup_s * 1e9)
+    fronts: dict[bool, Front] = {}
+    for is_second in (False, True):
+        behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
+        if behind:
+            num_workers = sum(each.replicas for each in behind)
+            fronts[is_second] = Front(make_router(structs.replace(behind[0], replicas=num_workers), ()))
+    if any(front.router.holds_requests for front in fronts.values()):
+        raise SettingError(
+            "is not modelled in a fleet yet: no request waits in a router",
+            "routing.queue_threshold",
+            hint="Leave it out.",
+        )
     pools = []
-    for place, each in enumerate(config.pools):
-        router = make_router(each.each, ())
-        if router.holds_requests:
-            raise SettingError(
-                "is not modelled in a fleet yet: no request waits in a router",
-                "routing.queue_threshold",
-                hint="Leave it out.",
-            )
-        opened = opener(place, each, router)
-        pools.append(Pool(each.role, each.each.replicas, opened, router, startup_ns=startup_ns))
+    for each in config.pools:
+        front = fronts[each.role == "decode"]
+        opened = opener(each, front.router)
+        pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
     arrivals = Arrivals(
         trace,
         source,
-        pools[0].router,
-        pools[0].engines,
+        fronts[False].router,
+        fronts[False].engines,
         log,
         delay_ns=first.frontend_ns,
         timeout_ns=first.client_timeout_ns,
     )
     driver = FleetDriver(
         arrivals,
-        pools[0],
-        pools[-1],
+        fronts[False],
+        fronts.get(True, fronts[False]),
         links_of(config),
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
@@ -104,7 +117,7 @@ def replay_fleet(
 
 
 def links_of(config: FleetConfig) -> Links:
-    """Return the links between the workers."""
+    """Return the links between the workers, by the configured sharing."""
     latency_ns = round(config.latency_ms * 1e6)
     if config.sharing == "worker" and config.bytes_per_s is not None:
         return SharedByWorkers(config.bytes_per_s, latency_ns)
@@ -112,7 +125,7 @@ def links_of(config: FleetConfig) -> Links:
 
 
 def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader]) -> Worker:
-    """Build worker `index` of a fleet. `readers`: of what its engine tells. `rank`: see Worker."""
+    """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
     is_mocker = config.profile == "mocker"
     cost: CostModel = config.cost_model
@@ -132,7 +145,7 @@ def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[Event
         hands_over=True,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
-    worker = Worker(index, rank, replica, queue, leaps=not config.step_by_step)
+    worker = Worker(index, rank, replica, queue, only_prefills=pool.role == "prefill", leaps=not config.step_by_step)
     if is_mocker:
         worker.handoffs.passes_blocked = False
         worker.handoffs.join_tokens = 0

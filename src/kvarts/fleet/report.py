@@ -1,4 +1,4 @@
-"""What a replay on a fleet says."""
+"""The report of a replay on a fleet."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WAITS = (
     ("decode_queue_ms", "activated_ns", "decode_admitted_ns"),
     ("first_step_ms", "decode_admitted_ns", "first_token_ns"),
 )
-"""The parts of the time to first token, and the times that each is between."""
+"""The parts of the time to first token, with the start and end of each."""
 
 
 class FleetReport(Report):
-    """The outcome of a replay on a fleet. `deadlocks`: when nothing could go on, the worker, the request given up."""
+    """The outcome of a replay on a fleet. `deadlocks`: time, worker, and the request that was failed."""
 
     config: FleetConfig
 
@@ -56,7 +56,7 @@ class FleetReport(Report):
 
     @cached_property
     def requests(self) -> dict[str, Any]:
-        """One row a request, in arrival order."""
+        """One row per request, in arrival order."""
         raw = self._request_log.columns
         columns = dict(super().requests)
         for name in TIMES:
@@ -70,12 +70,12 @@ class FleetReport(Report):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Everything in one JSON-able value."""
+        """The whole report as one JSON-able value."""
         return {**super().summary, "fleet": self._fleet()}
 
     @cached_property
     def advice(self) -> str | None:
-        """Nothing: what to try next is said of one pool only."""
+        """None: advice exists only for single pools."""
         return None
 
     def _fleet(self) -> dict[str, Any]:
@@ -84,6 +84,7 @@ class FleetReport(Report):
         handed = {name: column[done] for name, column in raw.items()}
         waits = {}
         if len(self.config.pools) > 1:
+            handed = {name: column[handed["held_ns"] > -1] for name, column in handed.items()}
             waits = {name: distribution_ms(_between(handed[start], handed[end])) for name, start, end in WAITS}
         return {
             "waits": waits,
@@ -98,7 +99,7 @@ class FleetReport(Report):
         }
 
     def _faults(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return what failed, and what that cost; nothing if nothing was to fail."""
+        """Return the number of faults and their cost; empty if no faults were configured."""
         if not self.config.faults:
             return {}
         restarted = raw["num_restarts"] > 0
@@ -113,7 +114,7 @@ class FleetReport(Report):
         }
 
     def _pools(self) -> list[dict[str, Any]]:
-        """Return what the workers of each pool did, and what they cost, together."""
+        """Return utilization and cost per pool, summed over its workers."""
         pools = []
         summary = super().summary
         end_ns = round(summary["duration_ms"] * NS_PER_MS)
@@ -123,6 +124,7 @@ class FleetReport(Report):
             worker_s = lives.worker_ns(end_ns) / 1e9
             pools.append(
                 {
+                    "name": pool.name,
                     "role": pool.role,
                     "replicas": [worker.index for worker in lives.workers],
                     "num_gpus": devices_of(pool.each),
@@ -138,11 +140,11 @@ class FleetReport(Report):
 
 
 def devices_of(config: ReplayConfig) -> int:
-    """Return how many devices a worker has."""
+    """Return the number of devices of a worker."""
     ways = (getattr(config.cost, name, 1) for name in ("tensor_parallel", "pipeline_parallel"))
     return prod(map(int, ways))
 
 
 def _between(start: Any, end: Any) -> Any:
-    """Return how long requests took between two times, those that have both."""
+    """Return the durations between two times, for requests that have both."""
     return (end - start)[(start > -1) & (end > -1)]

@@ -1,4 +1,4 @@
-"""How many workers a fleet has, over time: scalers, and what they see."""
+"""Scalers: the number of workers of a fleet over time, and the state that decides it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.units import parse_duration_s
 
-__all__ = ["Decision", "FleetState", "PoolState", "Scaler", "WorkerState", "parse_scaler"]
+__all__ = ["Decision", "FleetState", "PoolState", "Scaler", "Scripted", "WorkerState", "parse_scaler"]
 
 
 class WorkerState(msgspec.Struct, frozen=True, gc=False):
-    """A worker at a tick. `num_waiting`: requests that wait for a place, or for pages for a prompt that is computed.
+    """A worker at a tick. `num_waiting`: requests that wait for a place, or for pages for a computed prompt.
 
-    `queued_tokens`: prompt tokens of waiting requests. `used_share`: pages in use, of all.
+    `queued_tokens`: prompt tokens of waiting requests. `used_share`: fraction of the pages that is in use.
     """
 
     worker: int
@@ -29,8 +29,9 @@ class WorkerState(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """A pool at a tick: its active workers, and how many start or drain."""
+    """A pool at a tick: its active workers, and the numbers that start and drain."""
 
+    name: str
     role: str
     active: tuple[WorkerState, ...]
     num_starting: int
@@ -38,21 +39,21 @@ class PoolState(msgspec.Struct, frozen=True):
 
     @property
     def num_expected(self) -> int:
-        """Workers that are active or will be."""
+        """Workers that are active or starting."""
         return len(self.active) + self.num_starting
 
 
 class FleetState(msgspec.Struct, frozen=True):
-    """What a scaler sees at a tick. Times are in nanoseconds."""
+    """The input of a scaler at a tick. Times are in nanoseconds."""
 
     now_ns: int
     pools: tuple[PoolState, ...]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """How many workers each pool is to have, by its role, those that start included; and when the next tick is.
+    """How many workers each pool is to have, by its name, those that start included; and when the next tick is.
 
-    A role that is left out stays as it is. None: no further tick.
+    A pool that is left out stays as it is. None: no further tick.
     """
 
     targets: Mapping[str, int]
@@ -60,39 +61,41 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Scaler(Protocol):
-    """Decides how many workers there are. Promises: the same states give the same decisions, in any process."""
+    """Decides the number of workers. Promises: the same states give the same decisions, in any process."""
 
     def first_ns(self) -> int | None:
-        """Return when the first tick is; None for never."""
+        """Return the time of the first tick; None for never."""
 
     def on_tick(self, state: FleetState) -> Decision:
-        """Return what is to be from now on."""
+        """Return the targets from now on."""
 
 
 class Scripted:
-    """Numbers of workers at given times: (time, {role: number}), in order of time."""
+    """Numbers of workers at given times: (time, {pool: number}), in order of time."""
 
     def __init__(self, steps: Sequence[tuple[int, Mapping[str, int]]]) -> None:
         self._steps = list(steps)
         self._next = 0
+        self.pools = {name for _, targets in steps for name in targets}
+        """The names that it has numbers for."""
 
     def first_ns(self) -> int | None:
         """Return the first time."""
         return self._steps[0][0] if self._steps else None
 
     def on_tick(self, state: FleetState) -> Decision:
-        """Return the numbers of this time."""
+        """Return the targets of this time."""
         targets = self._steps[self._next][1]
         self._next += 1
         return Decision(targets, self._steps[self._next][0] if self._next < len(self._steps) else None)
 
 
 class Proportional:
-    """As a Kubernetes HPA: n workers with a mean of `value` become ceil(n value / target), within `least` and `most`.
+    """Like a Kubernetes HPA: n workers with a mean of `value` become ceil(n value / target), within `least` and `most`.
 
-    Nothing changes while the mean is within a tenth of the target. Fewer workers only once that many were enough at all
-    ticks of the last `stable_ns`. `of_kv`: the value is the share of pages in use, in percent; else it is the number of
-    requests that wait at a worker, which for KEDA is ceil(waiting / target) as well.
+    The number stays while the mean is within a tenth of the target. It drops only to the largest number that was wanted
+    at any tick of the last `stable_ns`. `of_kv`: the value is the percentage of pages in use; otherwise it is the
+    number of requests waiting per worker, for which KEDA's ceil(waiting / target) gives the same result.
     """
 
     def __init__(self, *, of_kv: bool, target: float, every_ns: int, least: int, most: int, stable_ns: int) -> None:
@@ -109,14 +112,14 @@ class Proportional:
         return self._every_ns
 
     def on_tick(self, state: FleetState) -> Decision:
-        """Return what each pool needs."""
+        """Return the target of each pool."""
         targets: dict[str, int] = {}
         for pool in state.pools:
-            wanted = self._wanted.setdefault(pool.role, [])
+            wanted = self._wanted.setdefault(pool.name, [])
             wanted.append((state.now_ns, self._needed(pool)))
             while wanted[0][0] < state.now_ns - self._stable_ns:
                 del wanted[0]
-            targets[pool.role] = max(number for _, number in wanted)
+            targets[pool.name] = max(number for _, number in wanted)
         return Decision(targets, state.now_ns + self._every_ns)
 
     def _needed(self, pool: PoolState) -> int:
@@ -131,11 +134,11 @@ class Proportional:
 
 
 class SpareCapacity:
-    """As version 1 of llm-d's workload-variant autoscaler: one worker more or less, by what is left of the others.
+    """Version 1 of llm-d's workload-variant autoscaler: adds or removes a worker, by the spare capacity of the others.
 
-    A worker is saturated with 80 % of its pages in use or 5 requests waiting. One more, if the others have less than
-    10 % of the pages or 3 places in the queue to spare, on average. One less, if at least two are not saturated, and
-    those that stay could take its load and keep that. Nothing while workers start.
+    A worker is saturated with 80 % of its pages in use or 5 requests waiting. A worker is added if the unsaturated ones
+    have on average less than 10 % of the pages or 3 places in the queue to spare. One is removed if at least two are
+    unsaturated and the rest could take its load and keep that margin. A pool does not change while workers start.
     """
 
     KV, QUEUE, SPARE_KV, SPARE_QUEUE = 0.8, 5.0, 0.1, 3.0
@@ -150,9 +153,9 @@ class SpareCapacity:
         return self._every_ns
 
     def on_tick(self, state: FleetState) -> Decision:
-        """Return one more, one less, or as many as there are."""
+        """Return the current number plus one, minus one, or unchanged, per pool."""
         targets = {
-            pool.role: min(self._most, max(self._least, len(pool.active) + self._change(pool)))
+            pool.name: min(self._most, max(self._least, len(pool.active) + self._change(pool)))
             for pool in state.pools
             if not pool.num_starting
         }
@@ -173,11 +176,10 @@ class SpareCapacity:
 
 
 def parse_scaler(text: str) -> Scaler:
-    """Return the scaler of `script,30s=3:1,90s=1:3`, `queue,target=4` or `kv,target=70`, or `llm-d`.
+    """Parse a scaler: `script,30s=3:1,90s=1:3`, `queue,target=4`, `kv,target=70`, or `llm-d`.
 
-    A script says how many prefill and decode workers there are from a time on; of workers that do both, how many. The
-    others take `every`, `least` and
-    `most` as well. Raise ConfigError for anything else.
+    A script gives the numbers of prefill and decode workers from each time on, or one number for workers that do both.
+    The others also accept `every`, `least` and `most`. Raise ConfigError for anything else.
     """
     name, *parts = (part.strip() for part in text.split(","))
     given: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A worker of a fleet: an engine in virtual time that can be interrupted, and what waits for the end of its step."""
+"""A worker of a fleet: an engine in virtual time that can be interrupted, with actions deferred to a step's end."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ __all__ = ["Queue", "Worker"]
 
 
 class Queue(Protocol):
-    """An admission policy of a worker that takes over requests."""
+    """Admission policy of a worker that takes over requests."""
 
     def lets_reserve(self, request: Request) -> bool:
-        """Return whether `request` may take pages although others wait for memory."""
+        """Return whether `request` may reserve pages although others wait for memory."""
 
 
 class Worker:
-    """Engine `index` of a fleet. Owner of what it has under way, and of the requests that want pages in it.
+    """Engine `index` of a fleet. Owner of its step under way, and of the requests that wait for its pages.
 
-    Steps that are alike are done at once up to the next thing that happens to this worker, whenever that is: what is
-    under way is only counted, and carried out when it ends or is `cut` short.
+    Identical steps are executed at once, as a leap up to the next event of this worker, whenever that is: the leap is
+    only scheduled at its start, and carried out when it ends or is `cut` short.
 
-    `rank`: its place among workers at which something happens at the same time.
+    `rank`: its place among workers at which something happens at the same time. `only_prefills`: it computes prompts,
+    which others go on with.
     """
 
-    def __init__(self, index: int, rank: int, replica: Replica, queue: Queue, *, leaps: bool) -> None:
+    def __init__(
+        self, index: int, rank: int, replica: Replica, queue: Queue, *, only_prefills: bool, leaps: bool
+    ) -> None:
         self.index = index
+        self.only_prefills = only_prefills
         self.rank = rank
         self.replica = replica
         self.engine = replica.engine
@@ -43,20 +47,20 @@ class Worker:
         self.handoffs: Handoffs = replica.scheduler.handoffs
         self.queue = queue
         self.end_ns = NEVER_NS
-        """When what is under way ends; NEVER_NS for an idle worker."""
+        """When the step or leap under way ends; NEVER_NS for an idle worker."""
         self.pending: deque[Handoff] = deque()
-        """Requests that want pages here for a prompt that another worker has computed."""
+        """Requests that wait for pages here, for a prompt that another worker has computed."""
         self.num_in_transfer = 0
         self.deferred: list[tuple[Callable[[Handoff, int], None], Handoff]] = []
-        """What is done at the end of the step under way."""
+        """Actions at the end of the step under way."""
         self.interrupts: list[tuple[Callable[[Handoff, Worker, int], None], Handoff]] = []
-        """What is done once the step under way has ended, and what followed from that."""
+        """Actions after the step under way has ended and its consequences were carried out."""
         self.is_down = False
-        """Whether it takes no requests, and loses what it has at the end of the step under way."""
+        """Whether it accepts no requests, and loses those that it has at the end of the step under way."""
         self.is_failing = False
-        """Whether it has yet to lose what it has."""
+        """Whether it has yet to lose its requests."""
         self.num_owned = 0
-        """Requests that are here, in whatever form."""
+        """Requests on this worker, in any state."""
         self.refused_at = -1
         """The `generation` in which the first pending request was refused; -1 if it was not."""
         self.is_mocker = replica.config.profile == "mocker"
@@ -66,7 +70,7 @@ class Worker:
         self._num_wanted = 16
 
     def start(self, now_ns: int) -> bool:
-        """Start a step, or many that are alike; return whether there is anything to do."""
+        """Start a step, or a leap of identical ones; return whether there was work."""
         engine, replica, scheduler = self.engine, self.replica, self.scheduler
         others_join = replica.join(now_ns)
         if self._leaps and not others_join and not self._attempts_next():
@@ -88,20 +92,20 @@ class Worker:
         """Return whether the first pending request may get its pages at the end of the next step."""
         if not self.pending:
             return False
-        # Pages that decodes fill may be found, and then the first pending request needs fewer.
+        # Pages that decodes complete may be hits for the first pending request, which then needs fewer.
         return self.refused_at != self.generation() or (not self.is_mocker and self.scheduler.running.num_sharing > 0)
 
     def generation(self) -> int:
-        """Return a number that changes when a request that was refused pages may get them."""
+        """Return a number that changes whenever a refused request may get its pages."""
         running = self.scheduler.running
         if self.is_mocker:
             return running.num_left
         return running.num_left + running.num_admitted + self.scheduler.cache.num_published
 
     def cut(self, now_ns: int) -> bool:
-        """Let what is under way end with the step that is at `now_ns`; return whether there is one.
+        """Shorten a leap to end with the step at `now_ns`; return whether that step is still under way.
 
-        It is over, and the worker idle, if a step ended at `now_ns`.
+        If the step ends exactly at `now_ns`, it is finished and the worker becomes idle.
         """
         durations_ns = self._durations_ns
         if not durations_ns:
@@ -125,7 +129,7 @@ class Worker:
             self.replica.leap(self._start_ns, durations_ns, self.end_ns)
 
     def finish(self) -> list[Request]:
-        """End what is under way, now; return the requests that ended here or are held, in admission order."""
+        """End the step or leap under way; return the requests that ended here or are held, in admission order."""
         if self._durations_ns:
             self._num_wanted += self._num_wanted
             self._do_leap()
@@ -133,12 +137,12 @@ class Worker:
         return self.replica.finish()
 
     def withdraw(self, request: Request, now_ns: int) -> None:
-        """Drop `request`, between steps. It is as a new one, except that it keeps its tokens."""
+        """Drop `request` between steps. It becomes like a new one, except that it keeps its tokens."""
         if request.state is RequestState.DECODING and request not in self.scheduler.running.stalled:
             request.last_token_ns = now_ns
         self.replica.cancel(request, now_ns)
         self.handoffs.renew(request)
 
     def changed(self) -> None:
-        """Note that the head of the queue may be admitted now."""
+        """Record that the head of the queue may be admitted now."""
         self.scheduler.blocked = Blocked.NOT

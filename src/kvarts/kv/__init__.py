@@ -1,1 +1,1 @@
-"""KV memory: what a page holds, which requests reference it, and which page goes first."""
+"""KV memory: the content of pages, the requests that reference them, and the order in which pages are evicted."""

@@ -1,8 +1,9 @@
-"""Decodes as a cache with KV groups sees them: which take a page, and which give one back, in which steps.
+"""Decodes of a cache with KV groups: which of them take a page, and which release one, in which steps.
 
-Each decode computes one token a step. So in the steps of one *slot*, out of page_size, the same decodes begin a page,
-and the same windows pass one. What they give back is a Stream as long as it is regular: nothing else holds what the
-window goes over, and all of it is listed, or none. What is not is *odd*: it is due in one step, and done by itself.
+Each decode computes one token per step. So in the steps of one *slot*, out of page_size, the same decodes begin a page,
+and the same windows pass one. The releases of a decode are a Stream as long as they are regular: no other sequence
+holds the parts that the window passes, and all of them are listed, or none. Other releases are *odd*: each is due in
+one step, and is handled individually.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ T = TypeVar("T")
 
 
 class Decodes:
-    """Owner of what holdings note of their decode, and of `step`, the step that is done next.
+    """Owner of the decode fields of holdings, and of `step`, the next step to do.
 
-    By slot: `num_due` decodes begin a page; `listing` are the streams that list a part, in the order of admission;
-    `given_bytes` are given back by these and by streams of which parts are empty at once; `filling` are decodes that
-    fill a page which others may find. By group and slot: `num_listed` and `num_emptied` parts are given back by such
+    By slot: `num_due` decodes begin a page; `listing` contains the streams that list a part, in the order of admission;
+    `given_bytes` are released by these and by streams whose parts become empty at once; `filling` contains the decodes
+    that fill a page that others may find. By group and slot: `num_listed` and `num_emptied` parts are released by such
     streams.
     """
 
@@ -45,7 +46,7 @@ class Decodes:
         self.num_filling = 0
         self._account = account
         self.keeps_all = memory.keeps == "all"
-        """Whether whatever is given back is listed."""
+        """Whether all released parts are listed."""
         self.bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._is_chunk = [group.layer.kind == "chunk" for group in groups]
@@ -53,10 +54,10 @@ class Decodes:
         self._sinks = [-(-group.layer.sink // page_size) for group in groups]
         self._odd: dict[int, list[tuple[int, int, RunHolding]]] = {}
         self._odd_steps: list[int] = []
-        """The steps of these, as a heap."""
+        """The keys of `_odd`, as a heap."""
 
     def join(self, holding: RunHolding, admission: int) -> None:
-        """Add a holding that computes a token in each step from now on. `begin` must follow when it is settled."""
+        """Add a holding that computes one token per step from now on. `begin` must follow when it is settled."""
         page_size, base = self.page_size, holding.num_tokens - self.step
         holding.is_decoding = True
         holding.base = base
@@ -68,7 +69,7 @@ class Decodes:
             insort(self.filling[(-1 - base) % page_size], holding, key=_admission)
 
     def leave(self, holding: RunHolding) -> None:
-        """Remove a holding that ended or is preempted; what it gave back before this step is known then."""
+        """Remove a holding that ended or is preempted, and bring its releases before this step up to date."""
         page_size, base = self.page_size, holding.base
         self.num_decoding -= 1
         self.num_due[-base % page_size] -= 1
@@ -83,12 +84,12 @@ class Decodes:
     # Streams ----------------------------------------------------------------------------------------------
 
     def begin(self, holding: RunHolding) -> None:
-        """Let a settled holding give back from the next step on."""
+        """Start the releases of a settled holding with the next step."""
         for index in self.bounded:
             self.begin_group(holding, index)
 
     def begin_group(self, holding: RunHolding, index: int) -> None:
-        """Let a group give back from the next step on, regularly if that is possible."""
+        """Start the releases of a group with the next step, as a stream if they are regular."""
         step, base, length = self.step, holding.base, self._lengths[index]
         if self._is_chunk[index]:
             self._expect(holding, index, (base + step) // length * length + length - 1 - base)
@@ -99,7 +100,7 @@ class Decodes:
             page = sink
         first_step = self._last_step(holding, index, page)
         if first_step - step >= page_size:
-            self._expect(holding, index, first_step)  # it is not full yet
+            self._expect(holding, index, first_step)  # the window is not full yet
             return
         keeps = self.keeps_all
         stop_step = -1
@@ -128,15 +129,15 @@ class Decodes:
         else:
             self.num_emptied[index][slot] += 1
         if stop_step >= 0:
-            self._expect(holding, index, stop_step)  # what is generated is not kept
+            self._expect(holding, index, stop_step)  # generated parts are not kept
 
     def stop_all(self, holding: RunHolding) -> None:
-        """End what all groups give back."""
+        """End the releases of all groups."""
         for index in self.bounded:
             self.stop(holding, index)
 
     def stop(self, holding: RunHolding, index: int) -> None:
-        """End what a group gives back regularly, or expects to."""
+        """End the stream of a group, or cancel its expected odd release."""
         holding.odd_steps[index] = -1
         stream = holding.streams[index]
         if stream is None:
@@ -154,7 +155,7 @@ class Decodes:
         stream.set_gate()
 
     def disturb(self, run: PartRun) -> None:
-        """Let those that hold `run`, which another begins to hold, give it back by themselves."""
+        """Make the releases of `run` odd for its holders, because another sequence begins to hold it."""
         index = run.group
         for holding in run.holders:
             stream = holding.streams[index]
@@ -177,19 +178,19 @@ class Decodes:
         odd.append((holding.admission, index, holding))
 
     def steps_to_odd(self, most_steps: int) -> int:
-        """Return after how many steps, at most `most_steps`, something odd may be given back for the first time."""
+        """Return the number of steps, at most `most_steps`, to the end of the first that may have an odd release."""
         odd_steps = self._odd_steps
         return min(most_steps, odd_steps[0] - self.step + 1) if odd_steps else most_steps
 
     @property
     def is_odd(self) -> bool:
-        """Whether something odd may be given back at the end of this step."""
+        """Whether there may be an odd release at the end of this step."""
         return bool(self._odd_steps) and self._odd_steps[0] == self.step
 
     def steps_to_filling(self, most_steps: int) -> int:
-        """Return how many of the next `most_steps` steps are before one in which a page is filled that others may find.
+        """Return how many of the next `most_steps` steps precede one in which a page is filled that others may find.
 
-        -1 if there is none.
+        -1 if there is no such step.
         """
         for offset in range(min(most_steps, self.page_size)):
             if self.filling[(self.step + offset) % self.page_size]:
@@ -197,7 +198,7 @@ class Decodes:
         return -1
 
     def odd_now(self) -> list[tuple[int, int, RunHolding]]:
-        """Return what is odd at the end of this step, by admission and group; none of it is expected any more."""
+        """Return and remove the odd releases at the end of this step, by admission and group."""
         if not self._odd_steps or self._odd_steps[0] > self.step:
             return []
         odd = self._odd.pop(heappop(self._odd_steps))
@@ -210,10 +211,10 @@ class Decodes:
             found.sort(key=_place)
         return found
 
-    # How far they have come -------------------------------------------------------------------------------
+    # Catching up --------------------------------------------------------------------------------------------
 
     def catch_up(self, stream: Stream) -> None:
-        """Let the runs of `stream`, and of its holding, be as after the last step."""
+        """Bring the runs of `stream`, and of its holding, up to date with the last step."""
         holding, index = stream.holding, stream.group
         page = self._first_seen[index].page(holding.base + self.step)
         at = stream.high
@@ -241,7 +242,7 @@ class Decodes:
         stream.set_gate()
 
     def _give(self, stream: Stream, run: PartRun | None, start: int, end: int) -> None:
-        """Let `stream` have pages [start, end) of `run`, which nothing holds any more if they reach its end.
+        """Move pages [start, end) of `run` to `stream`; if they reach its end, nothing holds the run any more.
 
         `run`: None for pages that cannot be found.
         """
@@ -273,7 +274,7 @@ class Decodes:
         stream.add(piece)
 
     def look(self, span: Span) -> None:
-        """Let the runs of `span` be as after the last step."""
+        """Bring the runs of `span` up to date with the last step."""
         span.is_moving = False
         for index in self.bounded:
             for run in tuple(span.parts[index]):
@@ -294,7 +295,7 @@ class Decodes:
 
 
 def turned(by_slot: list[T], slot: int, num_steps: int) -> list[T]:
-    """Return what is said of the slots of `num_steps` steps, the first of them `slot`."""
+    """Return the entries of `by_slot` for `num_steps` steps, starting with slot `slot`."""
     size = len(by_slot)
     last = slot + num_steps
     if last <= size:

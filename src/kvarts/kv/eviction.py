@@ -1,27 +1,30 @@
-"""Which run is evicted next: the question that a cache asks, and the answer that is the default.
+"""The choice of the next run to evict: the interface that caches call, and the default order.
 
-A cache owns runs, references and what follows what. An order owns which run goes next, and nothing else: it lists the
-runs that nothing references. A run enters it by `released` and leaves it by `pinned` or `removed`.
+A cache owns runs, references, and the sequence of runs. An order owns only the choice of the next run: it lists the
+runs that nothing references. A run is listed by `released` and unlisted by `pinned` or `removed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from kvarts.content import Content, PageKey
+from kvarts.hints import Hints
 from kvarts.kv.node import NOTHING, Node
 
-__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "Run"]
+__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "NoteRequest", "Run", "noter_of"]
+
+NoteRequest = Callable[[Hints | None, int], object]
 
 
 class Run(Protocol):
-    """What an order reads of a run: a Node of whole pages, or the parts of pages in one KV group, a PartRun.
+    """A run as orders see it: a Node of whole pages, or a PartRun, the parts of pages in one KV group.
 
-    `place` is the order's own. A new run has None; a run with another does not grow, and the two parts of a run that is
-    split have the same.
+    `place` belongs to the order. It is None for a new run, and only such a run grows; the two parts of a split run
+    share it.
     """
 
     place: Any
@@ -48,11 +51,11 @@ class Run(Protocol):
 
     @property
     def parent(self) -> Run | None:
-        """The run right before it, of the same group; None if there is none."""
+        """The run right before it in the same group, or None."""
 
     @property
     def children(self) -> Mapping[PageKey, object] | None:
-        """What follows its last page, by key; None or empty if nothing does."""
+        """The followers of its last page, by key; None or empty without any."""
 
     @property
     def holds(self) -> int:
@@ -60,56 +63,65 @@ class Run(Protocol):
 
 
 class EvictionOrder(Protocol):
-    """What a cache tells of runs that nothing references, and what it asks. `nodes` are Runs, all of one kind.
+    """The calls of a cache about runs that nothing references. `nodes` are Runs, all of one kind.
 
     Promises: the order is total, and the same calls give the same order, whatever the process or hash seed. `next_run`
-    and iteration change nothing. The order changes nothing about a node but `place`, `older` and `newer`; what it keeps
-    about runs that come and go belongs in `place`.
+    and iteration change nothing. The order changes no field of a node except `place`, `older` and `newer`; state that
+    must survive while a run is unlisted belongs in `place`.
 
-    The cache sees to the rest. Where the order names a run that others follow, in layers that keep every token, what
-    goes is a run after it. Runs are eaten from their tails, and no further than is needed.
+    An order may also have `note_request(hints, now_ns)`. The cache calls it before a request pins or releases runs: the
+    time is `now_ns`, and until the next call, released runs are those of a request with `hints`, None for none.
+
+    The cache does the rest. If the order names a run that others follow, in layers that keep every token, a run after
+    it is evicted instead. Runs are evicted from their tails, and only as far as needed.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Return all listed runs, the next to be evicted first; runs that transfers hold are among them."""
+        """Iterate over all listed runs, the next to be evicted first; runs that transfers hold are among them."""
 
     def released(self, nodes: Sequence[Any]) -> None:
-        """List `nodes`, of one path in one group, which nothing references any more: deepest first."""
+        """List `nodes`, which belong to one path in one group and are no longer referenced: deepest first."""
 
     def pinned(self, nodes: Sequence[Any], path: Sequence[Any]) -> None:
-        """Unlist `nodes`, which are referenced again: those of `path`, which was hit, that were listed."""
+        """Unlist `nodes`, which are referenced again: the listed ones of `path`, which was hit."""
 
     def removed(self, node: Any) -> None:
         """Unlist `node`, which is evicted as a whole or listed elsewhere from now on."""
 
     def put_back(self, nodes: Sequence[Any]) -> None:
-        """List `nodes`, which were listed elsewhere and should go before what is listed here, in this order.
+        """List `nodes`, which were listed elsewhere and are to be evicted before all runs listed here, in this order.
 
         They may be of different paths.
         """
 
     def split(self, head: Any, tail: Any) -> None:
-        """List `head`, the first part of a run that was split; `tail`, the rest, is listed already and goes before it.
+        """List `head`, the first part of a split run; `tail`, the rest, is listed already and is evicted before it.
 
         They have the same `place`.
         """
 
     def held(self, node: Any) -> None:
-        """Pass the listed `node` by from now on: a transfer holds it. It keeps its place."""
+        """Skip the listed `node` from now on: a transfer holds it. It keeps its place."""
 
     def unheld(self, node: Any) -> None:
-        """Stop passing `node` by."""
+        """Stop skipping `node`."""
 
     def next_run(self) -> Any:
-        """Return the first run that no transfer holds. There is one."""
+        """Return the first run that no transfer holds. At least one is not held."""
+
+
+def noter_of(order: EvictionOrder | None) -> NoteRequest | None:
+    """Return `order.note_request`; None if the order has no such method."""
+    note: NoteRequest | None = getattr(order, "note_request", None)
+    return note
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class BaseOrder:
-    """An order to begin with: a subclass says at least what is `released`, `removed`, `split`, and in which order."""
+    """A base class of orders: a subclass defines at least `released`, `removed`, `split` and the iteration."""
 
     def __iter__(self) -> Iterator[Run]:
-        """Return all listed runs, the next to be evicted first."""
+        """Iterate over all listed runs, the next to be evicted first."""
         raise NotImplementedError
 
     def released(self, nodes: Sequence[Run]) -> None:
@@ -121,7 +133,7 @@ class BaseOrder:
         raise NotImplementedError
 
     def split(self, head: Run, tail: Run) -> None:
-        """List `head`, which goes after `tail`."""
+        """List `head`, which is evicted after `tail`."""
         raise NotImplementedError
 
     def pinned(self, nodes: Sequence[Run], path: Sequence[Run]) -> None:
@@ -135,10 +147,10 @@ class BaseOrder:
             self.released((node,))
 
     def held(self, node: Run) -> None:
-        """Do nothing: `next_run` looks."""
+        """Do nothing: `next_run` checks."""
 
     def unheld(self, node: Run) -> None:
-        """Do nothing: `next_run` looks."""
+        """Do nothing: `next_run` checks."""
 
     def next_run(self) -> Run:
         """Return the first run that no transfer holds."""
@@ -147,7 +159,7 @@ class BaseOrder:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LruOrder:
-    """What was released longest ago goes first, and of what was released together the deepest.
+    """Evicts the least recently released run first, and the deepest of those released together.
 
     That is exactly the order of a page-by-page list to which a request's pages are appended, deepest first.
     """
@@ -155,21 +167,21 @@ class LruOrder:
     __slots__ = ("_ring",)
 
     def __init__(self) -> None:
-        # One sentinel closes the list to a ring: newer of it is the oldest run, older of it the youngest.
+        # One sentinel closes the list to a ring: its `newer` is the oldest run, its `older` the youngest.
         self._ring = Node(NOTHING, b"", 0, 0, 0, None)
         self._ring.older = self._ring.newer = self._ring
 
     def __iter__(self) -> Iterator[Node]:
-        """Return all listed runs, the one released longest ago first."""
+        """Iterate over all listed runs, the least recently released first."""
         node = self._ring.newer
         while node is not self._ring:
             yield node
             node = node.newer
 
-    # Linking and unlinking are spelled out where they are used: this runs for every request.
+    # Linking and unlinking are inlined: this runs for every request.
 
     def released(self, nodes: Sequence[Node]) -> None:
-        """Put `nodes` at the young end."""
+        """Append `nodes` at the young end."""
         ring = self._ring
         youngest = ring.older
         for node in nodes:
@@ -180,32 +192,32 @@ class LruOrder:
         ring.older = youngest
 
     def pinned(self, nodes: Sequence[Node], path: Sequence[Node]) -> None:
-        """Take `nodes` out of the list."""
+        """Remove `nodes` from the list."""
         for node in nodes:
             older, newer = node.older, node.newer
             older.newer = newer
             newer.older = older
 
     def removed(self, node: Node) -> None:
-        """Take `node` out of the list."""
+        """Remove `node` from the list."""
         older, newer = node.older, node.newer
         older.newer = newer
         newer.older = older
 
     def put_back(self, nodes: Sequence[Node]) -> None:
-        """Put `nodes` at the old end."""
+        """Insert `nodes` at the old end."""
         for node in reversed(nodes):
             self._put_after(self._ring, node)
 
     def split(self, head: Node, tail: Node) -> None:
-        """Put `head` right after `tail`."""
+        """Insert `head` right after `tail`."""
         self._put_after(tail, head)
 
     def held(self, node: Node) -> None:
-        """Do nothing: `next_run` looks."""
+        """Do nothing: `next_run` checks."""
 
     def unheld(self, node: Node) -> None:
-        """Do nothing: `next_run` looks."""
+        """Do nothing: `next_run` checks."""
 
     def next_run(self) -> Node:
         """Return the oldest run that no transfer holds."""

@@ -1,4 +1,4 @@
-"""The first page that a token attends to in a layer, asked for every chunk and every match."""
+"""The first page that a token attends to in a layer, computed for every chunk and every match."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ FAR = 1 << 40
 
 
 class FirstSeen:
-    """What `layer` says of positions, in pages of `page_size` tokens."""
+    """Attended positions of `layer`, in pages of `page_size` tokens."""
 
     __slots__ = ("_lag", "_layer", "_page_size")
 
     def __init__(self, layer: KvLayer, page_size: int) -> None:
         self._layer = layer
         self._page_size = page_size
-        # How far a window reaches back is the same everywhere; no other layer has as many tokens before it.
+        # The reach of a window is the same at every position; in other layers it is not.
         self._lag = FAR - layer.first_seen(FAR) if layer.kind == "window" else -1
 
     def page(self, position: int) -> int:

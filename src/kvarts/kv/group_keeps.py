@@ -1,8 +1,8 @@
-"""What a bounded sequence retains in a model with KV groups: in each group what both the sequence and the layers allow.
+"""The tokens that a bounded sequence retains in each KV group: those that both the sequence and the layers allow.
 
-The token at p attends in a layer to positions that the layer attends to, and of these to its own, to q >= p - window
-and to q < sink. So layers that reach back no farther than the window of the sequence retain what they see themselves,
-and of the sink what is in reach; others retain the window and, for as long as they reach it, the sink.
+The token at p attends in a layer to positions that the layer attends to, and among these only to its own, to q >= p -
+window and to q < sink. So layers with a reach no longer than the window of the sequence retain their own window, with
+the part of the sink that is in it; others retain the window and, for as long as they reach it, the sink.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ __all__ = ["GroupKeeps", "most_blocks", "retained_by_group"]
 
 
 class GroupKeeps(msgspec.Struct, frozen=True):
-    """What a sequence that retains `whole` retains in layers that keep `layer`.
+    """Retention of a sequence that retains `whole`, in layers that keep `layer`.
 
-    A sink that is out of reach of all later tokens goes back as a whole; it stays as long as one of its tokens is seen.
+    A sink that is out of reach of all later tokens is released as a whole; it stays as long as one of its tokens is in
+    reach.
     """
 
     whole: SinkWindow
@@ -31,26 +32,26 @@ class GroupKeeps(msgspec.Struct, frozen=True):
 
     @property
     def _reach(self) -> int | None:
-        """How many tokens before its own the layers attend to at most; None for all."""
+        """The most tokens before its own that a token attends to in these layers; None for all."""
         return None if self.layer.span is None else self.layer.span - 1
 
     @property
     def sink(self) -> int:
-        """The first tokens that are kept apart from the last ones; 0 where layers see nothing beyond the window."""
+        """The number of first tokens kept apart from the last ones; 0 if layers see nothing beyond the window."""
         reach = self._reach
         return self.whole.sink if reach is None or reach > self.whole.window else 0
 
     @property
     def window(self) -> int:
-        """The last tokens before its own that a token attends to at most."""
+        """The most tokens before its own, sink excluded, that a token attends to."""
         reach = self._reach
         return self.whole.window if reach is None else min(reach, self.whole.window)
 
     @property
     def sink_until(self) -> int | None:
-        """The first position from which on no token sees the sink; None if there is none."""
+        """The first position from which on no token sees the sink; None without one."""
         sink, span = self.sink, self.layer.span
-        if not sink or span is None or self.whole.rotates_late:  # then the sink never gets farther away
+        if not sink or span is None or self.whole.rotates_late:  # then the distance to the sink never grows
             return None
         return sink + span - 1 if self.layer.kind == "window" else -(-sink // span) * span
 
@@ -59,7 +60,7 @@ class GroupKeeps(msgspec.Struct, frozen=True):
         return max(0, position - self.whole.window, self.layer.first_seen(position))
 
     def sink_seen(self, position: int) -> int:
-        """Return the tokens of the sink that are kept for the token at `position` and later ones."""
+        """Return the number of tokens of the sink that are kept for the token at `position` and later ones."""
         until = self.sink_until
         return self.sink if until is None or position < until else 0
 
@@ -97,14 +98,14 @@ def _most_pages(keeps: GroupKeeps, page_size: int) -> int:
     window, until = keeps.window, keeps.sink_until
     num_sink_pages = keeps.num_sink_pages(page_size)
     latest = page_size - 1
-    """The latest place in a page at which what a token attends to can begin."""
+    """The latest place in a page at which the attended range of a token can begin."""
     if keeps.layer.kind == "chunk":
         step = gcd(keeps.layer.span, page_size)
         latest = min(latest, page_size - step + keeps.layer.span - 1 - window)
     of_window = (latest + window) // page_size + 1
     if until is None:
         return num_sink_pages + of_window
-    # While the sink is seen, there are the most pages when a token begins one.
+    # While the sink is in reach, the number of pages is largest when a token begins one.
     with_sink = max(
         position // page_size + 1 - keeps.num_dropped(position, page_size) for position in range(0, until, page_size)
     )
@@ -112,7 +113,7 @@ def _most_pages(keeps: GroupKeeps, page_size: int) -> int:
 
 
 def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[GroupKeeps, int]]:
-    """Return for each group what a sequence that retains `whole` retains there, and the blocks of a part.
+    """Return, per group, the retention of a sequence that retains `whole`, and the blocks of a part.
 
     Raise ConfigError for a model that cannot have such sequences.
     """
@@ -125,5 +126,5 @@ def retained_by_group(memory: GroupMemory, whole: SinkWindow) -> list[tuple[Grou
 
 
 def most_blocks(memory: GroupMemory, whole: SinkWindow, page_size: int) -> int:
-    """Return the most blocks that a sequence holds between steps: in each group the most pages, in blocks of a part."""
+    """Return the most blocks that a sequence holds between steps: the sum over groups of the most pages, in blocks."""
     return sum(blocks * keeps.most_pages(page_size) for keeps, blocks in retained_by_group(memory, whole))

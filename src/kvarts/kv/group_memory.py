@@ -1,4 +1,4 @@
-"""The KV groups of a model as a cache accounts for them, and the memory that their parts draw on."""
+"""The KV groups of a model as a cache accounts for them, and the memory from which their parts are taken."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvarts.limits import MOST_BYTES, MOST_LAYERS, check_whole
 __all__ = ["GroupMemory", "PartGroup", "Retention"]
 
 Retention = Literal["all", "tails"]
-"""What is kept of windows and chunks: `all` parts, as in vLLM, or the `tails` that the token after the last full page
-of a marked end, or of the whole sequence, attends to."""
+"""The parts of windows and chunks that are kept: `all`, as in vLLM, or the `tails`, to which the token after the last
+full page of a marked end, or of the whole sequence, attends."""
 
 
 class PartGroup(msgspec.Struct, frozen=True):
     """A KV group as a cache accounts for it.
 
-    `layer`: what its layers keep; `part_bytes`: of a page, or of a state, in all `num_layers` of them.
+    `layer`: the retention of its layers; `part_bytes`: the bytes of a page, or of a state, in all `num_layers` of them.
 
-    Raises ConfigError for layers that keep nothing of their own, and for parts without bytes.
+    Raises ConfigError for layers that keep nothing themselves, and for parts without bytes.
     """
 
     layer: KvLayer
@@ -43,16 +43,16 @@ class PartGroup(msgspec.Struct, frozen=True):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether its parts go back while their sequence runs."""
+        """Whether its parts are released while their sequence runs."""
         return self.layer.kind in ("window", "chunk")
 
 
 class GroupMemory(msgspec.Struct, frozen=True):
-    """The KV groups of one model, and what is kept of their windows.
+    """The KV groups of one model, and the parts of their windows that are kept.
 
     All parts are whole *blocks*: the largest size that divides the parts of every group, in `divisor` pieces. A page
-    with all its parts has `page_bytes`; states are no part of a page. Raises ConfigError without a group that keeps
-    tokens, and for a divisor that leaves no whole blocks.
+    with all its parts has `page_bytes`; states are not part of a page. Raises ConfigError if no group keeps tokens, and
+    for a divisor that leaves no whole blocks.
     """
 
     groups: tuple[PartGroup, ...]
@@ -88,11 +88,11 @@ class GroupMemory(msgspec.Struct, frozen=True):
         return sum(group.part_bytes for group in self.groups if not group.is_state)
 
     def num_blocks(self, num_pages: int) -> int:
-        """Return the blocks of as much memory as `num_pages` pages with all their parts take."""
+        """Return the number of blocks in the memory of `num_pages` pages with all their parts."""
         return num_pages * self.page_bytes // self.block_bytes
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return what is said of it in reports and timelines: the bytes of a block, and the groups in their order."""
+        """Return its form in reports and timelines: the bytes of a block, and the groups in their order."""
         groups = []
         for group in self.groups:
             said: dict[str, Any] = {"kind": group.layer.kind, "layers": group.num_layers}

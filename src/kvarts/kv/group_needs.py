@@ -11,20 +11,23 @@ __all__ = ["GroupNeeds", "Held"]
 
 
 class Held(Protocol):
-    """What others hold of the parts that a request was found to begin with, by the number of a group."""
+    """The parts of a match that others hold, by the number of a group."""
 
     def num_shared(self, group: int, first_page: int) -> int:
-        """Return how many parts others hold, of pages from `first_page` on and of the sink."""
+        """Return how many of the parts of pages from `first_page` on and of the sink others hold."""
 
     def num_idle(self, group: int) -> int:
-        """Return how many snapshots of a group of states nothing holds."""
+        """Return how many snapshots of a group of states are not held."""
+
+    def num_with_held_copy(self, group: int) -> int:
+        """Return how many parts of a group nothing holds, but a copy of them."""
 
 
 class GroupNeeds:
-    """Answers in blocks of `memory`. `most_new`: tokens of a request that a step may compute.
+    """Memory needs, in blocks of `memory`. `most_new`: the most tokens of a request that a step may compute.
 
-    A window or a chunk holds at most what its span and the tokens of one step reach over, its *cap*: that bounds what
-    a request needs, whatever its length and wherever its steps begin and end.
+    A window or a chunk holds at most the pages that its span and the tokens of one step extend over, its *cap*: it
+    bounds the need of a request, whatever its length and wherever its steps begin and end.
     """
 
     def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int) -> None:
@@ -41,7 +44,7 @@ class GroupNeeds:
         ]
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
-        """What a decode takes for the first token of a page."""
+        """The blocks that a decode takes for the first token of a page."""
 
     def _cap(self, layer: KvLayer) -> int:
         """Return the most pages of a window or a chunk, as vLLM counts them, and those of the sink."""
@@ -54,7 +57,7 @@ class GroupNeeds:
         return -(-layer.sink // self._page_size)
 
     def at_most_whole(self, num_tokens: int) -> int:
-        """Return no less than any of the others for a request of `num_tokens` tokens; quick to tell."""
+        """Return an upper bound of all the others for a request of `num_tokens` tokens; fast to compute."""
         return self.page_blocks * -(-num_tokens // self._page_size) + 2 * self._state_blocks
 
     def to_compute(self, num_tokens: int) -> int:
@@ -66,9 +69,9 @@ class GroupNeeds:
         return blocks
 
     def at_most(self, num_tokens: int) -> int:
-        """Return the blocks that a request of `num_tokens` tokens needs to itself, wherever its chunks begin and end.
+        """Return the blocks that a request of `num_tokens` tokens needs alone, wherever its chunks begin and end.
 
-        A request that begins from snapshots holds them beside its own states for a step.
+        A request that begins from snapshots holds them in addition to its states during one step.
         """
         blocks = self.to_compute(num_tokens)
         if num_tokens > self._page_size:
@@ -76,7 +79,7 @@ class GroupNeeds:
         return blocks
 
     def most_tokens(self, limit: int, num_blocks: int) -> int:
-        """Return how many tokens a request has at most, of up to `limit`, that can run in `num_blocks`; 0 for none."""
+        """Return the longest request, of up to `limit` tokens, that can run in `num_blocks`; 0 if none can."""
         fewest, most = 0, limit
         while fewest < most:
             middle = (fewest + most + 1) // 2
@@ -87,16 +90,16 @@ class GroupNeeds:
         return fewest
 
     def of_request(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the same for a request by its prompt and output, the last token of which is never computed."""
+        """Return the same for a request with this prompt and output, whose last token is never computed."""
         return self.at_most(max(1, num_prompt_tokens + max_tokens - 1))
 
     def to_admit(self, start: int, num_known: int, end: int, found: Held, enough: int = -1) -> int:
-        """Return the blocks to be free for a request that is found to begin with `start` of `num_known` tokens.
+        """Return the blocks that must be free for a request whose match has `start` of its `num_known` tokens.
 
-        `end`: the tokens that are computed when its first step ends. It is vLLM's rule: in each group the pages that a
-        request holds at most, less all that were found, even those that its window has passed; or the pages of the
-        first step, if they are more. Of what was `found`, parts that nothing holds are counted as well: they are free
-        until the request holds them. If `enough` blocks are certain to do, the answer may be more.
+        `end`: the number of computed tokens when its first step ends. The rule is vLLM's: in each group the most pages
+        that a request holds, minus all pages of the match, even those that its window has passed; or the pages of the
+        first step, if they are more. The parts of `found` that are not held are counted as well: they are free until
+        the request holds them. If `enough` blocks certainly suffice, the result may be larger.
         """
         most = self.at_most_whole(num_known)
         if most <= enough:
@@ -105,15 +108,19 @@ class GroupNeeds:
         return max(in_all, in_step) + self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
 
     def least_to_admit(self, start: int, num_known: int, end: int, found: Held) -> int:
-        """Return the least that `to_admit` may be when some of what was found is evicted.
+        """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.
 
-        A request that finds less may have no idle parts of windows to hold.
+        A request that finds less may have no idle parts of windows to hold; and it may find a copy that others hold.
         """
         in_all, in_step = self._beside_found(start, num_known, end)
-        return max(in_all + self._idle(start, found, of_whole=True), in_step)
+        idle = self._idle(start, found, of_whole=True)
+        for index, (group, part_blocks) in enumerate(self._groups if idle else ()):
+            if not (group.is_state or group.is_bounded):
+                idle -= part_blocks * found.num_with_held_copy(index)
+        return max(in_all + idle, in_step)
 
     def _beside_found(self, start: int, num_known: int, end: int) -> tuple[int, int]:
-        """Return the blocks beside what was found: at most, and for the first step."""
+        """Return the blocks needed in addition to a match: the most at one time, and those of the first step."""
         num_hit = start // self._page_size
         num_pages = -(-num_known // self._page_size)
         in_all = self._whole_blocks * (num_pages - num_hit)
@@ -123,7 +130,7 @@ class GroupNeeds:
         return self._state_blocks + in_all, self._state_blocks + in_step
 
     def _idle(self, start: int, found: Held, *, of_whole: bool) -> int:
-        """Return the blocks that were found and nothing holds, of groups that keep all tokens or of the others."""
+        """Return the blocks of a match that are not held, in groups that keep all tokens or in the others."""
         blocks = 0
         for index, (group, part_blocks) in enumerate(self._groups if start else ()):
             if of_whole is (group.is_state or group.is_bounded):

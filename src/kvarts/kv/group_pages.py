@@ -1,8 +1,8 @@
-"""A cache with KV groups as schedulers, routers and reports see a cache: parts of pages, held by the run.
+"""A cache with KV groups behind the interface of schedulers, routers and reports: parts of pages, held in runs.
 
-In a replay parts are counted. Where a real model or a mock computes, or something reads page events, a part is made of
-blocks that have ids: keys and values of as many tokens as a page, in as many layers as divide the layers of every
-group, so that any part can be made of any blocks.
+In a replay parts are counted. If a real model or a mock computes, or a reader receives page events, a part consists of
+blocks with ids: keys and values of a page of tokens, in as many layers as divide the layers of every group, so that any
+part can consist of any blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["GroupPages", "HeldParts", "PartHolding", "PartMatch"]
 
 
 class PartMatch(Match):
-    """What a cache with KV groups has of `content`. `found`: the pages that every group can go on from."""
+    """A match of `content` in a cache with KV groups. `found`: the pages that every group can resume from."""
 
     __slots__ = ("found",)
 
@@ -40,9 +40,9 @@ class PartMatch(Match):
 
 
 class PartHolding(Holding):
-    """What one running request, or a pin, holds. `parts`: in every group. `page_ids`: blocks that are no parts.
+    """Parts of one running request, or of a pin. `parts`: in every group. `page_ids`: blocks that are not parts.
 
-    `num_promised`: blocks that are kept for it while it waits for a load, which it may take to compute the rest.
+    `num_promised`: blocks that are reserved for it while it waits for a load, for the computation of the rest.
     """
 
     __slots__ = ("num_promised", "parts")
@@ -64,7 +64,7 @@ class HeldParts(HeldPages):
 
 
 class HeldByOthers:
-    """What running requests hold of what was found: `Held`."""
+    """The parts of a match that running requests hold: a `Held`."""
 
     __slots__ = ("_cache", "_found")
 
@@ -73,22 +73,27 @@ class HeldByOthers:
         self._found = found
 
     def num_shared(self, group: int, first_page: int) -> int:
-        """Return how many parts of a group they hold that a token needs with pages from `first_page` on."""
+        """Return how many of a group's parts in the sink and in pages from `first_page` on they hold."""
         return self._cache.num_shared(self._found, group, first_page)
 
     def num_idle(self, group: int) -> int:
         """Return how many snapshots of a group they do not hold."""
         return self._cache.num_idle(self._found, group)
 
+    def num_with_held_copy(self, group: int) -> int:
+        """Return how many parts of a group they do not hold, but a copy of them."""
+        return self._cache.num_with_held_copy(self._found, group)
+
 
 class GroupPages(PartPages):
-    """PartPages of `num_blocks` blocks, held by the run, see RunCache.
+    """PartPages of `num_blocks` blocks, held in runs by a RunCache.
 
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
-    soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take pages and
-    release some, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: it looks at what
-    is about to be evicted, so the cache follows no decodes. `eviction_order`: says which run goes next, and hears of
-    each release, so the cache follows no decodes either; left out, the least recently released goes next.
+    soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
+    pages, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: that tier examines the
+    parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to evict, and
+    is notified of each release, so the cache follows no decodes either; without it, the least recently released run is
+    evicted next.
     """
 
     __slots__ = ("_num_given", "num_promised", "parts")
@@ -119,15 +124,16 @@ class GroupPages(PartPages):
             eviction_order=eviction_order,
         )
         self.num_promised = 0
-        """Blocks that are free, and are kept for requests that will take them."""
+        """Free blocks that are reserved for requests that will take them."""
         self._num_given = 0
-        """Blocks that `give` gave back since the beginning."""
+        """Total of blocks returned by `give` since the beginning."""
+        self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
         self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched
         if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
-            self.most_certain_steps = 1  # what decodes release may let a request in
+            self.most_certain_steps = 1  # the releases of decodes may make room for another request
 
     @property
     def num_cached(self) -> int:
@@ -140,27 +146,31 @@ class GroupPages(PartPages):
         parts = self.parts
         return (parts.total_bytes - parts.empty_bytes - parts.cached_bytes) // self.block_bytes
 
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
+        self.parts.now_ns = now_ns
+
     @property
     def is_shared(self) -> bool:
         """Whether other models have parts of the same memory."""
         return self.parts.is_shared
 
     def counts(self) -> tuple[int, ...]:
-        """Return the parts used and the parts cached in each group, one pair a group."""
+        """Return the parts used and cached in each group, as one pair per group."""
         parts = self.parts
         counts = [0] * (2 * len(parts.num_used))
         counts[::2], counts[1::2] = parts.num_used, parts.num_cached
         return tuple(counts)
 
     def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return the parts evicted of each group, one number a group."""
+        """Return the number of evicted parts of each group."""
         return tuple(self.parts.num_evicted)
 
     def _match(self, content: Content, limit: int) -> PartMatch:
         return PartMatch(content, self.parts.match(content, limit))
 
     def held_by_others(self, match: Match) -> Held:
-        """Return what others hold of what was found."""
+        """Return the parts of `match` that others hold."""
         return HeldByOthers(self.parts, cast(PartMatch, match).found)
 
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
@@ -168,11 +178,11 @@ class GroupPages(PartPages):
         return self.parts.reach(content, limit)
 
     def num_pages_of(self, match: Match) -> int:
-        """Return how many blocks a sequence holds that begins with what was found."""
+        """Return how many blocks a sequence that begins with `match` holds."""
         return self.parts.held_after(cast(PartMatch, match).found) // self.block_bytes
 
     def open(self, match: Match) -> PartHolding:
-        """Hold what was found, for a sequence that begins with it; the cache must not have changed since."""
+        """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
         of_parts = cast(PartMatch, match)
         holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), match.num_pages)
         if self.names_decodes:
@@ -180,7 +190,7 @@ class GroupPages(PartPages):
         return holding
 
     def num_held(self, holding: Holding) -> int:
-        """Return the blocks of all parts that `holding` has, those that others hold as well included."""
+        """Return the blocks of all parts that `holding` has, including those that others hold as well."""
         return self.parts.held_bytes(cast(PartHolding, holding).parts) // self.block_bytes
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
@@ -188,18 +198,18 @@ class GroupPages(PartPages):
         return self.parts.missing_bytes(cast(PartHolding, holding).parts, end - start) // self.block_bytes
 
     def extend(self, holding: Holding, num_tokens: int, *, is_end: bool) -> None:
-        """Take what tokens up to `num_tokens` need, and make the pages that they fill findable."""
+        """Take the blocks of tokens up to `num_tokens`, and make the pages that they fill findable."""
         self.parts.extend(cast(PartHolding, holding).parts, num_tokens, is_end=is_end)
         self.count()
 
     def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release what no token from `num_tokens` on attends to; all before are computed. `count` must follow."""
+        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow."""
         self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
 
-    # Decodes that are counted and not named: see RunCache.start_decoding.
+    # Decodes that are counted and not identified: RunCache.start_decoding describes them.
 
     def take_page(self, holding: Holding, page: int) -> None:
-        """Take the parts of `page`, the next of a decode; without ids it is counted and not named."""
+        """Take the parts of `page`, the next page of a decode; without ids, they are only counted."""
         if self.names_decodes:
             self.parts.take_page(cast(PartHolding, holding).parts)
         else:
@@ -218,17 +228,17 @@ class GroupPages(PartPages):
         self.num_published = self.parts.num_published
 
     def shrink(self, holding: Holding, num_pages: int) -> None:
-        """Give back the parts of all but the first `num_pages` pages, in which no computed token is."""
+        """Release the parts of all but the first `num_pages` pages; the others contain no computed token."""
         self.parts.drop_pages(cast(PartHolding, holding).parts, num_pages)
         self.count()
 
     def _take_pages(self, num_due: int) -> None:
-        """Take the parts of `num_due` pages that decodes begin, which are free."""
+        """Take the parts of `num_due` pages that decodes begin; they must be free."""
         self.parts.take_pages(num_due)
         self.count()
 
     def start_decoding(self, holding: Holding, admission: int, *, is_settled: bool = True) -> None:
-        """Let a sequence compute a token in every step from the next on."""
+        """Let a sequence compute one token per step from the next on."""
         self.parts.start_decoding(cast(PartHolding, holding).parts, admission, is_settled=is_settled)
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
@@ -239,7 +249,7 @@ class GroupPages(PartPages):
             parts.num_taken = num_pages
 
     def publish_due(self) -> None:
-        """Make pages findable that decodes fill in this step, and that others may find."""
+        """Make the pages findable that decodes fill in this step and that others may find."""
         self.parts.fill_pages()
         self.num_published = self.parts.num_published
 
@@ -249,21 +259,21 @@ class GroupPages(PartPages):
         return bool(decodes.filling[decodes.step % self.page_size])
 
     def end_step(self) -> None:
-        """Let decodes give back what none of their later tokens sees. `count` must follow."""
+        """Let decodes release the parts that none of their later tokens attends to. `count` must follow."""
         self.parts.end_step()
 
     def put_off(self, holdings: Sequence[Holding]) -> None:
-        """End the step, and let `holdings` release nothing before `settle` is called for each."""
+        """End the step, but postpone the releases of `holdings` until `settle` is called for each."""
         self.parts.put_off([cast(PartHolding, holding).parts for holding in holdings])
 
     def leap(self, most_steps: int, num_wanted: int) -> Leap:
-        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, see RunLeap."""
+        """Do up to `most_steps` steps of decodes while a request waits for `num_wanted` blocks, by `run_leaps.leap`."""
         done = leap(self.parts, most_steps, num_wanted * self.block_bytes)
         self.count()
         return Leap(done.taken, PartsMoved(done.listed, done.emptied, done.evicted))
 
     def count(self) -> None:
-        """Take note of what was taken and given back."""
+        """Update the counts from those of the parts."""
         parts, block_bytes = self.parts, self.block_bytes
         if parts.shared is None:
             self.num_free = (parts.empty_bytes + parts.cached_bytes) // block_bytes - self.num_promised
@@ -275,7 +285,7 @@ class GroupPages(PartPages):
         self.num_published = parts.num_published
 
     def has_empty(self, count: int) -> bool:
-        """Return whether `count` blocks can be taken and nothing is evicted for them."""
+        """Return whether `count` blocks can be taken without eviction."""
         return count * self.block_bytes <= self.parts.empty_bytes
 
     def take(self, count: int) -> list[PageId]:
@@ -287,28 +297,28 @@ class GroupPages(PartPages):
         return block_ids
 
     def give(self, count: int, page_ids: list[PageId] | None) -> None:
-        """Give back `count` blocks that `take` took."""
+        """Return `count` blocks that were taken by `take`."""
         assert page_ids is not None and len(page_ids) == count
         self.parts.give_blocks(page_ids)
         self._num_given += count
         self.count()
 
     def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> PartHolding:
-        """Return blocks that `take` took as something that holds them."""
+        """Return a holding of blocks that were taken by `take`."""
         return PartHolding(RunHolding(NOTHING, Span(NOTHING, b"", 0, 0, None, 0), 0, 1, 0), num_pages, page_ids)
 
     def keep(self, holding: Holding) -> int:
-        """Note that `holding` stays when no request runs; return how many of its blocks nothing else keeps."""
+        """Record that `holding` stays when no request runs; return how many of its blocks no other `keep` covers."""
         return self.parts.keep(cast(PartHolding, holding).parts) // self.block_bytes
 
     def unkeep(self, holding: Holding) -> int:
-        """Undo a `keep`; return how many blocks nothing keeps any more."""
+        """Undo a `keep`; return how many blocks are not kept any more."""
         return self.parts.unkeep(cast(PartHolding, holding).parts) // self.block_bytes
 
     # Loads -------------------------------------------------------------------------------------------------
 
     def held_of(self, found: RunMatch) -> Held:
-        """Return what others hold of what device and tier have together."""
+        """Return the parts that others hold of a match in device and tier together."""
         return HeldByOthers(self.parts, found)
 
     def num_held_while_loading(self, found: RunMatch, num_wanted: int) -> int:
@@ -323,9 +333,9 @@ class GroupPages(PartPages):
         return held + max(0, num_wanted - taken)
 
     def open_offered(self, content: Content, found: RunMatch, num_wanted: int) -> PartHolding:
-        """Hold what the device has of `found`, and take parts for the rest; of `num_wanted` blocks, promise the others.
+        """Hold the device's parts of `found`, take parts for the rest, and promise the others of `num_wanted` blocks.
 
-        So many are free.
+        That many blocks must be free.
         """
         num_free = self.num_free
         holding = PartHolding(begin_load(self.parts, content, found), found.num_pages)
@@ -334,7 +344,7 @@ class GroupPages(PartPages):
         return holding
 
     def end_promise(self, holding: Holding) -> None:
-        """Let anyone take what was promised to a holding: its request is about to."""
+        """Make the blocks promised to a holding free for all: its request is about to take them."""
         self._promise(cast(PartHolding, holding), 0)
 
     def _promise(self, holding: PartHolding, num_blocks: int) -> None:
@@ -343,12 +353,12 @@ class GroupPages(PartPages):
         self.parts.promised_bytes = self.num_promised * self.block_bytes
         self.count()
 
-    # What a plan names -------------------------------------------------------------------------------------
+    # Blocks for a plan ---------------------------------------------------------------------------------------
 
     def tables(self, holding: Holding, num_tokens: int) -> tuple[tuple[PageId, ...], ...]:
-        """Return the page tables of a request, group by group, one for every block of a part; states have none.
+        """Return the page tables of a request, group by group, one for each block of a part; states have none.
 
-        Each has an entry for every page of its first `num_tokens` tokens, which is 0 where the group has no part of it:
+        Each has an entry for every page of its first `num_tokens` tokens. It is 0 if the group has no part of the page:
         no token that is computed from here on attends to such a page.
         """
         of_parts = cast(PartHolding, holding).parts
@@ -369,14 +379,14 @@ class GroupPages(PartPages):
         return tuple(tables)
 
     def blocks_of_page(self, holding: Holding, page: int) -> tuple[PageId, ...]:
-        """Return the blocks of `page`, one of the last that a request took, one for every page table."""
+        """Return the blocks of `page`, one of the last that a request took, one for each page table."""
         of_parts = cast(PartHolding, holding).parts
         blocks: list[PageId] = []
         for index, group in enumerate(self.parts.groups):
             if group.is_state:
                 continue
             step, start, ids = self.parts.part_blocks[index], of_parts.first_open[index], of_parts.open_ids[index]
-            if page < start:  # it is full already, with pages of one token
+            if page < start:  # with pages of one token, it is full already
                 run = next(run for run in reversed(of_parts.held[index]) if run.start <= page < run.end)
                 start, ids = run.start, run.ids
             at = (page - start) * step
@@ -384,10 +394,10 @@ class GroupPages(PartPages):
         return tuple(blocks)
 
     def states(self, holding: Holding, start: int) -> tuple[tuple[PageId, ...], tuple[PageId, ...]]:
-        """Return the blocks of the state of a request before its token `start`, the next, and those where it is kept.
+        """Return the blocks of a request's state before its next token `start`, and the blocks where the state is kept.
 
-        The first are those of the snapshot that the request began from, if `start` is its first token; there are none
-        before the first token of all. Both are empty without a group of states.
+        The former are those of the snapshot from which the request begins, if `start` is the first token it computes;
+        they are empty before the first token of the sequence. Both are empty without a group of states.
         """
         of_parts = cast(PartHolding, holding).parts
         for held, state_ids in zip(of_parts.held, of_parts.state_ids, strict=True):
@@ -399,7 +409,7 @@ class GroupPages(PartPages):
         return (), ()
 
     def take_snapshots(self, holding: Holding) -> list[tuple[int, PartRun]]:
-        """Return the snapshots that the last `extend` of a request asks for, each with the tokens after which."""
+        """Return the snapshots that the last `extend` of a request asked for, each with the tokens before it."""
         of_parts = cast(PartHolding, holding).parts
         snapshots, of_parts.snapshots = of_parts.snapshots, []
         return snapshots
@@ -410,7 +420,7 @@ class GroupPages(PartPages):
         self.count()
 
     def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Return how many blocks go out of use as each of `holdings` is closed, one by one."""
+        """Yield the number of blocks that go out of use as each of `holdings` is closed in turn."""
         for num_bytes in self.parts.freed_by(cast(PartHolding, holding).parts for holding, _ in holdings):
             yield num_bytes // self.block_bytes
 

@@ -1,4 +1,4 @@
-"""What a prefix tree has of a content."""
+"""The longest prefix of a content that a prefix tree has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["Match"]
 class Match:
     """The longest resident prefix of `content`. Valid until the tree changes.
 
-    `num_pages`: its length. `num_shared`: how many of these pages are in use. `nodes`: the runs; the last
-    one may reach beyond `num_pages`.
+    `num_pages`: its length. `num_shared`: how many of these pages are in use. `nodes`: the runs; the last one may reach
+    beyond `num_pages`.
     """
 
     __slots__ = ("content", "nodes", "num_pages", "num_shared")

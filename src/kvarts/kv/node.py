@@ -1,4 +1,4 @@
-"""A run of pages with one history: what the prefix tree is made of, and what is evicted."""
+"""A run of pages with one history: the node of the prefix tree, and the unit of eviction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 
 
 class Node:
-    """Pages [start, end) of `content`, counted from the first token. Written by PrefixTree, but for the last four.
+    """Pages [start, end) of `content`, counted from the first token.
+
+    Written by PrefixTree, except for `place`, `older`, `newer` and `notes`.
 
     `key` names its first page among its siblings. `refs`: how many paths hold the run; at 0 it is listed for eviction.
-    `holds`: how many transfers do; at 0 of both the run is cached. `pins`: how many of the paths keep it for later.
+    `holds`: how many transfers do; with both at 0 the run is cached. `pins`: how many of the paths keep it for later.
     `is_orphan`: it has left the tree, and a transfer still holds it. `children` is by their keys, and one dict for all
     twins. `page_ids` is None where pages are only counted. A root has neither content nor key.
 
-    `place` belongs to the eviction order: what it keeps about the run, referenced or not. A new run has None, and only
-    then does it grow; the parts of a run that is split have the same. `older` and `newer` are links for an order that
-    keeps runs in lists; they are set while it lists the run. `notes` belongs to the tree's watcher: one object for all
-    twins.
+    `place` belongs to the eviction order: its state of the run, whether the run is referenced or not. It is None for a
+    new run, and only such a run grows; the parts of a split run share it. `older` and `newer` are links for an order
+    that keeps runs in lists; they are set while it lists the run. `notes` belongs to the tree's watcher: one object for
+    all twins.
     """
 
     __slots__ = (
@@ -85,11 +87,11 @@ class Node:
 
 
 Path = list[Node]
-"""Runs that follow each other from the first page on."""
+"""Consecutive runs from the first page on."""
 
 
 class HeldPages:
-    """Runs that follow each other from page `start` on, and that a transfer holds."""
+    """Consecutive runs from page `start` on that a transfer holds."""
 
     __slots__ = ("runs", "start")
 
@@ -99,7 +101,7 @@ class HeldPages:
 
 
 def walk(path: Path, start: int = 0) -> Iterator[Node]:
-    """Return the runs that `path` holds, deepest first; `start`: its first page."""
+    """Yield the runs that `path` holds, deepest first; `start`: its first page."""
     for index in range(len(path) - 1, -1, -1):
         node = path[index]
         floor = path[index - 1].end if index else start

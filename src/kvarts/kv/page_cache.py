@@ -1,7 +1,7 @@
-"""The cache of a model of which every layer keeps every token: one KV group, a block of which is a whole page.
+"""The cache of a model in which every layer keeps every token: one KV group, in which a block is a whole page.
 
-It is the shortcut for that one group behind the seam in `kv/cache.py`: a pool and a prefix tree, kept in step, and no
-parts of pages to account for.
+It is the shortcut for that one group behind the seam in `kv/cache.py`: a pool and a prefix tree, kept consistent, and
+no parts of pages to account for.
 
 A page is *used* while a request references it or a transfer holds it, *cached* while it holds a prefix and is not in
 use, *empty* otherwise. `free` is cached plus empty, and empty pages are always used before a cached one is evicted.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvarts.content import Content
 from kvarts.kv.cache import Cache, Holding, Mark
+from kvarts.kv.eviction import noter_of
 from kvarts.kv.match import Match
 from kvarts.kv.node import NOTHING, HeldPages, walk
 from kvarts.kv.pool import PageError, PageId, Pool
@@ -23,12 +24,12 @@ __all__ = ["PageCache"]
 
 
 class PageCache(Cache):
-    """Owner of the pages that it took from `pool`: which request has them, and what they hold.
+    """Owner of the pages that it took from `pool`: the requests that have them, and their contents.
 
-    Pages that are evicted from `tree` are taken again or given back.
+    Pages that are evicted from `tree` are taken again or returned to the pool.
     """
 
-    __slots__ = ("on_evicted", "tree")
+    __slots__ = ("_note_request", "_now_ns", "on_evicted", "tree")
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         super().__init__(pool, page_blocks=1)
@@ -36,7 +37,10 @@ class PageCache(Cache):
         self.match = tree.match
         self.take_pages = self.take
         self.on_evicted: Callable[[], object] | None = None
-        """Is called when pages were evicted, before anything else is done."""
+        """Called when pages were evicted, before anything else is done."""
+        self._now_ns = 0
+        self._note_request = noter_of(tree.order)
+        self.keeps_time = self._note_request is not None
 
     @property
     def num_cached(self) -> int:
@@ -49,13 +53,13 @@ class PageCache(Cache):
         return self.pool.num_taken - self.tree.num_cached
 
     def look(self, mark: Mark) -> None:
-        """Set `mark` here if more pages are in use than at the mark so far."""
+        """Set `mark` to the current counts if more pages are in use than at the mark so far."""
         num_cached = self.tree.num_cached
-        num_used = self.pool.num_taken - num_cached  # `num_used`, spelled out: this runs in every step
+        num_used = self.pool.num_taken - num_cached  # `num_used`, inlined: this runs in every step
         if num_used > mark.used:
             mark.used, mark.cached, mark.released = num_used, num_cached, self.num_released
 
-    # What requests need ---------------------------------------------------------------------------------------
+    # Needs of requests ----------------------------------------------------------------------------------------
 
     def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
         """Return the pages of `num_known` tokens, without those of `match` that are in use."""
@@ -87,18 +91,22 @@ class PageCache(Cache):
         return min(limit, self.pool.total * page_size)
 
     def need_words(self, num_blocks: int, page_size: int, asked: str) -> str:
-        """Return the sentence that a request with the tokens `asked` needs `num_blocks` pages."""
+        """Return the clause that a request with the tokens `asked` needs `num_blocks` pages."""
         return f"needs {num_blocks} pages of {page_size} tokens for {asked}"
 
     @property
     def room_words(self) -> str:
-        """The pool, as the subject of a sentence on how many pages it has."""
+        """The pool, as the subject of a sentence on the number of its pages."""
         return "the pool has"
 
     # Memory ---------------------------------------------------------------------------------------------------
 
+    def set_time(self, now_ns: int) -> None:
+        """Set the time of what is opened and closed from now on."""
+        self._now_ns = now_ns
+
     def take(self, count: int) -> list[PageId] | None:
-        """Take `count` pages, at most `num_free`: empty ones, then the cached ones that are evicted first.
+        """Take `count` pages, at most `num_free`: empty ones, then cached ones in the order of eviction.
 
         Return their ids, or None where pages are only counted. Raise PageError for more than are free.
         """
@@ -127,7 +135,7 @@ class PageCache(Cache):
         return taken_ids + evicted_ids if taken_ids else evicted_ids
 
     def shed(self, count: int) -> None:
-        """Evict `count` cached pages, which are empty then."""
+        """Evict `count` cached pages, which are then empty."""
         page_ids = self.tree.evict(count)
         self.num_evicted += count
         self.pool.give(count, page_ids if self.has_page_ids else None)
@@ -135,15 +143,17 @@ class PageCache(Cache):
             self.on_evicted()
 
     def give(self, count: int, page_ids: list[PageId] | None) -> None:
-        """Give back `count` pages that were taken and hold nothing to be found."""
+        """Return `count` pages that were taken and are not findable."""
         self.pool.give(count, page_ids)
         self.num_free += count
         self.num_released += count
 
     def open(self, match: Match) -> Holding:
-        """Pin what was found; the tree must not have changed since."""
+        """Pin `match`; the tree must not have changed since it was made."""
         tree = self.tree
         num_cached = tree.num_cached
+        if self._note_request is not None:
+            self._note_request(None, self._now_ns)
         path = tree.pin(match)
         self.num_free -= num_cached - tree.num_cached
         page_ids: list[PageId] | None = None
@@ -155,19 +165,19 @@ class PageCache(Cache):
         return Holding(match.content, path, match.num_pages, page_ids)
 
     def num_pages_of(self, match: Match) -> int:
-        """Return how many pages a request holds that begins with what was found."""
+        """Return how many pages a request that begins with `match` holds."""
         return match.num_pages
 
     def reserved(self, num_pages: int, page_ids: list[PageId] | None) -> Holding:
-        """Return pages that `take` took as something that holds them."""
+        """Return a holding of pages that were taken by `take`."""
         return Holding(NOTHING, [], num_pages, page_ids)
 
     def keep(self, holding: Holding) -> int:
-        """Note that `holding` stays when no request runs; return how many of its pages nothing else keeps."""
+        """Record that `holding` stays when no request runs; return how many of its pages no other `keep` covers."""
         return self.tree.keep(holding.path)
 
     def unkeep(self, holding: Holding) -> int:
-        """Undo a `keep`; return how many pages nothing keeps any more."""
+        """Undo a `keep`; return how many pages are not kept any more."""
         return self.tree.unkeep(holding.path)
 
     def hold(self, path: Path, start: int, end: int) -> HeldPages:
@@ -185,7 +195,7 @@ class PageCache(Cache):
         return pages
 
     def page_ids(self, pages: HeldPages) -> list[PageId]:
-        """Return the ids of what is held, in order of position."""
+        """Return the ids of the held pages, in order of position."""
         page_ids: list[PageId] = []
         for node in reversed(list(walk(pages.runs, pages.start))):
             assert node.page_ids is not None
@@ -193,7 +203,7 @@ class PageCache(Cache):
         return page_ids
 
     def unhold(self, pages: HeldPages) -> None:
-        """End what `hold` began."""
+        """End a `hold`."""
         tree = self.tree
         num_cached = tree.num_cached
         orphans = tree.unhold(pages)
@@ -206,7 +216,7 @@ class PageCache(Cache):
         self.num_released += num_released
 
     def grow(self, holding: Holding, num_pages: int) -> None:
-        """Take pages until `holding` has `num_pages`, if it has fewer. Raise PageError, see the class."""
+        """Take pages until `holding` has `num_pages`, if it has fewer. Raise PageError as the class describes."""
         num_missing = num_pages - holding.num_pages
         if num_missing > 0:
             if not holding.is_open:
@@ -218,9 +228,9 @@ class PageCache(Cache):
             holding.num_pages = num_pages
 
     def shrink(self, holding: Holding, num_pages: int) -> None:
-        """Give back the last pages until `holding` has `num_pages`, if it has more.
+        """Release the last pages until `holding` has `num_pages`, if it has more.
 
-        Raise PageError, see the class, and for a page that can be found.
+        Raise PageError as the class describes, and for a page that can be found.
         """
         count = holding.num_pages - num_pages
         if count <= 0:
@@ -238,7 +248,7 @@ class PageCache(Cache):
         self.give(count, given_ids)
 
     def take_page(self, holding: Holding, page: int) -> None:
-        """Take the next page of `holding`; where pages are only counted, it knows of it when it is closed."""
+        """Take the next page of `holding`; where pages are only counted, it is recorded at `close`."""
         taken_ids = self.take(1)
         if taken_ids is not None:
             assert holding.page_ids is not None
@@ -255,7 +265,7 @@ class PageCache(Cache):
             holding.num_pages += 1
 
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
-        """Note the pages of a decode, of which the holding knows nothing where they are only counted."""
+        """Record the pages of a decode, which its holding does not have where they are only counted."""
         if not self.has_page_ids:
             holding.num_pages = num_pages
 
@@ -270,7 +280,7 @@ class PageCache(Cache):
         self.tree.extend(holding.path, holding.content, num_full_pages, holding.page_ids)
 
     def open_to_load(self, match: Match, num_known: int) -> Holding:
-        """Hold what was found and take the rest of the pages of `num_known` tokens."""
+        """Hold `match` and take the rest of the pages of `num_known` tokens."""
         holding = self.open(match)
         self.grow(holding, -(-num_known // match.content.page_size))
         return holding
@@ -280,7 +290,7 @@ class PageCache(Cache):
         self.publish_pages(holding, num_pages)
 
     def publish(self, holding: Holding, num_tokens: int) -> None:
-        """Make the full pages of known tokens findable, of the first `num_tokens` tokens.
+        """Make the full pages of the first `num_tokens` tokens findable, as far as their tokens are known.
 
         No other request can find a page of unknown tokens; its own can, once it has released the page.
         """
@@ -315,13 +325,13 @@ class PageCache(Cache):
     def close(self, holding: Holding, num_full_pages: int, num_pages: int) -> None:
         """Release everything: full pages become cached, deepest first, the rest empty.
 
-        `num_pages` is what the request holds. A pool that only counts lets a decoding request take its pages in bulk
-        with others', so the holding itself may know of fewer. Raise PageError, see the class.
+        `num_pages` is the number that the request holds. With a pool that only counts, decoding requests take their
+        pages in bulk, so the holding itself may have recorded fewer. Raise PageError as the class describes.
         """
         path = holding.path
         page_ids = holding.page_ids
         num_known = holding.num_pages if page_ids is None else len(page_ids)
-        # With ids, the ids are the pages; without, others may have taken more for it, and never fewer.
+        # With ids, the ids are the pages; without, more pages may have been taken for it in bulk, but never fewer.
         if num_full_pages > num_pages or num_pages < num_known or (page_ids is not None and num_pages != num_known):
             raise PageError(f"{num_pages} pages, {num_full_pages} of them full, and the holding has {num_known}")
         tree = self.tree
@@ -333,7 +343,12 @@ class PageCache(Cache):
         self.num_published += 1
         tree.extend(path, holding.content, num_full_pages, page_ids)
         num_findable = path[-1].end if path else 0
-        tree.release(path)
+        if self._note_request is None:
+            tree.release(path)
+        else:
+            self._note_request(holding.content.hints, self._now_ns)
+            tree.release(path)
+            self._note_request(None, self._now_ns)
         num_private = num_pages - num_findable
         if num_private:
             self.pool.give(num_private, None if page_ids is None else page_ids[num_findable:])
@@ -344,9 +359,9 @@ class PageCache(Cache):
         holding.is_open = False
 
     def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
-        """Return how many pages go out of use as each of `holdings` is closed, with its number of pages, one by one.
+        """Yield the number of pages that go out of use as each of `holdings`, with its pages, is closed in turn.
 
-        Pages that transfers hold do not.
+        Pages that transfers hold stay in use.
         """
         held: Counter[int] = Counter()
         for holding, num_pages in holdings:
@@ -359,13 +374,13 @@ class PageCache(Cache):
             yield num_freed
 
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
-        """Return findable pages and their copies, of group 0: content, first and last page, how often referenced."""
+        """Yield findable pages and their copies: group 0, content, first page, page after the last, references."""
         return ((0, node.content, node.start, node.end, node.refs) for node in self.tree.nodes())
 
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self, holdings: Iterable[tuple[Holding, int]], holds: Iterable[HeldPages] = ()) -> None:
-        """Assert laws L1, L2 and L3, given all holdings with the number of pages of each, and what transfers hold."""
+        """Assert laws L1, L2 and L3, given all holdings with their numbers of pages, and the pages of transfers."""
         held: Counter[int] = Counter()
         transferred: Counter[int] = Counter()
         orphans: dict[int, Node] = {}

@@ -1,14 +1,14 @@
-"""The bytes of a memory with KV groups: which parts are used, cached and empty, and what is evicted next.
+"""The bytes of a memory with KV groups: which parts are used, cached and empty, and which are evicted next.
 
-Parts that nothing holds are one list of entries, the least recently released first; or an eviction order lists them,
-and in the list are only those that go before what it names. Empty bytes are taken before anything is evicted.
+Parts that nothing holds are in one list of entries, the least recently released first; or an eviction order lists them,
+and the list contains only those to evict before them. Empty bytes are taken before anything is evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.eviction import EvictionOrder, noter_of
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_events import RunEvents
@@ -31,15 +31,15 @@ class Listed:
         self.stamp = 0
 
     def next_bytes(self, account: PartAccount) -> int:
-        """Return the bytes of the part of it that is evicted next, and of those that go right after; 0 for none."""
+        """Return the bytes of its next part to evict, and of those evicted right after it; 0 if it has none."""
         raise AssertionError("no part is cached")
 
     def eat(self, account: PartAccount, num_bytes: int) -> None:
-        """Evict parts of it until `num_bytes` are empty or it has none; then unlist it."""
+        """Evict its parts until `num_bytes` are empty or it has none left; in that case unlist it."""
         raise AssertionError("parts are missing, and none is cached")
 
     def list_after(self, older: Listed) -> None:
-        """List it right after `older`, as old as that."""
+        """List it right after `older`, with the same age."""
         newer = older.newer
         assert newer is not None
         self.stamp = older.stamp
@@ -47,7 +47,7 @@ class Listed:
         older.newer = newer.older = self
 
     def unlist(self) -> None:
-        """Take it off the list."""
+        """Remove it from the list."""
         older, newer = self.older, self.newer
         assert older is not None and newer is not None
         older.newer, newer.older = newer, older
@@ -57,9 +57,10 @@ class Listed:
 class PartAccount:
     """Owner of the counts of all parts in `total_bytes`, and of the list.
 
-    Where it shares its memory, `total_bytes` is what it has of it now. `blocks`: the memory as blocks with ids; left
-    out, bytes are counted. `events`: receive what becomes findable, what is evicted and what windows release.
-    `eviction_order`: lists runs of parts, and says which goes next; left out, that is the least recently released.
+    If it shares its memory, `total_bytes` is its present part of that. `blocks`: the memory as blocks with ids; without
+    it, bytes are counted. `events`: receives parts that become findable, are evicted, or are released by windows.
+    `eviction_order`: lists runs of parts, and chooses the next to evict; without it, that is the least recently
+    released.
     """
 
     def __init__(
@@ -87,14 +88,17 @@ class PartAccount:
         """The bytes of a page with all its parts."""
         self._of_tokens = [index for index, group in enumerate(groups) if not group.is_state]
         self.shared: SharedMemory | None = None
-        """The memory that all bytes come from, if others have parts in it as well."""
+        """The memory that provides all bytes, if others have parts in it as well."""
         self.blocks = blocks
         self.block_bytes = memory.block_bytes
         self.part_blocks = [group.part_bytes // memory.block_bytes for group in groups]
         self.events = events
         self.eviction_order = eviction_order
+        self.note_request = noter_of(eviction_order)
+        self.now_ns = 0
+        """The time, for an order that uses it."""
         self._evicted: list[int] | None = None
-        # One sentinel closes the list to a ring: newer of it is the oldest entry, older of it the youngest.
+        # One sentinel closes the list to a ring: its `newer` is the oldest entry, its `older` the youngest.
         self._ring = Listed()
         self._ring.older = self._ring.newer = self._ring
 
@@ -116,7 +120,7 @@ class PartAccount:
     # A memory that others share ---------------------------------------------------------------------------
 
     def share(self, memory: SharedMemory) -> None:
-        """Take all bytes from `memory` from now on, and give what is empty back to it; nothing was taken yet."""
+        """Take all bytes from `memory` from now on, and return empty ones to it; none may be in use yet."""
         assert self.empty_bytes == self.total_bytes, "what is to be shared is in use"
         self.shared = memory
         self.resize(-self.total_bytes)
@@ -127,34 +131,34 @@ class PartAccount:
         return self.shared is not None
 
     def give_back(self) -> None:
-        """Give what is empty back, where the memory is shared."""
+        """Return empty bytes to the memory, if it is shared."""
         if self.shared is not None:
             self.shared.take_back()
 
     def resize(self, num_bytes: int) -> None:
-        """Add `num_bytes` empty bytes; below 0, take so many away."""
+        """Add `num_bytes` empty bytes; if negative, remove that many."""
         self.total_bytes += num_bytes
         self.empty_bytes += num_bytes
 
     @property
     def next_stamp(self) -> int:
-        """When the part was released that is evicted next; something is cached, and the memory is shared."""
+        """The stamp of the part that is evicted next; the memory is shared, and has cached parts here."""
         return self._oldest().stamp
 
     @property
     def next_bytes(self) -> int:
-        """The bytes of that part, and of those that go right after it."""
+        """The bytes of that part, and of those evicted right after it."""
         return self._oldest().next_bytes(self)
 
     def _oldest(self) -> Listed:
-        """Return the entry that goes next, which has parts."""
+        """Return the next entry to evict; it has parts."""
         ring = self._ring
         oldest = ring.newer
         if self.eviction_order is not None:
             return self.next_in_order()
         assert oldest is not None
         while oldest is not ring and not oldest.next_bytes(self):
-            oldest.eat(self, self.empty_bytes)  # nothing is left of it
+            oldest.eat(self, self.empty_bytes)  # it has no parts left
             oldest = ring.newer
             assert oldest is not None
         return oldest
@@ -162,7 +166,7 @@ class PartAccount:
     # The list ---------------------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Listed]:
-        """Return what is listed, the next to go first."""
+        """Iterate over the listed entries, the next to be evicted first."""
         entry = self._ring.newer
         while entry is not self._ring:
             assert entry is not None
@@ -172,12 +176,12 @@ class PartAccount:
             yield from self.eviction_order
 
     def next_in_order(self) -> Listed:
-        """Return what goes next where an eviction order lists what is cached."""
+        """Return the next entry to evict if an eviction order lists the cached parts."""
         raise NotImplementedError
 
     @property
     def first(self) -> Listed | None:
-        """The first entry of the list; None if that is empty."""
+        """The first entry of the list; None if the list is empty."""
         first = self._ring.newer
         return None if first is self._ring else first
 
@@ -187,7 +191,7 @@ class PartAccount:
         return self._ring.older
 
     def append(self, entry: Listed) -> None:
-        """List `entry` as the youngest; its parts are counted by the caller."""
+        """List `entry` as the youngest; the caller counts its parts."""
         ring = self._ring
         youngest = ring.older
         assert youngest is not None
@@ -197,7 +201,7 @@ class PartAccount:
             entry.stamp = self.shared.tick()
 
     def move_first(self, entry: Listed) -> None:
-        """Let a listed entry go before all others."""
+        """Make a listed entry the next to be evicted."""
         entry.unlist()
         ring = self._ring
         oldest = ring.newer
@@ -236,16 +240,16 @@ class PartAccount:
             num_used[index] += count
 
     def take_ids(self, index: int, count: int) -> list[PageId]:
-        """Return the ids of the blocks of `count` parts of a group, which were counted as used; none without ids."""
+        """Return block ids for `count` parts of a group that were counted as used; empty without ids."""
         return [] if self.blocks is None else self.blocks.take(count * self.part_blocks[index])
 
     def give_ids(self, block_ids: list[PageId]) -> None:
-        """Give back the ids of parts that are empty now."""
+        """Return the ids of parts that are now empty to the pool."""
         if self.blocks is not None:
             self.blocks.give(len(block_ids), block_ids)
 
     def take_blocks(self, count: int) -> list[PageId]:
-        """Take `count` blocks, which are free, out of the memory that parts draw on; return their ids."""
+        """Take `count` blocks, which must be free, from the memory of the parts; return their ids."""
         assert self.blocks is not None, "memory without blocks is counted in bytes"
         num_bytes = count * self.block_bytes
         if self.empty_bytes < num_bytes:
@@ -254,12 +258,12 @@ class PartAccount:
         return self.blocks.take(count)
 
     def give_blocks(self, block_ids: list[PageId]) -> None:
-        """Give back blocks that `take_blocks` took."""
+        """Return blocks that were taken by `take_blocks`."""
         self.give_ids(block_ids)
         self.empty_bytes += len(block_ids) * self.block_bytes
 
     def make_room(self, num_bytes: int) -> None:
-        """See to it that `num_bytes` bytes are empty, which are free."""
+        """Evict until `num_bytes` bytes, which must be free, are empty."""
         if self.shared is None:
             self.evict(num_bytes)
         else:
@@ -276,13 +280,13 @@ class PartAccount:
             self.events.told()
 
     def evict_to(self, num_bytes: int, evicted: list[int]) -> None:
-        """Do the same; add to `evicted` a group and how many of its parts go, again and again."""
+        """Do the same, and append the evictions to `evicted`: a group and its number of parts, repeated."""
         self._evicted = evicted
         self.evict(num_bytes)
         self._evicted = None
 
     def note_evicted(self, index: int, count: int, num_bytes: int) -> None:
-        """Count parts of a group that were cached, of `num_bytes` together, as evicted."""
+        """Count cached parts of a group, with a total of `num_bytes`, as evicted."""
         if self._evicted is not None:
             self._evicted += (index, count)
         self.num_cached[index] -= count
@@ -292,7 +296,7 @@ class PartAccount:
         self.empty_bytes += num_bytes
 
     def note_cached(self, index: int, count: int) -> None:
-        """Count parts of a group that were used as cached."""
+        """Count used parts of a group as cached."""
         num_bytes = count * self.part_bytes[index]
         self.num_used[index] -= count
         self.num_cached[index] += count
@@ -300,14 +304,14 @@ class PartAccount:
         self.cached_bytes += num_bytes
 
     def note_empty(self, index: int, count: int) -> None:
-        """Count parts of a group that were used as empty."""
+        """Count used parts of a group as empty."""
         num_bytes = count * self.part_bytes[index]
         self.num_used[index] -= count
         self.released_bytes += num_bytes
         self.empty_bytes += num_bytes
 
     def note_used(self, index: int, count: int) -> None:
-        """Count parts of a group that were cached as used."""
+        """Count cached parts of a group as used."""
         num_bytes = count * self.part_bytes[index]
         self.num_used[index] += count
         self.num_cached[index] -= count

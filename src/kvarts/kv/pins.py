@@ -11,7 +11,7 @@ __all__ = ["Pins"]
 
 
 class Pins:
-    """Owner of pins: each keeps the first pages of a content in use. The pin set longest ago is given up first."""
+    """Owner of pins: each keeps the first pages of a content in use. The oldest pin is given up first."""
 
     def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
         self._cache = cache
@@ -23,11 +23,11 @@ class Pins:
         """Pins that were given up for requests."""
 
     def holdings(self) -> list[Holding]:
-        """Return what they hold."""
+        """Return the holdings of all pins."""
         return [holding for holding, _ in self._pins.values()]
 
     def add(self, content: Content, num_pages: int) -> int:
-        """Keep what is resident of the first `num_pages` pages of `content` in use; return the number of the pin."""
+        """Pin the resident ones of the first `num_pages` pages of `content`; return the number of the pin."""
         cache = self._cache
         match = cache.match(content, num_pages)
         pin = self._num_made
@@ -41,7 +41,7 @@ class Pins:
         return pin
 
     def remove(self, pin: int) -> None:
-        """Keep pages in use no more; nothing to do for a pin that was given up."""
+        """Stop keeping the pages of a pin in use; does nothing for a pin that was given up."""
         pinned = self._pins.pop(pin, None)
         if pinned is not None:
             holding, _ = pinned
@@ -59,7 +59,7 @@ class Pins:
         return True
 
     def give_up_oldest(self) -> bool:
-        """Remove the pin set longest ago; return whether there was one."""
+        """Remove the oldest pin; return whether there was one."""
         if not self._pins:
             return False
         self.num_given_up += 1

@@ -1,7 +1,7 @@
-"""The pages of one memory, as far as they are empty.
+"""The empty pages of one memory.
 
 Two pools with one contract: `CountPool` where it does not matter which page is taken (virtual time), `IdPool` where an
-executor writes into them. A page that is taken is the taker's until given back; the pool knows nothing of use.
+executor writes into them. A taken page belongs to the taker until it is returned; the pool does not know its use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PageId = NewType("PageId", int)
 
 
 class PageError(KvartsError):
-    """Pages that are asked for and not there, or given back and not held. Nothing has changed."""
+    """More pages were requested than are available, or pages were returned that were not held. Nothing has changed."""
 
 
 class Pool(Protocol):
@@ -26,7 +26,7 @@ class Pool(Protocol):
 
     @property
     def total(self) -> int:
-        """Pages that there can be."""
+        """All pages, taken or empty."""
 
     @property
     def num_empty(self) -> int:
@@ -34,7 +34,7 @@ class Pool(Protocol):
 
     @property
     def num_taken(self) -> int:
-        """Pages that were taken and not given back."""
+        """Pages that were taken and not returned."""
 
     @property
     def has_ids(self) -> bool:
@@ -45,27 +45,27 @@ class Pool(Protocol):
         """The ids that are not taken, for audits; none from a pool that only counts."""
 
     def has_empty(self, count: int) -> bool:
-        """Return whether `count` pages are empty, and stay so until they are taken."""
+        """Return whether `count` pages are empty, and stay empty until they are taken."""
 
     @property
     def make_room(self) -> Callable[[int], object] | None:
         """Evicts, here or from others, until the given number of pages is empty; that many are empty or cached.
 
-        None from a pool that evicts nothing: the taker evicts what it has cached.
+        None for a pool that evicts nothing: the taker evicts its cached pages.
         """
 
     def take(self, count: int) -> list[PageId] | None:
         """Take `count` pages, at most `num_empty`; return their ids, or None from a pool that only counts."""
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Give `count` pages back as empty."""
+        """Return `count` pages to the pool as empty."""
 
     def check(self, num_free: int, num_cached: int) -> None:
-        """Assert law L1, given what a taker has cached and believes to be free."""
+        """Assert law L1, given a taker's number of cached pages and its count of free pages."""
 
 
 class CountPool:
-    """Pages without names. Raises ConfigError for a `total` that cannot be."""
+    """Pages without ids. Raises ConfigError if `total` is out of range."""
 
     __slots__ = ("num_empty", "num_taken", "total")
 
@@ -91,7 +91,7 @@ class CountPool:
         self.num_taken += count
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Give `count` pages back as empty. Raise PageError if fewer were taken."""
+        """Return `count` pages to the pool as empty. Raise PageError if fewer were taken."""
         if not 0 <= count <= self.num_taken:
             raise PageError(f"{count} pages given back, and {self.num_taken} were taken")
         self.num_empty += count
@@ -106,7 +106,7 @@ class CountPool:
 class IdPool:
     """Pages by id, the most recently emptied first: its memory is the likeliest to be warm.
 
-    Raises ConfigError for a `total` that cannot be.
+    Raises ConfigError if `total` is out of range.
     """
 
     __slots__ = ("_empty_ids", "num_empty", "num_taken", "total")
@@ -146,7 +146,7 @@ class IdPool:
         return taken
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Give `count` pages back as empty. Raise PageError if fewer were taken, or ids are missing."""
+        """Return `count` pages to the pool as empty. Raise PageError if fewer were taken, or ids are missing."""
         if page_ids is None or len(page_ids) != count:
             raise PageError(f"{count} pages given back with {0 if page_ids is None else len(page_ids)} ids")
         if count > self.num_taken:

@@ -1,4 +1,4 @@
-"""Pages that are taken out of a cache for good: no request of the cache gets them until they are given back."""
+"""Pages that are taken out of a cache permanently: no request of the cache gets them until they are returned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PageReserve"]
 
 
 class PageReserve:
-    """Owner of pages that were taken from `cache`, and of how many sequences share each."""
+    """Owner of pages that were taken from `cache`, and of the number of sequences that share each."""
 
     def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
         self._cache = cache
@@ -19,10 +19,10 @@ class PageReserve:
         self.num_pages = 0
         self.has_page_ids = cache.has_page_ids
         self._num_numbered = 0
-        """Where pages are only counted, the reserve numbers its own: how many numbers there are."""
+        """The count of page numbers handed out; where pages are only counted, the reserve numbers its pages itself."""
         self._free_ids: list[PageId] = []
         self._num_sharing: dict[PageId, int] = {}
-        """By page that is taken, how many have it."""
+        """The number of sharers of each taken page."""
 
     @property
     def num_taken(self) -> int:
@@ -33,7 +33,7 @@ class PageReserve:
         """Take `num_pages` from the cache. Raise PageError for more than are free."""
         if num_pages > self._cache.num_free:
             raise PageError(f"{num_pages} pages asked for, {self._cache.num_free} free")
-        self._say(num_pages)  # before what is evicted for it
+        self._say(num_pages)  # before the evictions for it
         page_ids = self._cache.take(num_pages)
         if page_ids is None:
             page_ids = [PageId(self._num_numbered + index) for index in range(num_pages)]
@@ -41,7 +41,7 @@ class PageReserve:
         self._free_ids += page_ids
 
     def shrink(self, num_pages: int) -> None:
-        """Give `num_pages` back, none of which is taken."""
+        """Return `num_pages` pages that are not taken to the cache."""
         assert num_pages <= len(self._free_ids), f"{num_pages} pages to give back, {len(self._free_ids)} are free"
         at = len(self._free_ids) - num_pages
         page_ids = self._free_ids[at:]
@@ -56,21 +56,21 @@ class PageReserve:
             self._tell(PagesReserved(self.num_pages))
 
     def take(self) -> PageId:
-        """Take a page. There is one: a taker has reserved the most pages that it takes."""
+        """Take a page. One is available: a taker has reserved the most pages that it takes."""
         page_id = self._free_ids.pop()
         self._num_sharing[page_id] = 1
         return page_id
 
     def share(self, page_id: PageId) -> None:
-        """Let one more have a page."""
+        """Add a sharer of a page."""
         self._num_sharing[page_id] += 1
 
     def is_shared(self, page_id: PageId) -> bool:
-        """Return whether more than one has a page."""
+        """Return whether a page has more than one sharer."""
         return self._num_sharing[page_id] > 1
 
     def release(self, page_id: PageId) -> None:
-        """Let one less have a page; a page that is left by all is not taken any more."""
+        """Remove a sharer of a page; a page without sharers is no longer taken."""
         num_sharing = self._num_sharing[page_id] - 1
         if num_sharing:
             self._num_sharing[page_id] = num_sharing
@@ -79,7 +79,7 @@ class PageReserve:
             self._free_ids.append(page_id)
 
     def holding(self) -> Holding | None:
-        """Return the pages as something that holds them; None if there are none."""
+        """Return a holding of all pages; None without pages."""
         if not self.num_pages:
             return None
         page_ids = [*self._free_ids, *self._num_sharing] if self.has_page_ids else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvarts.hints import Hints
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.part_account import PartAccount
 from kvarts.kv.spans import PartRun, RunHolding
@@ -12,10 +13,10 @@ __all__ = ["RunAccount"]
 
 
 class RunAccount(PartAccount):
-    """A PartAccount that says of each run what holds it."""
+    """A PartAccount that records the holders of each run."""
 
     def hold(self, run: PartRun, holding: RunHolding) -> None:
-        """Let `holding` hold a run, after what it holds of the group already."""
+        """Make `holding` a holder of a run, which follows the runs that it already holds in the group."""
         if run.holders:
             self.disturb(run)
         else:
@@ -27,8 +28,13 @@ class RunAccount(PartAccount):
         run.holders.append(holding)
         holding.held[run.group].append(run)
 
+    def note_begin(self) -> None:
+        """Let the order know the time, as a sequence begins."""
+        if self.note_request is not None:
+            self.note_request(None, self.now_ns)
+
     def hold_path(self, path: Sequence[PartRun], holding: RunHolding) -> None:
-        """Hold the runs of `path`, of one group, by page: a sequence begins with them, which is a hit."""
+        """Hold the runs of `path` in one group, in order of page: a hit, with which a sequence begins."""
         order = self.eviction_order
         if order is not None and path:
             listed = [run for run in path if run.listed_by is not None]
@@ -39,10 +45,10 @@ class RunAccount(PartAccount):
             self.hold(run, holding)
 
     def disturb(self, run: PartRun) -> None:
-        """Take note that a run that is held gets another holder."""
+        """Process that a held run gets another holder."""
 
     def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
-        """End the hold of `runs` of a group, which are not in `holding.held` any more, one after the other."""
+        """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`."""
         before: PartRun | None = None
         num_cached = num_empty = 0
         events, order = self.events, self.eviction_order
@@ -71,21 +77,27 @@ class RunAccount(PartAccount):
         if events is not None:
             events.told()
         if order is not None and listed:
-            self._list_in(order, listed)
+            self._list_in(order, listed, holding.content.hints)
         if num_cached:
             self.note_cached(index, num_cached)
         if num_empty:
             self.note_empty(index, num_empty)
 
-    def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun]) -> None:
-        """Let `order` list runs of one group, the deepest first."""
+    def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun], hints: Hints | None) -> None:
+        """Let `order` list runs of one group, the deepest first, of a request with `hints`."""
         stamp = 0 if self.shared is None else self.shared.tick()
         for run in runs:
             run.listed_by, run.stamp = order, stamp
-        order.released(runs)
+        note = self.note_request
+        if note is None:
+            order.released(runs)
+        else:
+            note(hints, self.now_ns)
+            order.released(runs)
+            note(None, self.now_ns)
 
     def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
-        """End all holds of `holding`, by group in `order`, what it began to hold last first."""
+        """End all holds of `holding`, by group in `order`, the latest first."""
         for index in order:
             held = holding.held[index]
             if held:

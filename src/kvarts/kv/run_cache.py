@@ -1,8 +1,8 @@
 """A prefix cache of a model with layers that do not keep every token: each page has a part in every KV group.
 
-What is taken, released, found and evicted are runs of parts, see PartRun, so the cost of what is done does not depend
-on how many pages it is about. The outcome is that of single parts: of a run that is released the last page comes first
-in the list, and runs are eaten from their tails.
+Runs of parts (PartRun) are taken, released, found and evicted, so the cost of an operation does not depend on the
+number of pages. The outcome is that of single parts: the last page of a released run is first in the list, and runs
+are evicted from their tails.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["RunCache", "Wants"]
 
 
 class Wants(Protocol):
-    """What is to be stored in the tier below, and is told what is worth it."""
+    """Collects the parts to store in the tier below; it is notified of those that are worth storing."""
 
     def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
-        """Take note that pages [start, end) of `content`, which are of `runs`, are complete when the step ends.
+        """Record that pages [start, end) of `content`, which belong to `runs`, are complete when the step ends.
 
-        Only of what other sequences may go on from: of groups that keep all tokens every full page, of windows and
-        chunks what the token after a prompt or an end attends to, and snapshots.
+        Called only for parts from which other sequences may continue: for groups that keep all tokens every full page,
+        for windows and chunks the pages to which the token after a prompt or an end attends, and snapshots.
         """
 
     @property
     def has_work(self) -> bool:
-        """Whether something is to be stored now, whatever becomes of the device."""
+        """Whether parts must be stored now, whatever happens on the device."""
 
 
 class RunCache(RunAccount):
-    """Owner of all parts in `total_bytes`, see PartAccount. The caller sees to it that what is taken is free."""
+    """Owner of all parts in `total_bytes`, as a PartAccount. The caller ensures that the parts it takes are free."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class RunCache(RunAccount):
         groups = self.groups
         self.page_size = page_size
         self.num_published = 0
-        """How often something of known tokens, which others may find, became findable since the beginning."""
+        """The number of times that parts of known tokens, findable by others, were published since the beginning."""
         self.has_ended = False
-        """Whether decodes have given back already what they do at the end of the step that is under way."""
+        """Whether decodes have already made their releases of the end of the current step."""
         self.decodes = Decodes(memory, page_size, self)
         self.promised_bytes = 0
-        """Free bytes that are kept for requests that will take them."""
+        """Free bytes that are reserved for requests that will take them."""
         self.wants: Wants | None = None
         self._last_turns = Turns()
         self._keeps_all = memory.keeps == "all"
@@ -78,25 +78,27 @@ class RunCache(RunAccount):
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
+        self.num_with_held_copy = tree.num_with_held_copy
         self.reach = tree.reach
 
     # Holding and releasing --------------------------------------------------------------------------------
 
     def next_in_order(self) -> Listed:
-        """Return what goes next: in groups that keep all tokens, not before what follows it, as far as that can go."""
+        """Return the next run to evict; in groups that keep all tokens, followers are evicted first if possible."""
         order, first = self.eviction_order, self.first
         assert order is not None
         run: PartRun = order.next_run() if first is None else cast(PartRun, first)
         return self.tree.last_after(run) if run.group in self._whole else run
 
     def disturb(self, run: PartRun) -> None:
-        """Let decodes that hold `run` give it back by themselves."""
+        """Make the releases of decodes that hold `run` odd."""
         self.decodes.disturb(run)
 
     # Sequences --------------------------------------------------------------------------------------------
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
-        """Begin a sequence with what was found; the cache must not have changed since. `extend` may follow."""
+        """Begin a sequence with `match`; the cache must not have changed since it was made. `extend` may follow."""
+        self.note_begin()
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1
@@ -115,10 +117,10 @@ class RunCache(RunAccount):
         return holding
 
     def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:
-        """Take what tokens up to `num_tokens` need, and make the pages that they fill findable.
+        """Take the parts of tokens up to `num_tokens`, and make the pages that they fill findable.
 
-        `is_end`: other sequences may go on from here: tails of windows are kept, and snapshots are made at the last
-        page end up to there, on the way, if the memory has room for them.
+        `is_end`: other sequences may continue from here: tails of windows are kept, and snapshots are made at the last
+        page end up to there, during the computation, if the memory has room for them.
         """
         if is_end and self._of_states:
             page_end = num_tokens - num_tokens % self.page_size
@@ -127,7 +129,7 @@ class RunCache(RunAccount):
         self._grow(holding, num_tokens, is_end)
 
     def take_page(self, holding: RunHolding) -> None:
-        """Take the parts of the next page, of which no token is computed yet."""
+        """Take the parts of the next page; none of its tokens is computed yet."""
         self._take_open(holding, 1)
 
     def _take_open(self, holding: RunHolding, num_pages: int) -> None:
@@ -159,7 +161,7 @@ class RunCache(RunAccount):
         self._name(holding, num_tokens // self.page_size)
 
     def settle(self, holding: RunHolding, num_tokens: int) -> None:
-        """Give back what no token from `num_tokens` on attends to; all before are computed."""
+        """Release the parts that no token from `num_tokens` on attends to; all tokens before are computed."""
         holding.num_tokens = num_tokens
         for index in self._less:
             self.settle_group(holding, index, num_tokens)
@@ -167,7 +169,7 @@ class RunCache(RunAccount):
             self.decodes.begin(holding)
 
     def settle_group(self, holding: RunHolding, index: int, num_tokens: int) -> None:
-        """Do the same in one group that keeps less."""
+        """Do the same in one group that does not keep all tokens."""
         held = holding.held[index]
         if self._is_state[index]:
             if held and held[0].end * self.page_size < num_tokens:
@@ -201,7 +203,7 @@ class RunCache(RunAccount):
             self.release(index, given, holding)
 
     def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
-        """Emit the release of `given`, the deepest run first; runs that follow each other are one event."""
+        """Emit the release of `given`, the deepest run first; consecutive runs are one event."""
         assert self.events is not None
         start, end = given[0].start, given[0].end
         for run in given[1:]:
@@ -212,7 +214,7 @@ class RunCache(RunAccount):
         self.events.given_back(holding.content, index, start, end)
 
     def _give_open(self, holding: RunHolding, index: int, sink: int, first: int) -> None:
-        """Give back pages before `first` that cannot be found; they are listed if the sequence may find them again."""
+        """Release pages before `first` that cannot be found; they are listed if the sequence may find them again."""
         assert self.blocks is None and self.events is None, (
             "a page with ids or events is findable as soon as it is full"
         )
@@ -234,7 +236,7 @@ class RunCache(RunAccount):
             self.note_empty(index, first - start)
 
     def held_after(self, match: RunMatch) -> int:
-        """Return the bytes that a sequence holds that begins with what was found."""
+        """Return the bytes that a sequence that begins with `match` holds."""
         return sum(
             self.part_bytes[index] * (end - start)
             for index, pieces in enumerate(self.tree.pieces(match))
@@ -242,7 +244,7 @@ class RunCache(RunAccount):
         )
 
     def keep(self, holding: RunHolding) -> int:
-        """Note that `holding` is kept for later; return the bytes of its parts that nothing else keeps."""
+        """Record that `holding` is kept for later; return the bytes of its parts that no other `keep` covers."""
         num_bytes = 0
         for index, runs in enumerate(holding.held):
             for run in runs:
@@ -251,7 +253,7 @@ class RunCache(RunAccount):
         return num_bytes
 
     def unkeep(self, holding: RunHolding) -> int:
-        """End what `keep` began; return the bytes of parts that nothing keeps any more."""
+        """Undo a `keep`; return the bytes of parts that are not kept any more."""
         num_bytes = 0
         for index, runs in enumerate(holding.held):
             for run in runs:
@@ -270,17 +272,17 @@ class RunCache(RunAccount):
         return num_bytes
 
     def held_bytes(self, holding: RunHolding) -> int:
-        """Return the bytes of all parts of `holding`, others' as well."""
+        """Return the bytes of all parts of `holding`, including those that others hold."""
         return self._freed_bytes(holding, None)
 
     def freed_by(self, holdings: Iterable[RunHolding]) -> Iterator[int]:
-        """Return how many bytes go out of use as each of `holdings` is closed, one by one."""
+        """Yield the number of bytes that go out of use as each of `holdings` is closed in turn."""
         held: dict[int, int] = {}
         for holding in holdings:
             yield self._freed_bytes(holding, held)
 
     def _freed_bytes(self, holding: RunHolding, held: dict[int, int] | None) -> int:
-        """Return the bytes of `holding`; with `held`, where holders are counted, only of parts that no others hold."""
+        """Return the bytes of `holding`; with `held`, which counts holders, only of parts that no others hold."""
         num_bytes = 0
         for index, runs in enumerate(holding.held):
             count = self._num_private(holding, index)
@@ -294,7 +296,7 @@ class RunCache(RunAccount):
         return num_bytes
 
     def _num_private(self, holding: RunHolding, index: int) -> int:
-        """Return how many parts of a group `holding` has beside runs, which are up to date then."""
+        """Return how many parts of a group `holding` has outside of runs; its runs are brought up to date."""
         stream = holding.streams[index]
         if stream is not None:
             self.decodes.catch_up(stream)
@@ -306,7 +308,7 @@ class RunCache(RunAccount):
         return num_taken - holding.first_open[index]
 
     def close(self, holding: RunHolding, num_full_pages: int, num_taken: int | None = None) -> None:
-        """Release everything, group by group, the deepest part first: what can be found is cached, the rest empty.
+        """Release everything, group by group, the deepest part first: findable parts become cached, the rest empty.
 
         `num_taken`: the pages for which a decode has taken parts. Raise PageError for a holding that is closed.
         """
@@ -339,7 +341,7 @@ class RunCache(RunAccount):
         holding.is_open = False
 
     def clear(self) -> None:
-        """Evict everything that is cached."""
+        """Evict all cached parts."""
         self.evict(self.free_bytes)
 
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
@@ -361,7 +363,7 @@ class RunCache(RunAccount):
                 self._keep_snapshots(holding)
 
     def _name(self, holding: RunHolding, end: int) -> None:
-        """Make parts of full pages up to `end` findable, held ones and those given back."""
+        """Make parts of full pages up to `end` findable, both held and released ones."""
         start = holding.num_named
         if start < holding.content.num_known_pages:
             self.num_published += 1
@@ -387,7 +389,7 @@ class RunCache(RunAccount):
                     del holding.open_ids[index][:at]
                 if held and siblings:
                     last = held[-1]
-                    # No copy of these pages may be younger than a run that gets longer.
+                    # No copy of these pages may be younger than a run that is extended.
                     is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
                     is_alike = is_alike and last.place is None
                     if is_alike and last.end == begin and siblings[-1] is last:
@@ -405,7 +407,7 @@ class RunCache(RunAccount):
                 self.wants.complete(holding.content, index, start, known_end, holding.held[index])
 
     def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
-        """Make `runs`, of pages that have `spans` now, findable."""
+        """Make `runs` findable; `spans` now cover their pages."""
         for run in runs:
             stream = run.stream
             if stream is not None and not stream.trim(run):
@@ -427,7 +429,7 @@ class RunCache(RunAccount):
                     break
 
     def _keep_tails(self, holding: RunHolding, num_pages: int) -> None:
-        """Mark what the token after the last full page attends to."""
+        """Mark the parts that the token after the last full page attends to."""
         wants = self.wants if num_pages <= holding.content.num_known_pages else None
         if self._keeps_all and wants is None:
             return
@@ -446,7 +448,7 @@ class RunCache(RunAccount):
                         wants.complete(holding.content, index, run.start, run.end, [run])
 
     def _keep_snapshots(self, holding: RunHolding) -> None:
-        """Copy the states to parts of their own, as far as these are not there already and fit."""
+        """Copy the states to separate parts, where such parts do not exist yet and fit."""
         span, page = self.tree.last_of(holding), holding.num_named
         missing = [index for index in self._of_states if not any(run.end == page for run in span.parts[index])]
         if sum(self.part_bytes[index] for index in missing) > self.room_bytes - self.promised_bytes:
@@ -468,23 +470,23 @@ class RunCache(RunAccount):
     # Steps of decodes -------------------------------------------------------------------------------------
 
     def start_decoding(self, holding: RunHolding, admission: int, *, is_settled: bool = True) -> None:
-        """Let a sequence compute a token in every step from the next on; its place is that of `admission`.
+        """Let a sequence compute one token per step from the next on, in the order of `admission`.
 
-        Its pages are taken by `take_pages`, and what no later token attends to is given back by `end_step`, from the
-        time on that the sequence is settled.
+        Its pages are taken by `take_pages`, and parts that no later token attends to are released by `end_step` once
+        the sequence is settled.
         """
         self.decodes.join(holding, admission)
         if is_settled:
             self.decodes.begin(holding)
 
     def fill_pages(self) -> None:
-        """Make pages findable that decodes fill in this step, and that others may find."""
+        """Make the pages findable that decodes fill in this step and that others may find."""
         decodes = self.decodes
         for holding in decodes.filling[decodes.step % self.page_size]:
             self._name(holding, (holding.base + decodes.step + 1) // self.page_size)
 
     def end_step(self) -> None:
-        """Let decodes give back what none of their later tokens attends to, in the order of admission."""
+        """Let decodes release the parts that none of their later tokens attends to, in the order of admission."""
         if self.has_ended:
             self.has_ended = False
             return
@@ -517,16 +519,16 @@ class RunCache(RunAccount):
             decodes.begin_group(holding, index)
 
     def put_off(self, holdings: Sequence[RunHolding]) -> None:
-        """End the step; `holdings`, all that would give something back, do so when they are settled."""
+        """End the step; `holdings`, all decodes that would release something, do so when they are settled."""
         assert not self.has_ended
         decodes = self.decodes
         for holding in holdings:
             decodes.stop_all(holding)
-        decodes.odd_now()  # of these
+        decodes.odd_now()  # drops the expected odd releases of `holdings`
         decodes.step += 1
 
     def pass_steps(self, num_steps: int) -> None:
-        """List what decodes give back in steps in which nothing is odd; the caller counts it."""
+        """List the releases of decodes in steps without odd releases; the caller counts them."""
         decodes = self.decodes
         given: list[Stream] = []
         for listing in turned(decodes.listing, decodes.step % self.page_size, num_steps):
@@ -536,7 +538,7 @@ class RunCache(RunAccount):
         decodes.step += num_steps
 
     def _turns(self) -> Turns:
-        """Return the youngest entry of the list, one that turns can be added to."""
+        """Return the youngest entry of the list; turns can be added to it."""
         turns = self._last_turns
         if turns is not self.youngest or self.shared is not None:
             turns = self._last_turns = Turns()
@@ -546,7 +548,7 @@ class RunCache(RunAccount):
     # Laws -------------------------------------------------------------------------------------------------
 
     def listed_pages(self) -> list[tuple[int, int]]:
-        """Return the group and page of each part that is listed, in order; of a snapshot the page before it."""
+        """Return the group and page of each listed part, in order; for a snapshot the page before it."""
         pages: list[tuple[int, int]] = []
         low: dict[int, int] = {}
         for entry in self.entries():
@@ -561,7 +563,7 @@ class RunCache(RunAccount):
         return pages
 
     def runs(self) -> Iterator[tuple[int, Content, int, int, int]]:
-        """Return findable parts and their copies: group, content, first page, page after the last, how often held."""
+        """Yield findable parts and their copies: group, content, first page, page after the last, number of holders."""
         todo = list(self.tree.roots.values())
         while todo:
             span = todo.pop()
@@ -571,9 +573,9 @@ class RunCache(RunAccount):
                     yield index, span.content, run.start, run.end, len(run.holders)
 
     def check(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId] = ()) -> None:
-        """Assert that bytes are conserved, and that runs are held exactly as often as sequences say.
+        """Assert that bytes are conserved, and that runs are held exactly as often as sequences record.
 
-        `taken_ids`: the blocks that `take_blocks` took.
+        `taken_ids`: the blocks that were taken by `take_blocks`.
         """
         groups = self.groups
         used, cached = [0] * len(groups), [0] * len(groups)
@@ -611,7 +613,7 @@ class RunCache(RunAccount):
             self._check_ids(holdings, taken_ids)
 
     def _check_ids(self, holdings: Sequence[RunHolding], taken_ids: Sequence[PageId]) -> None:
-        """Assert that every block has one owner, and every part as many blocks as it takes."""
+        """Assert that every block has one owner, and that every part has its number of blocks."""
         assert self.blocks is not None
         ids = [*self.blocks.empty_ids, *taken_ids]
         todo = list(self.tree.roots.values())

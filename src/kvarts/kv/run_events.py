@@ -16,9 +16,9 @@ __all__ = ["RunEvents"]
 
 
 class RunEvents:
-    """Emits the events of a RunCache. Runs that follow each other, as their pages do, are one event. See `told`.
+    """Emits the events of a RunCache. Consecutive runs are one event, emitted by `told`.
 
-    `medium`: the tier; `offset`: which of the lists of a span is that of its first group there.
+    `medium`: the tier; `offset`: the index of that tier's first group among the lists of a span.
     """
 
     def __init__(self, tell: Tell, *, medium: str = "device", offset: int = 0) -> None:
@@ -28,8 +28,8 @@ class RunEvents:
         self._came: list[list[tuple[int, int, Content | None]]] = []
         """By group, runs that became findable: pages, and the content before the first of them."""
         self._by: Content | None = None
-        """The content that they became findable with."""
-        # The last pages that were evicted, and what they have in common with those before them.
+        """The content with which they became findable."""
+        # The last evicted pages, and the fields that they have in common with those before them.
         self._span: Span | None = None
         self._content: Content | None = None
         self._start = 0
@@ -39,9 +39,9 @@ class RunEvents:
         self._is_dropped = False
 
     def came(self, content: Content, group: int, span: Span, start: int, end: int) -> None:
-        """Note that pages [start, end) of `span`, which `content` has, become findable in a group.
+        """Record that pages [start, end) of `span`, which `content` has, become findable in a group.
 
-        Pages that have a resident copy are left out. A group's pages come in their order.
+        Pages that have a resident copy are left out. The pages of a group must be recorded in their order.
         """
         while len(self._came) <= group:
             self._came.append([])
@@ -54,7 +54,7 @@ class RunEvents:
                 runs.append((first, stop, _content_before(span, first)))
 
     def goes(self, run: PartRun, start: int, end: int, *, is_dropped: bool) -> None:
-        """Note that pages [start, end) of `run`, which is findable still, are evicted, the last one first."""
+        """Record that pages [start, end) of `run`, which is still findable, are evicted, the last one first."""
         span, group = run.span, run.group
         assert span is not None
         siblings = span.parts[self._offset + group]
@@ -78,7 +78,7 @@ class RunEvents:
         self._tell(PartsGivenBack(content, start, end, group))
 
     def told(self) -> None:
-        """Emit what was noted since the last call, before anything else is emitted."""
+        """Emit the events recorded since the last call, before anything else is emitted."""
         if self._span is not None:
             self._tell_gone()
         if self._by is None:

@@ -1,8 +1,8 @@
 """Many steps of a RunCache in which every decode computes a token, and nothing else happens.
 
-What decodes take and give back in a step depends on its slot only, so sums over slots say how far the memory reaches.
-Parts are listed in the order in which they are given back, and evicted in the order of the list: whether that is done
-step by step or at once, the same ones go.
+The pages that decodes take and release in a step depend on its slot only, so sums over slots determine how far the
+memory reaches. Parts are listed in the order of release, and evicted in the order of the list: step by step or at once,
+the same parts are evicted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["RunLeap", "leap"]
 
 
 class RunLeap:
-    """What steps did. `taken`: pages taken, for each step.
+    """The outcome of steps. `taken`: pages taken, per step.
 
-    For each group with windows or chunks, and each step: `listed` parts are given back at its end and can be found,
-    `emptied` ones are empty; nothing, where everything can be found. `evicted`: a group and a number of parts, again
-    and again, in the order of the list.
+    For each group with windows or chunks, and each step: `listed` parts are released at its end and can be found,
+    `emptied` parts become empty; `emptied` is empty if all released parts can be found. `evicted`: a group and a number
+    of parts, repeated, in the order of the list.
     """
 
     __slots__ = ("emptied", "evicted", "listed", "taken")
@@ -49,9 +49,9 @@ class RunLeap:
 
 
 def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
-    """Do up to `most_steps` steps; the first of them fits. The last is under way, and `end_step` must follow.
+    """Do up to `most_steps` steps; the first fits. The last is under way, and `end_step` must follow.
 
-    It is one after which decodes lack memory before they give any back; or, where a request waits for `wanted_bytes`,
+    It is one after which decodes lack memory before they release any; or, if a request waits for `wanted_bytes`,
     one after which these are free when decodes have taken their pages, or a page becomes findable that the request may
     find.
     """
@@ -63,7 +63,7 @@ def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
         kept_bytes = cache.promised_bytes + decodes.num_due[slot] * cache.page_bytes
         if kept_bytes > cache.free_bytes:
             break
-        # What is odd is given back now, though the step may be the last one.
+        # Odd releases are made now, although the step may be the last one.
         done.end_odd(cache)
         if wanted_bytes and (wanted_bytes <= cache.free_bytes - kept_bytes or decodes.filling[slot]):
             cache.has_ended = True
@@ -73,7 +73,7 @@ def leap(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
 
 
 def _do(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
-    """Do the same in steps of which only the last one may be odd; what is odd is left to do."""
+    """Do the same in steps before an odd one, or up to it; its odd releases are left to the caller."""
     decodes, page_size = cache.decodes, cache.page_size
     slot = decodes.step % page_size
     num_steps = _num_certain(cache, slot, most_steps, wanted_bytes)
@@ -103,7 +103,7 @@ def _do(cache: RunCache, most_steps: int, wanted_bytes: int) -> RunLeap:
 
 
 def _pass_and_fill(cache: RunCache, num_steps: int) -> None:
-    """Let all but the last of `num_steps` steps pass, and make pages findable in each that decodes fill."""
+    """Let all but the last of `num_steps` steps pass, and publish the pages that decodes fill in each."""
     decodes = cache.decodes
     while num_steps:
         num_before = decodes.steps_to_filling(num_steps)
@@ -125,7 +125,7 @@ def _num_certain(cache: RunCache, slot: int, num_steps: int, wanted_bytes: int) 
     if decodes.num_filling and (wanted_bytes or cache.wants is not None):
         num_filled = decodes.steps_to_filling(num_steps)
         if num_filled >= 0:
-            # What waits may find a page that is filled; and it is stored below in the step after that.
+            # The waiting request may find a filled page; and the page is stored below in the step after that.
             num_steps = num_filled if wanted_bytes else num_filled + 1
     num_due, given_bytes = decodes.num_due, decodes.given_bytes
     left_bytes = cache.free_bytes - cache.promised_bytes - num_due[slot] * page_bytes
@@ -146,7 +146,7 @@ def _num_certain(cache: RunCache, slot: int, num_steps: int, wanted_bytes: int) 
 
 
 def _missing_bytes(cache: RunCache, taken: list[int], emptied: list[list[int]]) -> int:
-    """Return how many bytes are evicted: what is taken up to a step, and neither empty before nor emptied up to it."""
+    """Return the bytes to evict: the most by which bytes taken up to a step exceed those empty or emptied before."""
     page_bytes = cache.page_bytes
     missing_bytes = sum(taken) * page_bytes - cache.empty_bytes
     if missing_bytes <= 0 or not any(map(any, emptied)):

@@ -1,4 +1,4 @@
-"""What a RunCache does for transfers between it and a tier below: what a load fills, and what a store holds."""
+"""Transfers between a RunCache and a tier below: parts that a load fills, and parts that a store holds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 __all__ = ["arrive", "begin_load", "holding_of_transfer", "unhold"]
 
 NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
-"""The span of what is no sequence."""
+"""The span of a holding that is not a sequence."""
 
 
 def holding_of_transfer(num_groups: int) -> RunHolding:
-    """Return what a transfer holds: nothing yet."""
+    """Return an empty holding for a transfer."""
     return RunHolding(NOTHING, NOWHERE, 0, 1, num_groups)
 
 
 def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding:
-    """Begin a sequence after `match`: hold what the device has, and take parts for the rest, which a load fills.
+    """Begin a sequence after `match`: hold the device's parts, and take parts for the rest, which a load fills.
 
-    They fit. They cannot be found before `arrive`.
+    The parts must fit. They cannot be found before `arrive`.
     """
+    cache.note_begin()
     last = match.spans[-1]
     holding = RunHolding(content, last, match.num_pages, cache.page_size, len(cache.groups))
     last.num_users += 1
@@ -59,7 +60,7 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding
 
 
 def arrive(cache: RunCache, holding: RunHolding, ends: Sequence[int]) -> None:
-    """Make findable what a load has filled of `holding`: by group, what is before page `ends[index]`."""
+    """Make the parts of `holding` findable that a load has filled: by group, those before page `ends[index]`."""
     spans: list[Span] = []
     span: Span | None = cache.tree.last_of(holding)
     while span is not None:
@@ -90,9 +91,9 @@ def arrive(cache: RunCache, holding: RunHolding, ends: Sequence[int]) -> None:
 
 
 def unhold(cache: RunCache, holding: RunHolding, *, go_first: bool) -> None:
-    """End what a store held of one run: what nothing else uses is evicted last, or next if it is to `go_first`.
+    """End the hold of a store on one run: unused parts are evicted last, or next with `go_first`.
 
-    The last page goes before the others.
+    The last page is evicted before the others.
     """
     if not go_first:
         cache.release_all(holding, range(len(cache.groups)))

@@ -1,4 +1,4 @@
-"""Which tokens a bounded sequence retains, and the pages of its own that hold them."""
+"""The tokens that a bounded sequence retains, and the pages that it brings along for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SinkWindow(msgspec.Struct, frozen=True):
     """The first `sink` and the last `window` tokens of a sequence.
 
     The token at position p attends to itself, and to positions q < p with q < sink or q >= p - window. `rotates_late`:
-    positions are places among the retained tokens, so keys are kept as they are before rotation.
+    positions are places among the retained tokens, so keys are stored before rotation.
     """
 
     sink: int
@@ -28,7 +28,7 @@ class SinkWindow(msgspec.Struct, frozen=True):
         return max(0, position - self.window)
 
     def sink_seen(self, position: int) -> int:
-        """Return the tokens of the sink that are kept for the token at `position` and later ones."""
+        """Return the number of tokens of the sink that are kept for the token at `position` and later ones."""
         return self.sink
 
     def num_retained(self, num_tokens: int) -> int:
@@ -55,8 +55,8 @@ class SinkWindow(msgspec.Struct, frozen=True):
 class PageTable(msgspec.Struct, frozen=True, gc=False):
     """A page table of a sequence: its pages in order of position, with 0 for a page that is not held.
 
-    `num_dropped`: pages that are not in `page_ids`, after the first `num_sink_pages`. `keeps`: what the layers that
-    have the table see of the sequence from here on; None for all.
+    `num_dropped`: pages that are not in `page_ids`, after the first `num_sink_pages`. `keeps`: the tokens that layers
+    with this table see from here on; None for all.
     """
 
     page_ids: tuple[PageId, ...]
@@ -68,15 +68,15 @@ class PageTable(msgspec.Struct, frozen=True, gc=False):
 class OwnPages(Protocol):
     """Pages that a request brings along, and that stay when it ends. They are in use for as long as they exist.
 
-    Promises: what `grow` needs is there, for as many tokens as `most_tokens` says. Its pages are changed by nothing
-    but these calls. A page table leaves out the pages that were dropped, which are the first after those of the sink.
+    Promises: the pages that `grow` needs are available, for as many tokens as `most_tokens` returns. Only these calls
+    change its pages. A page table leaves out the pages that were dropped, which are the first after those of the sink.
     """
 
     keeps: SinkWindow
 
     @property
     def page_ids(self) -> Sequence[PageId]:
-        """The pages that are left, in order of position; none where pages are only counted."""
+        """The remaining pages, in order of position; empty where pages are only counted."""
 
     @property
     def places(self) -> Iterable[int]:
@@ -84,7 +84,7 @@ class OwnPages(Protocol):
 
     @property
     def page_tables(self) -> tuple[PageTable, ...]:
-        """The page tables, one for each block of a page; none where pages are only counted."""
+        """The page tables, one for each block of a page; empty where pages are only counted."""
 
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""
@@ -93,7 +93,7 @@ class OwnPages(Protocol):
         """Return how many of `num_tokens` tokens from `start` on may be computed in this step: at least one."""
 
     def grow(self, start: int, end: int) -> bool:
-        """Make tokens [start, end) writable, all before being computed; return whether that took a page."""
+        """Make tokens [start, end) writable; all before are computed. Return whether that took a page."""
 
     def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
-        """Return what is to be copied before these pages are written, from one page to the other; once."""
+        """Return the pairs of pages to copy, from one to the other, before these pages are written; once."""

@@ -1,4 +1,4 @@
-"""Which parts are found: spans in a tree for each tenant, and the longest prefix that every group can go on from."""
+"""The index of findable parts: a tree of spans per tenant, and the longest prefix that every group can resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SpanTree", "find"]
 
 
 class SpanTree:
-    """Owner of all spans. `decodes`: says how far the runs of streams have come. `has_below`: there is a tier below."""
+    """Owner of all spans. `decodes`: brings the runs of streams up to date. `has_below`: there is a tier below."""
 
     def __init__(self, memory: GroupMemory, page_size: int, decodes: Decodes, *, has_below: bool = False) -> None:
         groups = self.groups = memory.groups
@@ -23,7 +23,7 @@ class SpanTree:
         self._num_lists = (3 if has_below else 1) * len(groups)
         self.page_size = page_size
         self.roots: dict[str | None, Span] = {}
-        """What is before the first page of each tenant."""
+        """The roots of the tenants' trees; a root precedes the first page."""
         self._decodes = decodes
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
@@ -35,7 +35,7 @@ class SpanTree:
         self._sinks = [-(-group.layer.sink // page_size) for group in groups]
 
     def needed(self, index: int, num_tokens: int) -> tuple[int, int]:
-        """Return (s, f): of the pages of `num_tokens` tokens, later ones need the first s and those from page f on."""
+        """Return (s, f): later tokens need the first s pages of `num_tokens` tokens, and those from page f on."""
         if self.groups[index].is_state:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
@@ -46,14 +46,14 @@ class SpanTree:
     # Matching ---------------------------------------------------------------------------------------------
 
     def match(self, content: Content, limit: int, *, with_below: bool = False) -> RunMatch:
-        """Return the longest prefix of `content`, at most `limit` full pages, that every group can go on from.
+        """Return the longest prefix of `content`, at most `limit` full pages, that every group can resume from.
 
-        `with_below`: with what the tier below has as well; what the device has of it comes from there.
+        `with_below`: include the parts of the tier below; parts that both have are taken from the device.
         """
         root = span = self.root(content.salt)
         spans: list[Span] = []
         found = [] if with_below else spans
-        """The same spans, with what device and tier have of each."""
+        """The same spans, with the parts that device and tier have of each."""
         page = 0
         while page < limit:
             child = span.children.get(content.key(page))
@@ -82,7 +82,7 @@ class SpanTree:
         return match
 
     def _with_below(self, span: Span) -> Span:
-        """Return a span like `span`, and in no tree, the parts of which are those of the device and of the tier."""
+        """Return a span like `span`, in no tree, with the parts of both the device and the tier."""
         count = self.num_groups
         if not any(span.parts[count : 2 * count]):
             return span
@@ -109,7 +109,7 @@ class SpanTree:
         return spans, page
 
     def _longest(self, spans: list[Span], length: int) -> int:
-        """Return the largest number of pages, at most `length`, that groups that keep less can go on from as well."""
+        """Return the largest number of pages, at most `length`, that groups that keep less can resume from as well."""
         settled = -1
         while length != settled:
             settled = length
@@ -129,8 +129,8 @@ class SpanTree:
             if first < length:
                 begin = _covered_from(index, spans, length, first)
                 if begin > first:
-                    # No shorter prefix can go on with the pages from `begin` on, but where a chunk ends nothing is
-                    # needed of it.
+                    # No shorter prefix can resume with the pages from `begin` on, except at the end of a chunk of the
+                    # layer, where no page is needed.
                     shorter = begin if begin < length else _covered_end(index, spans, length)
                     if self._chunks[index]:
                         num_pages = span_tokens // gcd(span_tokens, page_size)
@@ -139,12 +139,12 @@ class SpanTree:
                     continue
             if not sink or (head := self._head(index, spans, sink)) >= sink:
                 return length
-            # Only a prefix that needs no more of the sink than is there.
+            # Only a prefix that needs no more of the sink than is resident.
             length = min(length - 1, ((head + 1) * page_size + span_tokens - 2) // page_size)
         return 0
 
     def _longest_of_states(self, spans: list[Span], length: int) -> int:
-        """Return the same for groups of states, all of which need a snapshot."""
+        """Return the same for groups of states; each needs a snapshot."""
         while length:
             ends = [_last_end(index, spans, length) for index in self._states]
             if min(ends) == length:
@@ -174,7 +174,7 @@ class SpanTree:
     def reach(self, content: Content, limit: int) -> tuple[int, ...]:
         """Return, per group, the longest prefix of at most `limit` full pages that the group alone could resume from.
 
-        No longer than some group has a part of the last page.
+        Not longer than to the last page with a part in any group.
         """
         spans, page = self.walk(content, limit)
         count = self.num_groups
@@ -190,10 +190,10 @@ class SpanTree:
                 longest.append(self._head(index, spans, length))
         return tuple(longest)
 
-    # What is found ----------------------------------------------------------------------------------------
+    # Parts of a match ----------------------------------------------------------------------------------------
 
     def pieces(self, match: RunMatch) -> list[list[tuple[PartRun, int, int]]]:
-        """Return what a sequence begins with after `match`, for each group by page; of copies the oldest."""
+        """Return the parts with which a sequence begins after `match`, by group and page; among copies, the oldest."""
         if match.pieces is None:
             match.pieces = self._pieces(match.spans, match.num_pages)
         return match.pieces
@@ -212,9 +212,9 @@ class SpanTree:
         return pieces
 
     def num_shared(self, match: RunMatch, index: int, first_page: int) -> int:
-        """Return how many of the parts that a sequence begins with after `match` others hold.
+        """Return how many of the parts with which a sequence begins after `match` others hold.
 
-        Only those that a token counts which needs pages from `first_page` on, and those of the sink.
+        Counts only the parts of the sink, and those that a token uses that needs pages from `first_page` on.
         """
         count, sink = 0, self._sinks[index]
         pieces = self.pieces(match) if match.pieces is None else match.pieces
@@ -223,21 +223,31 @@ class SpanTree:
                 count += max(0, min(end, sink) - start) + max(0, end - max(start, sink, first_page))
         return count
 
+    def num_with_held_copy(self, match: RunMatch, index: int) -> int:
+        """Return how many of the parts that a sequence begins with after `match` nothing holds, but a copy of them."""
+        count = 0
+        for run, start, end in self.pieces(match)[index]:
+            if not run.holders and run.span is not None:
+                for copy in run.span.parts[index]:
+                    if copy.holders:
+                        count += max(0, min(end, copy.end) - max(start, copy.start))
+        return count
+
     def num_idle(self, match: RunMatch, index: int) -> int:
-        """Return how many snapshots a sequence begins with after `match` that nothing holds or that come by a load."""
+        """Return how many snapshots with which a sequence begins after `match` are not held, or must be loaded."""
         return sum(not run.holders or run.list_index != index for run, _, _ in self.pieces(match)[index])
 
     # Spans ------------------------------------------------------------------------------------------------
 
     def root(self, salt: str | None) -> Span:
-        """Return what is before the first page of a tenant."""
+        """Return the root of a tenant's tree, which precedes the first page."""
         root = self.roots.get(salt)
         if root is None:
             root = self.roots[salt] = Span(NOTHING, b"", 0, 0, None, 0)
         return root
 
     def split(self, span: Span, page: int) -> Span:
-        """Split `span`, which was looked at, before `page`; return the first part, a new one."""
+        """Split `span`, which must be up to date, before `page`; return the first part, a new span."""
         parent, content = span.parent, span.content
         assert parent is not None and span.start < page < span.end
         head = Span(content, span.key, span.start, page, parent, self._num_lists)
@@ -260,14 +270,14 @@ class SpanTree:
                 first.span = head
                 head.parts[index].append(first)
         if not (span.num_users or span.children or any(span.parts)):
-            del head.children[span.key]  # what it had was evicted
+            del head.children[span.key]  # its parts were evicted
         return head
 
     def last_after(self, run: PartRun) -> PartRun:
-        """Return the run that goes in place of `run`, of a group that keeps all tokens: the deepest that follows it.
+        """Return the run to evict in place of `run`, in a group that keeps all tokens: the deepest that follows it.
 
-        That is `run` if nothing follows it, or if its last page has a copy. What is returned is cut so that, down to
-        its first page, the same is true of all its pages.
+        That is `run` if nothing follows it, or if its last page has a copy. The returned run is cut so that the same
+        holds for each of its pages when the pages after it are evicted.
         """
         span, place = run.span, run.list_index
         assert span is not None
@@ -286,11 +296,11 @@ class SpanTree:
         return last
 
     def last_of(self, holding: RunHolding) -> Span:
-        """Return the span that has the last full page of `holding`; where it has none, what is before its first."""
+        """Return the span with the last full page of `holding`; without full pages, the root."""
         page, last = holding.num_named, holding.last
         if last.start < page or last.parent is None:
             return last
-        before = last  # which was split since
+        before = last  # split since
         while last.start >= page and last.parent is not None:
             last = last.parent
         last.num_users += 1
@@ -301,7 +311,7 @@ class SpanTree:
         return last
 
     def extend(self, holding: RunHolding, end: int) -> list[tuple[Span, int, int]]:
-        """Let the pages of `holding` up to `end` have spans, made if need be; return these with the pages of each."""
+        """Create the missing spans of the pages of `holding` up to `end`; return the spans with the pages of each."""
         content, last, page = holding.content, self.last_of(holding), holding.num_named
         holding.num_named = end
         if last.content is content and last.num_users == 1 and not last.children and last.end == page:
@@ -320,7 +330,7 @@ class SpanTree:
                 of_key = last.children.get(key)
                 if of_key is not None and of_key.is_moving:
                     self._decodes.look(of_key)
-                    of_key = last.children.get(key)  # nothing may be left of it
+                    of_key = last.children.get(key)  # it may have been pruned
                 if of_key is None:
                     of_key = last.children[key] = Span(content, key, page, end, last, self._num_lists)
                 child = of_key
@@ -341,7 +351,7 @@ class SpanTree:
 def _last_listed(span: Span, place: int, start: int) -> PartRun | None:
     """Return the deepest run that is listed, and ends after page `start` of `span`, there or in a span after it.
 
-    Of spans that follow the same page the youngest is looked at first, of copies the oldest.
+    The youngest of spans that follow the same page is examined first, and the oldest of copies.
     """
     todo = [(span, reversed(span.children.values()))]
     while todo:
@@ -362,7 +372,7 @@ def _end(run: PartRun) -> int:
 
 
 def _common(span: Span, content: Content, end: int) -> int:
-    """Return up to which page, at most `end`, `span` and `content` are the same; they are in its first page."""
+    """Return the page, at most `end`, up to which `span` and `content` are equal; their first page is."""
     first = span.start + 1
     if span.content is content or end <= first:
         return end
@@ -383,7 +393,7 @@ def _covered_to(runs: list[PartRun], page: int, end: int) -> int:
 
 
 def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
-    """Return the first page from which on a group has all pages up to `end`; `first` or less if it has those."""
+    """Return the first page from which a group has all pages up to `end`; `first` or less if it has all from there."""
     page = end
     for span in reversed(spans):
         if span.start >= page:
@@ -401,7 +411,7 @@ def _covered_from(index: int, spans: list[Span], end: int, first: int) -> int:
 
 
 def _covered_end(index: int, spans: list[Span], length: int) -> int:
-    """Return the largest number of pages, at most `length`, the last of which a group has; 0 for none."""
+    """Return the largest number of pages, at most `length`, whose last page a group has; 0 for none."""
     for span in reversed(spans):
         best = 0
         for run in span.parts[index]:
@@ -418,7 +428,7 @@ def _last_end(index: int, spans: list[Span], length: int) -> int:
 
 
 def find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:
-    """Add the runs that have pages of [start, end) to `found`, by page; of copies the oldest."""
+    """Add the runs that have pages of [start, end) to `found`, by page; among copies, the oldest."""
     if not runs:
         return
     oldest = runs[0]

@@ -1,7 +1,7 @@
 """Runs of parts in KV groups, and the spans of pages by which they are found.
 
-A span is a run of pages that sequences have in common from its first page to its last: it is split where two of them
-differ, and nowhere else. In each group it has runs of parts, each with a beginning and an end of its own.
+A span is a run of pages that sequences share from its first page to its last: it is split where two of them differ, and
+nowhere else. In each group it has runs of parts, each with an independent start and end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["PartRun", "RunHolding", "RunMatch", "Span"]
 
 
 class PartRun(Listed):
-    """The parts of pages [start, end) in one group; a snapshot of states is that of the last page before it.
+    """The parts of pages [start, end) in one group; a snapshot of states belongs to the last page before it.
 
-    `span`: where it can be found; None of pages that only the sequence itself will find, until that has given back
-    everything. `holders`: the sequences that hold it; without any it is listed, by itself or as a piece of `stream`.
-    `is_kept`: it is listed when nothing holds it any more; else it is empty then. `ids`: those of its blocks, part by
-    part in the order of pages; none where blocks are only counted. `keeps`: how many of its holders are kept for later.
-    `list_index`: which list of its span it is in: that of its group on the device, or another one of a tier below.
-    `is_wanted`: it is to be stored below before it is evicted. `listed_by`: the eviction order that lists it, if not
-    the list of the account does; `place`: what that keeps about it, see Run.
+    `span`: where it can be found; None for pages that only the sequence itself will find, once it has released
+    everything. `holders`: the sequences that hold it; without any it is listed, either separately or as a piece of
+    `stream`. `is_kept`: it is listed when nothing holds it any more; otherwise it becomes empty. `ids`: the ids of its
+    blocks, part by part in the order of pages; empty where blocks are only counted. `keeps`: how many of its holders
+    are kept for later. `list_index`: the index of its list in its span: its group for the device, or a later one for a
+    tier below. `is_wanted`: it must be stored below before it is evicted. `listed_by`: the eviction order that lists
+    it, unless the account's list does; `place`: that order's state of it (Run).
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class PartRun(Listed):
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
 
-    # What an eviction order reads, see Run.
+    # The interface of eviction orders: Run.
 
     @property
     def content(self) -> Content:
@@ -88,7 +88,7 @@ class PartRun(Listed):
 
     @property
     def parent(self) -> PartRun | None:
-        """The run of its group right before it, of copies the oldest; None if there is none."""
+        """The run of its group right before it, the oldest of copies; None without one."""
         span = self.span
         assert span is not None
         before = span if self.start > span.start else span.parent
@@ -104,16 +104,16 @@ class PartRun(Listed):
 
     @property
     def holds(self) -> int:
-        """0: what a transfer holds is not listed."""
+        """0: runs that a transfer holds are not listed."""
         return 0
 
     @property
     def is_listed(self) -> bool:
-        """Whether it is listed, by itself or as a piece of `stream`."""
+        """Whether it is listed, separately or as a piece of `stream`."""
         return self.newer is not None or self.listed_by is not None or self.stream is not None
 
     def unlist(self) -> None:
-        """Take it off the list that it is in, if it is in one by itself."""
+        """Remove it from its list, if it is listed separately."""
         order = self.listed_by
         if order is not None:
             order.removed(self)
@@ -122,7 +122,7 @@ class PartRun(Listed):
             super().unlist()
 
     def leave_order(self) -> None:
-        """Note that no eviction order lists it any more, nor links it."""
+        """Record that no eviction order lists it any more, nor links it."""
         self.listed_by = self.older = self.newer = None
 
     @property
@@ -140,7 +140,7 @@ class PartRun(Listed):
         return (self.end - self.start) * account.part_bytes[self.group]
 
     def eat(self, account: PartAccount, num_bytes: int) -> None:
-        """Evict parts of it, the last first, until `num_bytes` are empty or it has none."""
+        """Evict its parts, the last first, until `num_bytes` are empty or it has none."""
         index = self.group
         part_bytes = account.part_bytes[index]
         count = self.end - self.start
@@ -165,7 +165,7 @@ class PartRun(Listed):
         account.note_evicted(index, count, count * part_bytes)
 
     def forget(self) -> None:
-        """Let it be found no more; it has no parts left."""
+        """Make it unfindable; it has no parts left."""
         self.start = self.end
         span = self.span
         if span is not None:
@@ -182,7 +182,7 @@ class PartRun(Listed):
         return place > 0 and runs[place - 1] is self
 
     def join(self, head: PartRun) -> bool:
-        """Take over the parts of `head`, which would be listed right after it, if they come before its own.
+        """Take over the parts of `head`, which would be listed right after it, if they directly precede its own.
 
         Return whether they do. No copies of them may be older than one and younger than the other.
         """
@@ -191,7 +191,7 @@ class PartRun(Listed):
         if head.is_wanted is not self.is_wanted:
             return False
         if self.list_index == self.group and not head.precedes(self) and not self.precedes(head):
-            return False  # there are no copies below
+            return False  # a tier below has no copies
         self.span.parts[self.list_index].remove(head)
         self.start = head.start
         if head.ids:
@@ -199,7 +199,7 @@ class PartRun(Listed):
         return True
 
     def join_held(self, head: PartRun) -> None:
-        """Take over the parts of `head` if they come before its own and the same sequences hold both, and no stream.
+        """Take over the parts of `head` if they precede its own and the same sequences, but no stream, hold both.
 
         No copies of them may be older than one and younger than the other.
         """
@@ -222,7 +222,7 @@ class PartRun(Listed):
     def split(self, page: int) -> PartRun:
         """Split it before `page`; return the first part, a new run. The rest keeps its identity, and is evicted first.
 
-        Of a stream, that is the other way round.
+        In a stream, the first part is evicted first.
         """
         index, span = self.group, self.span
         head = PartRun(
@@ -250,7 +250,7 @@ class PartRun(Listed):
         return head
 
     def cut(self, start: int, end: int) -> PartRun:
-        """Split it so that a run has pages [start, end) of it and no others; return that."""
+        """Split it so that one run has exactly its pages [start, end); return that run."""
         if self.start < start:
             self.split(start)
         return self if self.end == end else self.split(end)
@@ -259,10 +259,10 @@ class PartRun(Listed):
 class Span:
     """Pages [start, end) of `content`. `parts`: for each group the runs that are resident, the oldest first.
 
-    With a tier below, as many lists follow for what is there, and as many for what is on its way there.
+    With a tier below, a list per group follows for parts that are there, and another for parts on their way there.
 
-    `key` names its first page among its siblings. `num_users`: sequences of which it has the last full pages.
-    `is_moving`: runs of streams may be behind what has happened.
+    `key` names its first page among its siblings. `num_users`: the number of sequences whose last full page it has.
+    `is_moving`: runs of streams may be out of date.
     """
 
     __slots__ = ("children", "content", "end", "is_moving", "key", "num_users", "parent", "parts", "start")
@@ -281,7 +281,7 @@ class Span:
         self.is_moving = False
 
     def prune(self) -> None:
-        """Forget it if nothing needs it, and then those before it."""
+        """Remove it from the tree if nothing needs it, and then its ancestors likewise."""
         span = self
         while not (span.num_users or span.children or any(span.parts)) and span.parent is not None:
             del span.parent.children[span.key]
@@ -289,7 +289,7 @@ class Span:
 
 
 class RunMatch:
-    """The first `num_pages` pages that every group can go on from; the last of `spans` may reach beyond."""
+    """The first `num_pages` pages that every group can resume from; the last of `spans` may reach beyond."""
 
     __slots__ = ("num_pages", "pieces", "root", "spans")
 
@@ -298,22 +298,22 @@ class RunMatch:
         self.spans = spans
         self.num_pages = num_pages
         self.pieces: list[list[tuple[PartRun, int, int]]] | None = None
-        """For each group, what a sequence begins with: the run and its pages. Found when it is asked for."""
+        """For each group, the parts with which a sequence begins: runs and their pages. Computed on demand."""
 
 
 class RunHolding:
-    """What one running sequence holds. Written by RunCache and what belongs to it.
+    """The parts that one running sequence holds. Written by RunCache and its collaborators.
 
-    `num_tokens`: tokens that are computed, or are about to be in this step; of a decode as of when it began. `last`:
-    the span of its last full page that can be found, of `num_named`. `num_taken`: pages for which parts were taken.
-    `held`: for each group, runs in order of position. `first_open`: for each group, the first page after these that
-    cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`: listed runs
-    that cannot be found yet. Where blocks have ids: `open_ids`, those of the parts from `first_open` on, and
-    `state_ids`, those of its states, by group; `snapshots`, copies of states to be made in this step, each with the
-    tokens after which.
+    `num_tokens`: tokens that are computed, or are about to be in this step; for a decode, when it began to decode.
+    `last`: the span of its last full page that can be found; `num_named` pages can. `num_taken`: pages for which parts
+    were taken. `held`: for each group, runs in order of position. `first_open`: for each group, the first page after
+    these that cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`:
+    listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
+    and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
+    number of tokens before it.
 
-    Of a decode: `base` and the steps done are the tokens computed, `admission` its place among the decodes, `streams`
-    and `odd_steps` how each group gives back, see Decodes.
+    For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
+    decodes, `streams` and `odd_steps` the state of each group's releases (Decodes).
     """
 
     __slots__ = (

@@ -1,8 +1,7 @@
-"""What windows of decodes give back, a page at a time, in steps that come at regular distances.
+"""Pages that the windows of decodes release, one at a time, at regular intervals of steps.
 
-Nothing is done for a page when it is given back: the stream that it belongs to is listed once more, see Turns, and that
-stands for its next page. How far a stream has come follows from the step, and is worked out when its runs are looked
-at.
+The release of a page does no work for that page: its stream is listed once more (Turns), and that entry stands for the
+stream's next page. The position of a stream follows from the step, and is computed when its runs are examined.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ __all__ = ["NEVER", "Stream", "Turns"]
 
 NEVER = 1 << 62
 MOST_EATEN = 1 << 12
-"""Turns that were evicted and still have a place."""
+"""The number of evicted turns after which their entries are deleted."""
 
 
 class Stream:
-    """Pages that `holding` gives back in a group, in order. `keeps`: they are listed; else they are empty at once.
+    """Pages that `holding` releases in a group, in order.
 
-    `slot`: that of the steps in which it does. `low`: the page that is evicted next. `high`: the first that is not
-    given back, as far as `runs` know: these have the pages between, but for the ranges of `holes`, which are not listed
-    by it any more. `last`: no page from there on is given back; NEVER as long as it goes on. `gate`: the page at which
-    the first of `runs` has nothing left, if that is known.
+    `keeps`: they are listed; otherwise they become empty at once. `slot`: the slot of the steps of its releases. `low`:
+    the page that is evicted next. `high`: the first page that is not released, as far as `runs` are up to date: these
+    have the pages in between, except for the ranges of `holes`, which it no longer lists. `last`: no page from there on
+    is released; NEVER while it continues. `gate`: the page at which the first of `runs` has nothing left, if that is
+    known.
     """
 
     __slots__ = ("admission", "gate", "group", "high", "holding", "holes", "keeps", "last", "low", "runs", "slot")
@@ -56,7 +56,7 @@ class Stream:
         self.set_gate()
 
     def set_gate(self) -> None:
-        """Forget runs of which nothing is left; find out where the first of the others ends."""
+        """Remove runs without pages left, and set `gate` to the end of the first of the others."""
         runs = self.runs
         while runs and runs[0].end <= self.low:
             run = runs.pop(0)
@@ -65,25 +65,25 @@ class Stream:
         self.gate = runs[0].end if len(runs) > 1 or (runs and self.last != NEVER) else NEVER
 
     def trim(self, run: PartRun) -> bool:
-        """Take what is evicted off the beginning of one of its runs; return whether something is left of it."""
+        """Cut evicted pages off the beginning of one of its runs; return whether any are left."""
         if run.start < self.low:
             run.start = min(self.low, run.end)
         return run.start < run.end
 
     def take_out(self, run: PartRun) -> None:
-        """List one of its runs no more."""
+        """Stop listing one of its runs."""
         self.holes.append((run.start, run.end))
         self.runs.remove(run)
         run.stream = None
         self.set_gate()
 
     def is_hole(self, page: int) -> bool:
-        """Return whether a page is not listed by it any more."""
+        """Return whether a page is no longer listed by it."""
         return any(start <= page < end for start, end in self.holes)
 
 
 class Turns(Listed):
-    """Streams in the order in which they gave back a page each; the turns before `at` are evicted."""
+    """Streams in the order in which each released one page; the turns before `at` are evicted."""
 
     __slots__ = ("at", "streams")
 
@@ -93,7 +93,7 @@ class Turns(Listed):
         self.at = 0
 
     def next_bytes(self, account: PartAccount) -> int:
-        """Return the bytes of its next part; turns that have none are passed over."""
+        """Return the bytes of its next part; turns without one are skipped."""
         while self.at < len(self.streams):
             stream = self.streams[self.at]
             if not stream.is_hole(stream.low):
@@ -103,7 +103,7 @@ class Turns(Listed):
         return 0
 
     def eat(self, account: PartAccount, num_bytes: int) -> None:
-        """Evict the pages of its first turns until `num_bytes` are empty or there are no more."""
+        """Evict the pages of its first turns until `num_bytes` are empty or all turns are evicted."""
         streams, at = self.streams, self.at
         end = len(streams)
         missing_bytes = num_bytes - account.empty_bytes

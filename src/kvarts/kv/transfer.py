@@ -1,4 +1,4 @@
-"""A transfer of pages between the device and a tier, or between two tiers: what an executor is told, and answers."""
+"""Transfers of pages between the device and a tier, or between two tiers: requests to an executor, and its reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
 
 
 class PrefillTimes(Protocol):
-    """How long computing takes, to weigh it against loading. Promises: the same answer until something is measured."""
+    """Durations of computing, to be weighed against loading. Promises: the same result until a step is measured."""
 
     def prefill_ns(self, start: int, end: int) -> int | None:
-        """Return how long tokens [start, end) of a sequence take by themselves; None if that is not known yet."""
+        """Return how long tokens [start, end) of a sequence take alone; None if that is not known yet."""
 
 
 class Direction(StrEnum):
@@ -40,9 +40,9 @@ class Direction(StrEnum):
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """`source_ids[i]` goes to `target_ids[i]`. A place in files is named by its key, any other by its page.
+    """Copies `source_ids[i]` to `target_ids[i]`. A place in files is named by its key, any other by its page.
 
-    `tier`: the tier below that takes part; the other end is the device, or host memory if this is a spill.
+    `tier`: the tier below that takes part; the other end is the device, or host memory for a spill.
     """
 
     tier: str
@@ -51,20 +51,20 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False):
-    """To be begun when the step is. Both ends stay as they are until every worker has reported it."""
+    """A transfer to begin with the step. Both ends stay unchanged until every worker has reported it."""
 
     transfer_id: int
     direction: Direction
     moves: tuple[Move, ...]
     num_pages: int
     dropped_keys: tuple[bytes, ...] = ()
-    """Files that have to go first."""
+    """Files to delete first."""
 
 
 class TransferReport(msgspec.Struct, frozen=True, gc=False):
-    """Worker `worker` is done with a transfer. `num_good_pages`: how many from the first on are whole; None: all.
+    """Worker `worker` has finished a transfer. `num_good_pages`: the number of first pages that are intact; None: all.
 
-    `duration_ns`: how much of the step's time it took, if the executor knows; 0: it does not, or none.
+    `duration_ns`: the part of the step's time that it took, if the executor knows; 0 if not, or if it took none.
     """
 
     transfer_id: int
@@ -74,9 +74,9 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """What the tiers below have for a request: pages from each in turn, after those of the device.
+    """The pages that the tiers below have for a request: from each tier in turn, after those of the device.
 
-    `num_bytes`: what is moved from each, where that is not its pages as a whole.
+    `num_bytes`: the bytes to move from each, if these are not whole pages.
     """
 
     num_pages: int
@@ -92,10 +92,10 @@ class Awaited(msgspec.Struct, frozen=True, gc=False):
 
 
 class Weighed(msgspec.Struct, frozen=True, gc=False):
-    """What is loaded of an offer: its first `num_pages` pages, so many from each tier. None where computing is sooner.
+    """The part of an offer to load: its first `num_pages` pages, by tier. No pages if computing is faster.
 
-    `is_awaited`: none are loaded, since the load of another request brings them sooner. `load_ns`: how long all of the
-    offer would have taken; `worth_ns`: how long it could have.
+    `is_awaited`: no pages are loaded, since the load of another request brings them sooner. `load_ns`: the time to load
+    the whole offer; `worth_ns`: the most time that it was worth.
     """
 
     num_pages: int
@@ -106,7 +106,7 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """A load ended: the request has its first `num_pages` pages, so many of them from each tier below."""
+    """A load ended: the request has its first `num_pages` pages, `by_tier` of them from each tier below."""
 
     request: int
     num_pages: int
@@ -114,10 +114,10 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
 
 
 class TransferTotals(msgspec.Struct, frozen=True):
-    """What moved between the tiers of one engine so far.
+    """Totals of transfers between the tiers of one engine so far.
 
-    `counts`: of what happened, by name. `num_bytes`: by channel. `num_evicted_pages`: by tier below the device.
-    `waited_ns`: by channel, how long requests waited for loads, all together.
+    `counts`: events by name. `num_bytes`: by channel. `num_evicted_pages`: by tier below the device. `waited_ns`: by
+    channel, the total time that requests waited for loads.
     """
 
     counts: dict[str, int]

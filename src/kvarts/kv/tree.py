@@ -1,23 +1,23 @@
-"""The prefix tree: which full pages are resident, which follow which, and which page goes first.
+"""The prefix tree: which full pages are resident, which follow which, and which page is evicted next.
 
-A node is a run of pages with one history: wherever one page of the run was referenced, released or hit, all were.
-Everything is done to runs, so the cost does not depend on how many pages they have, and the outcome is exactly that of
-a page-by-page list:
+A node is a run of pages with one history: wherever one page of the run was referenced, released or hit, all were. All
+operations are on runs, so the cost does not depend on their number of pages, and the outcome is exactly that of a
+page-by-page list:
 
-* runs that nothing references are listed by an `EvictionOrder`, which is told of them deepest first; eviction takes
-  the run that the order names and eats it from its tail;
+* runs that nothing references are listed by an `EvictionOrder`, which receives them deepest first; eviction takes
+  the run that the order names and removes pages from its tail;
 * a hit inside a run splits it: the head leaves the order with the hit, the tail keeps its place;
-* a request that computes what is resident already keeps its own copy (a *twin*). The copy made first is the one
+* a request that computes pages that are already resident keeps its own copy (a *twin*). The oldest copy is the one
   that is found; when it is evicted, the next takes its place.
 
 The tree knows neither requests nor tokens, only paths: the list of nodes that a holder pinned, root side first.
-Splitting keeps the tail's identity, so a path stays valid: what was split off lies before its node, by `parent`.
+Splitting keeps the tail's identity, so a path stays valid: a head that was split off is reached by `parent`.
 
-A transfer *holds* runs without referencing them: they are in use, so eviction passes them by, but they keep their place
-in the order. A copy to another tier changes nothing about what is evicted when. What comes before a held run is not
-held by that, only passed by as long as anything else can go. When nothing else can, the held run leaves the tree with
-it, an *orphan* that cannot be found any more, and its pages are empty when the last hold ends. So every cached page can
-be evicted, whatever is held.
+A transfer *holds* runs without referencing them: they are in use, so eviction skips them, but they keep their place in
+the order. A copy to another tier does not change the order of eviction. The runs before a held run are not held by it,
+only skipped as long as any other run can be evicted. When no other can, the held run leaves the tree with them: it
+becomes an *orphan* that cannot be found any more, and its pages are empty when the last hold ends. So every cached page
+can be evicted, whatever is held.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["Node", "Path", "PrefixTree"]
 
 
 class PrefixTree:
-    """Owner of all nodes and of their references. Takes no pages and frees none: it says which.
+    """Owner of all nodes and of their references. It takes and frees no pages, but returns those to free.
 
-    `order` says which run is evicted next. `tell`, where given, is told what becomes findable and what is evicted.
-    `watcher`, where given, is told of all runs; most often it is the order as well.
+    `order` chooses the next run to evict. `tell`, if given, receives events of pages that become findable or are
+    evicted. `watcher`, if given, is notified of all runs; usually it is the order as well.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PrefixTree:
         self.tell = tell
         self.num_cached = 0
         self.on_removed: Callable[[Node, int, int], object] | None = None
-        """Is told of pages [start, end), the last ones of a node, that can no longer be found."""
+        """Called for pages [start, end), the last ones of a node, that can no longer be found."""
         self._watcher = watcher
         self._roots: dict[str | None, Node] = {}
 
@@ -88,7 +88,7 @@ class PrefixTree:
         return Match(content, nodes, position, num_shared)
 
     def has(self, content: Content, page: int) -> bool:
-        """Return whether `page` of `content` is resident, and so all before it."""
+        """Return whether `page` of `content` is resident, and thus all pages before it."""
         position = 0
         node = self._roots.get(content.salt)
         while node is not None and node.children:
@@ -107,7 +107,7 @@ class PrefixTree:
     # Holding ----------------------------------------------------------------------------------------------
 
     def cut(self, match: Match) -> Path:
-        """Return the runs of `match`, the last one split where it ends."""
+        """Return the runs of `match`; the last one is split where the match ends."""
         nodes = match.nodes
         if nodes and nodes[-1].end > match.num_pages:
             nodes[-1] = self._split(nodes[-1], match.num_pages)
@@ -128,7 +128,7 @@ class PrefixTree:
         return nodes
 
     def hold_pages(self, pages: HeldPages) -> None:
-        """Keep `pages`, in all their copies, from being evicted, each in its place, until `unhold`."""
+        """Protect `pages`, in all their copies, from eviction until `unhold`; each keeps its place."""
         for node in walk(pages.runs, pages.start):
             for copy in node.twins or (node,):
                 if not (copy.refs or copy.holds):
@@ -139,7 +139,7 @@ class PrefixTree:
                     copy.holds += 1
 
     def keep(self, path: Path) -> int:
-        """Note that `path`, which is pinned, is kept for later; return how many of its pages were not yet."""
+        """Record that `path`, which is pinned, is kept for later; return how many of its pages were not kept before."""
         num_pages = 0
         for node in walk(path):
             if not node.pins:
@@ -148,7 +148,7 @@ class PrefixTree:
         return num_pages
 
     def unkeep(self, path: Path) -> int:
-        """End what `keep` began; return how many pages are not kept any more."""
+        """Undo a `keep`; return how many pages are not kept any more."""
         num_pages = 0
         for node in walk(path):
             node.pins -= 1
@@ -158,7 +158,7 @@ class PrefixTree:
         return num_pages
 
     def unhold(self, pages: HeldPages) -> list[Node]:
-        """End what `hold_pages` began; return the orphans that nothing holds any more, to be given back."""
+        """End a `hold_pages`; return the orphans that nothing holds any more, whose pages must be freed."""
         orphans = []
         for node in walk(pages.runs, pages.start):
             for copy in node.twins or (node,):
@@ -189,7 +189,7 @@ class PrefixTree:
                 and not (last.children or last.twins or last.holds)
                 and (watcher is None or watcher.may_grow(last))
             ):
-                # The holder is alone with a leaf of which the order remembers nothing: the run grows.
+                # The holder is alone with a leaf about which the order has no state: the run grows.
                 last.end = end
                 before = last.content
                 last.content = content
@@ -229,8 +229,8 @@ class PrefixTree:
             watcher.extended(last, last.start)
 
     def release(self, path: Path) -> None:
-        """Drop the references of `path`, deepest page first; what nothing references is cached from now on."""
-        # `walk` spelled out: this runs for every request.
+        """Drop the references of `path`, deepest page first; pages without references are cached from now on."""
+        # `walk`, inlined: this runs for every request.
         released = []
         index = len(path)
         while index:
@@ -258,7 +258,7 @@ class PrefixTree:
             return nodes
         last = path[-1]
         if last.end == end and last.start <= start:
-            # What is asked for is most often the end of one run.
+            # Usually the request is for the end of one run.
             if last.start < start:
                 self._split(last, start)
             nodes.append(last)
@@ -279,7 +279,7 @@ class PrefixTree:
     # Evicting ---------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> list[PageId]:
-        """Forget `count` pages, those that go first; return their ids in that order, if pages have ids."""
+        """Evict the next `count` pages; return their ids in that order, if pages have ids."""
         assert count <= self.num_cached, f"{count} pages to evict, {self.num_cached} cached"
         self.num_cached -= count
         page_ids: list[PageId] = []
@@ -287,7 +287,8 @@ class PrefixTree:
         while count:
             node = order.next_run()
             while node.children and node.twins is None and not node.holds:
-                # What follows it goes first; an order that keeps that itself names such a run only if that is held.
+                # Runs after it are evicted first; an order that ensures that itself names such a run only if they are
+                # held.
                 node = next(reversed(node.children.values()))
             if node.holds:
                 node = self._next_without_followers()
@@ -321,7 +322,7 @@ class PrefixTree:
         return root
 
     def _next_without_followers(self) -> Node:
-        """Return the first run that can go and that nothing follows; if need be, orphan what follows the first."""
+        """Return the first run without followers that can be evicted; if need be, orphan the followers of the first."""
         node: Node
         for node in self.order:
             if not node.holds and (node.twins is not None or not node.children):
@@ -336,7 +337,7 @@ class PrefixTree:
         return first
 
     def _orphan(self, node: Node) -> None:
-        """Take a leaf that only transfers hold, with all its copies, out of the tree: what is before it is evicted."""
+        """Remove a leaf and its copies, held only by transfers, from the tree: the run before it is evicted."""
         assert not node.refs, f"{node} is in use, and what is before it is not"
         copies = node.twins or [node]
         for copy in copies:
@@ -351,7 +352,7 @@ class PrefixTree:
             self._tell_removed(node, node.start, node.end)
 
     def _tell_removed(self, node: Node, start: int, end: int) -> None:
-        """Tell that pages [start, end), the last ones of `node`, can no longer be found."""
+        """Report that pages [start, end), the last ones of `node`, can no longer be found."""
         if self.tell is not None:
             self.tell(PagesRemoved(node.content, start, end, is_held=node.is_orphan))
         if self.on_removed is not None:
@@ -384,13 +385,13 @@ class PrefixTree:
                 head.twins = heads
         for head, tail in zip(heads, tails, strict=True):
             if tail.refs == 0:
-                self.order.split(head, tail)  # deeper pages go first
+                self.order.split(head, tail)  # deeper pages are evicted first
         if self._watcher is not None:
             self._watcher.divided(heads, tails)
         return heads[tails.index(node)]
 
     def _add_twin(self, first_copy: Node, content: Content, end: int, parent: Node) -> Node:
-        """Add a copy of as much of the run as `content` up to `end` has in common with it."""
+        """Add a copy of the part of the run that it has in common with `content` up to `end`."""
         start = first_copy.start
         common = content.common_pages(first_copy.content, start, min(end, first_copy.end))
         if common < first_copy.end:
@@ -407,7 +408,7 @@ class PrefixTree:
         return twin
 
     def _remove(self, node: Node) -> None:
-        """Take a whole unreferenced run out of the order and out of the tree."""
+        """Remove a whole unreferenced run from the order and from the tree."""
         self.order.removed(node)
         twins = node.twins
         parent = node.parent
@@ -434,7 +435,7 @@ class PrefixTree:
     # Looking ----------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
-        """Return every resident run, twins included, parents before children."""
+        """Iterate over all resident runs, twins included, parents before children."""
         stack = list(self._roots.values())
         while stack:
             for child in (stack.pop().children or {}).values():

@@ -19,6 +19,7 @@ from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler
+from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.chat import render_chat
 from kvarts.llm.detokenizing import DetokenizingExecutor
@@ -80,6 +81,8 @@ class LLM:
     tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
     now.
 
+    `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
+
     `speculative_config`: enables speculative decoding, where guessed tokens are computed in the same step and accepted
     if they are right: a SpeculativeConfig, a mapping of its fields, or `ngram`. It changes no token.
 
@@ -113,6 +116,7 @@ class LLM:
         kv_groups: str = "off",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
+        eviction: Callable[[], EvictionOrder] = LruOrder,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         clock: Clock | None = None,
         readers: Sequence[EventReader] = (),
@@ -192,6 +196,7 @@ class LLM:
             readers=readers,
             audit=audit,
             offload=below,
+            make_order=eviction,
             drafter=drafter,
         )
         self.kv_groups = kv_groups

@@ -1,1 +1,1 @@
-"""Tiers below the device: what they hold, what is stored there and when, and the transfers to and from them."""
+"""Tiers below the device: their contents, store policies, and the transfers to and from them."""

@@ -12,7 +12,7 @@ NS_PER_S = 1_000_000_000
 class Channel:
     """Carries transfers one after the other, in the order in which they were submitted, while the device computes.
 
-    `name`: what reports call it.
+    `name`: its name in reports.
     """
 
     __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "name", "num_bytes", "num_transfers")
@@ -26,17 +26,17 @@ class Channel:
         self.num_transfers = 0
 
     def wait_ns(self, now_ns: int) -> int:
-        """Return how long a transfer that is submitted at `now_ns` waits for those before it."""
+        """Return how long a transfer submitted at `now_ns` waits for earlier ones."""
         return self._free_ns - now_ns if self._free_ns > now_ns else 0
 
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
-        """Return in how long a transfer of `num_bytes` would have ended that is submitted at `now_ns`."""
+        """Return the time from `now_ns` until a transfer of `num_bytes` submitted then would end."""
         return self.wait_ns(now_ns) + self._latency_ns - (-num_bytes * NS_PER_S // self._bytes_per_s)
 
     def num_within(self, now_ns: int, bound_ns: int, unit_bytes: int) -> int:
-        """Return how many units of `unit_bytes` a transfer submitted at `now_ns` could have carried within `bound_ns`.
+        """Return how many units of `unit_bytes` a transfer submitted at `now_ns` could carry within `bound_ns`.
 
-        At least one if nothing is under way: a slow channel carries a unit at a time.
+        At least one if the channel is idle, so that a slow channel carries one unit at a time.
         """
         wait_ns = self.wait_ns(now_ns)
         left_ns = bound_ns - wait_ns - self._latency_ns
@@ -44,16 +44,16 @@ class Channel:
         return num_units if wait_ns or num_units else 1
 
     def passed_over(self) -> None:
-        """Take note that nothing was submitted because it would have taken too long: a known channel stays as it is."""
+        """Note that a transfer was not submitted because of its long wait. Ignored by a channel of known speed."""
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
-        """Take note that a transfer of `num_bytes` has ended, as a known channel has said it would."""
+        """Note that a transfer of `num_bytes` has ended. A channel of known speed has predicted it exactly."""
 
     def submit(self, now_ns: int, num_bytes: int) -> int:
-        """Return when a transfer of `num_bytes` that is submitted at `now_ns` ends.
+        """Return when a transfer of `num_bytes` submitted at `now_ns` ends.
 
-        It starts when the transfer before it has ended, and takes the latency plus the bytes over the bandwidth,
-        rounded up to whole nanoseconds. Raise TooLateError for one that does not end in time.
+        It starts when the previous transfer has ended, and takes the latency plus the bytes over the bandwidth, rounded
+        up to whole nanoseconds. Raise TooLateError if the end is beyond LATEST_NS.
         """
         self.num_bytes += num_bytes
         self.num_transfers += 1

@@ -1,4 +1,4 @@
-"""What the tiers below the device are built from."""
+"""Configuration of the tiers below the device."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ __all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
 OffloadPolicy = Literal["eager", "lazy"]
 
 Size = int | str
-"""Bytes, or as people write them: 64GiB."""
+"""Bytes, as a number or with a unit: 64GiB."""
 Rate = int | str
-"""Bytes a second, or as people write them: 50GB/s."""
+"""Bytes per second, as a number or with a unit: 50GB/s."""
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Host memory, and files, below one engine. Raises ConfigError for a value out of range.
 
-    `host_pages` or `host_memory`: how much host memory; none of both, no tier. `policy`: `eager` stores a page in the
-    step after it became complete; `lazy` stores cached pages so that the next `target_free` pages that are taken lose
-    nothing (left out: eight times the pages of a step's token budget, but at most an eighth of host memory, and at
-    least twice the budget). `h2d`, `d2h`: bandwidth towards and from the device; `latency_us` comes on top
-    of every transfer. `kv_bytes_per_token`: what a token weighs; the default is that of Llama 3.1 8B in 16 bits.
-    `full_prompt_hits`: a load may cover a whole prompt; then its last token alone is computed again. `workers`: how
-    many must report a transfer before it is complete.
+    `host_pages` or `host_memory`: the size of host memory; without either, nothing is stored. `policy`: `eager` stores
+    a page in the step after it became complete; `lazy` stores cached pages so that the next `target_free` allocated
+    pages lose nothing (default: eight times the pages of a step's token budget, but at most an eighth of host memory,
+    and at least twice the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every
+    transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits.
+    `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again. `workers`: how many
+    must report a transfer before it is complete.
 
-    `disk_pages` or `disk_memory`: files below host memory, which are written as soon as a page is in host memory;
-    `disk_read`, `disk_write` and `disk_latency_us` are theirs. `store_within_ms`: a page is stored once its channel
-    would have carried it within so long, and stays wanted until then. `deadline_s`: a transfer that an executor has not
-    reported within so long counts as failed; virtual time knows when each ends. `fail_every`: every so many transfers
-    one fails; 0: none.
+    `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
+    host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
+    stored once its channel could carry it within this time, and stays wanted until then. `deadline_s`: a transfer that
+    an executor has not reported within this time counts as failed; in virtual time, ends are known. `fail_every`: one
+    in `fail_every` transfers fails; 0: no transfer does.
     """
 
     host_pages: Annotated[
@@ -180,11 +180,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self._num_pages("disk_pages", "disk_memory", page_size)
 
     def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each tier below the device, the fastest first, by its name."""
+        """Return the pages of each lower tier, the fastest first, by its name."""
         return {spec.name: spec.num_pages for spec in self.tier_specs(page_size)}
 
     def tier_specs(self, page_size: int) -> tuple[TierSpec, ...]:
-        """Return the tiers below the device, the fastest first; none without host memory."""
+        """Return the lower tiers, the fastest first; empty without host memory."""
         host, disk = self.num_host_pages(page_size), self.num_disk_pages(page_size)
         if not host:
             return ()
@@ -209,7 +209,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
     ) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`; None for none. `known_keys`, `namespace`: see FilesBelow."""
+        """Prepare tiers below an engine of `config`; None without tiers. `known_keys`, `namespace`: see FilesBelow."""
         if not self.tiers(config.page_size):
             return None
         from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
@@ -218,13 +218,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def is_lazy(self) -> bool:
-        """Whether what is stored depends on what is evicted next."""
+        """Whether stores depend on the next evictions of the device."""
         return self.policy == "lazy"
 
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
         """Return the blocks of each tier below a device with the KV groups of `memory`, by its name.
 
-        Raise ConfigError for what knows whole pages only.
+        Raise ConfigError for options that support whole pages only.
         """
         given = {"kv_groups": "kv_groups"}
         if self.num_disk_pages(page_size):
@@ -257,13 +257,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tell: Tell | None = None,
         prefill: PrefillTimes | None = None,
     ) -> PartOffloader:
-        """Open the tier below `cache`. `tell` receives what happens; `prefill`: see PreparedTiers."""
+        """Open the tier below `cache`. `tell` receives its events; `prefill`: see PreparedTiers."""
         from kvarts.offload.opening import open_part_offloader  # only engines with tiers pay for it
 
         return open_part_offloader(self, config, cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill)
 
     def bytes_per_s(self, field: str) -> int:
-        """Return the bandwidth that is called `field`."""
+        """Return the bandwidth of option `field`."""
         value: Rate = getattr(self, field)
         return value if isinstance(value, int) else _parsed(parse_rate, value, field)
 
@@ -278,7 +278,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self._bytes(memory) // page_bytes
 
     def _refuse_less_than(self, least_bytes: int, memory: str, what: str) -> None:
-        """Raise SettingError for a size that holds nothing, unless it is 0, which is no tier."""
+        """Raise SettingError for a size smaller than one unit, unless it is 0, which means no tier."""
         if 0 < self._bytes(memory) < least_bytes:
             size = getattr(self, memory)
             shown = f"{size} bytes" if str(size).strip().isdecimal() else size
@@ -291,7 +291,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return value if isinstance(value, int) else _parsed(parse_bytes, value, field)
 
     def for_model(self, kv_bytes_per_token: int) -> OffloadConfig:
-        """Return the same for a model with tokens of `kv_bytes_per_token`."""
+        """Return this configuration for a model with tokens of `kv_bytes_per_token`."""
         return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token)
 
     def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
@@ -310,10 +310,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
-    """Tiers with files that another run has left: pages `known_keys`, in `namespace`, as FileTier takes them.
+    """Tiers with files left by another run: pages `known_keys`, in `namespace`, as in FileTier.
 
-    Without a namespace it is the fingerprint of the executor's model. Where the executor has none, pages are read by
-    the engine that wrote them alone.
+    The default namespace is the fingerprint of the executor's model. Without a fingerprint, pages are read
+    only by the engine that wrote them.
     """
 
     config: OffloadConfig
@@ -321,12 +321,12 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str | None = None
 
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> TiersToOpen | None:
-        """Prepare the tiers below an engine of `config`; None for none."""
+        """Prepare the tiers below an engine of `config`; None without tiers."""
         return self.config.prepare(config, make_order, known_keys=self.known_keys, namespace=self.namespace)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether what is stored depends on what is evicted next."""
+        """Whether stores depend on the next evictions of the device."""
         return self.config.is_lazy
 
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The tier of files: pages are named by their keys, so it finds pages again that an earlier process stored."""
+"""The tier of files: pages are named by their keys, so pages stored by an earlier process are found again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FileTier(MemoryTier):
         return self.index.num_cached + len(self._unknown)
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """Call these from now on for runs that become findable, and for runs that no longer are."""
+        """Set the callbacks for runs that become findable or stop being findable."""
         self._tell_removed = on_removed
         super().listen(on_stored, self._on_gone)
 
@@ -124,7 +124,7 @@ class FileTier(MemoryTier):
         return load
 
     def reset(self) -> None:
-        """Forget all pages, also those of earlier processes."""
+        """Drop all pages, also those of earlier processes."""
         super().reset()
         self.index.pool.give(len(self._unknown), None)
         self._dropped.update(self._unknown)

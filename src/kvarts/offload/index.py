@@ -1,14 +1,14 @@
-"""The index of one tier below the device: which pages it holds, which are coming, and which goes first.
+"""The index of one lower tier: the pages that it holds, the pages that are coming, and the order of eviction.
 
-A tree of runs, as on the device, with two differences. A page has one copy at most. And a run may be a *hole*: its
-pages are not in the tier, but pages after it are, and can be used as long as the device has the hole's pages.
+A tree of runs, as on the device, with two differences. A page has at most one copy. And a run may be a *hole*: its
+pages are not in the tier, but later pages are, which can be used as long as the device has the hole's pages.
 
-Recency is that of whole prefixes: an operation that touches a page touches all pages before it, and the deepest page
-goes first, so what remains of a sequence is always a prefix of it. A pin is its deepest run: everything from there to
-the root is pinned. A run that leaves the tree while it is pinned is *doomed*: it cannot be found, and its pages are
-given back when the last pin ends.
+Recency applies to whole prefixes: touching a page touches all pages before it, and the deepest page is evicted first,
+so the rest of a sequence is always a prefix of it. A pin is identified by its deepest run: everything from there to the
+root is pinned. A run that is removed from the tree while it is pinned is *doomed*: it cannot be found, and its pages
+are released when the last pin ends.
 
-Longer than other files: pins, placements and recency are of one tree, and all its operations keep the same laws, which
+Longer than other files: pins, placements and recency concern one tree, and all its operations keep the same laws, which
 `index_laws.py` states.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["TierIndex"]
 class TierIndex:
     """Owner of one tier's pages: empty, cached, or in use because they are pinned, coming or doomed.
 
-    `on_stored` and `on_removed` are called for runs that become findable and for runs that no longer are.
+    `on_stored` and `on_removed` are called for runs that become or stop being findable.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TierIndex:
     ) -> None:
         self.pool: Pool = IdPool(num_pages) if with_slots else CountPool(num_pages)
         self.num_cached = 0
-        """Findable pages that nothing pins."""
+        """Findable pages that are not pinned."""
         self.num_evicted = 0
         self.num_refused = 0
         """Pages that were not stored because no room could be made."""
@@ -55,7 +55,7 @@ class TierIndex:
 
     @property
     def num_used(self) -> int:
-        """Pages that are pinned, coming, or doomed and not yet given back."""
+        """Pages that are pinned, coming, or doomed and not yet released."""
         return self.pool.total - self.pool.num_empty - self.num_cached
 
     @property
@@ -98,7 +98,7 @@ class TierIndex:
         return node
 
     def pin_stored(self, content: Content, start: int, limit: int) -> TierRun | None:
-        """Pin what `find` finds, with all runs before it; return the deepest run of it, or None if that is nothing."""
+        """Pin the pages that `find` counts, and all runs before them; return the deepest run; None without pages."""
         node, position, cut = self._stored_from(content, start, limit)
         if node is None or position <= start:
             return None
@@ -108,7 +108,7 @@ class TierIndex:
         return node
 
     def unpin_from(self, run: TierRun, end: int) -> TierRun:
-        """End one pin of `run` for the pages from `end` on, and keep it for those before; return their deepest run."""
+        """End one pin of `run` for the pages from `end` on, and keep it for earlier ones; return their deepest run."""
         node = run
         while node.start >= end:
             assert node.parent is not None
@@ -119,9 +119,9 @@ class TierIndex:
         return node
 
     def unpin(self, run: TierRun, stop: TierRun | None = None) -> None:
-        """End one pin; `run` is what `pin` returned, and may be no run of the tree any more.
+        """End one pin. `run` is the result of `pin`, and may have been removed from the tree.
 
-        `stop`: what is pinned on, with all before it.
+        `stop`: the run that stays pinned, with all runs before it.
         """
         node = run
         while node is not stop and node.parent is not None:
@@ -144,7 +144,7 @@ class TierIndex:
                 self._join(run, child)
 
     def slots_of(self, run: TierRun, start: int) -> tuple[PageId, ...] | None:
-        """Return the ids of the pages from `start` to the end of `run`, all of which are stored."""
+        """Return the ids of the pages from `start` to the end of `run`, which must all be stored."""
         if not self._with_slots:
             return None
         slots: list[PageId] = []
@@ -173,7 +173,7 @@ class TierIndex:
                     and node.children is not None
                     and len(node.children) == 1
                 ):
-                    # Nothing else follows it, and no pin ends at it: it has the history of what follows.
+                    # No other run follows it, and no pin ends at it: both have the same history.
                     self._join(node, below)
                 else:
                     _list_before(ring, node)
@@ -182,12 +182,12 @@ class TierIndex:
                 below = None
             node = parent
 
-    # Coming and going -------------------------------------------------------------------------------------
+    # Storing and removing ---------------------------------------------------------------------------------
 
     def place(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
     ) -> Placement | None:
-        """Make room for those of the pages [start, end) that are missing; None if none is or no room can be made.
+        """Make room for the missing pages of [start, end); None if all are present or no room can be made.
 
         If there is not room for all, or more than `limit` are missing, place the first of them, or the last if
         `deepest_first`. `settle` must follow.
@@ -253,7 +253,7 @@ class TierIndex:
         return placement
 
     def settle(self, placement: Placement, *, is_stored: bool) -> None:
-        """End a placement: its pages are stored, or will never come."""
+        """End a placement: its pages are stored, or will never arrive."""
         node: TierRun = placement.run
         arrived = []
         first = placement.segments[0].start
@@ -273,13 +273,13 @@ class TierIndex:
         if self.on_stored is not None:
             for node in reversed(arrived):
                 self.on_stored(node)
-        # Last: what arrived may be joined to what was before it, or follows it.
+        # Last, because `touch` may join the stored runs to the run before them or after them.
         if is_stored:
             self.touch(placement.run)
         self.unpin(placement.run)
 
     def drop(self, content: Content, page: int) -> None:
-        """Forget `page` and all pages after it."""
+        """Drop `page` and all later pages."""
         for run, _, position in self._path(content, page + 1):
             if position > page:
                 if run.start < page:
@@ -287,7 +287,7 @@ class TierIndex:
                 self._drop(run)
 
     def lose(self, content: Content, start: int, end: int) -> None:
-        """Take note that the device no longer has pages [start, end): pages after a hole there cannot be used."""
+        """Note that the device no longer has pages [start, end): pages after a hole in them cannot be used."""
         if not self.num_holes:
             return
         for run, _, position in self._path(content, end):
@@ -298,12 +298,12 @@ class TierIndex:
                 return
 
     def reset(self) -> None:
-        """Forget all pages. Pinned and coming pages are given back when that ends, and are never found again."""
+        """Drop all pages. Pinned and coming pages cannot be found again, and are released when that ends."""
         for root in self._roots.values():
             for run in list((root.children or {}).values()):
                 self._drop(run)
 
-    # Inside -----------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------
 
     def _pin(self, run: TierRun) -> None:
         node = run
@@ -314,7 +314,7 @@ class TierIndex:
             node = node.parent
 
     def _walk(self, content: Content, end: int) -> tuple[TierRun, int, TierRun | None]:
-        """Return the deepest run wholly within the first `end` pages, how many of these are known, and a cut run."""
+        """Return the deepest run wholly within `end` pages, the number of known pages, and a run cut by the end."""
         node = self._roots.get(content.salt)
         if node is None:
             node = self._roots[content.salt] = _root()
@@ -330,7 +330,7 @@ class TierIndex:
         return node, position, None
 
     def _stored_from(self, content: Content, start: int, limit: int) -> tuple[TierRun | None, int, TierRun | None]:
-        """Return as `_walk` does, but end before the first run that is not stored and has pages from `start` on."""
+        """Do the same as `_walk`, but stop before the first run that has pages from `start` on and is not stored."""
         node = self._roots.get(content.salt)
         position = 0
         while node is not None and position < limit and node.children:
@@ -352,7 +352,7 @@ class TierIndex:
         return (node if run_in_part is None else self._split(run_in_part, position)), position
 
     def _path(self, content: Content, end: int) -> Iterator[tuple[TierRun, int, int]]:
-        """Iterate over the known runs of the first `end` pages, each with the first and last position it shares."""
+        """Yield the known runs of the first `end` pages, each with the first and last position in common."""
         position = 0
         node = self._roots.get(content.salt)
         while node is not None and position < end and node.children:
@@ -406,7 +406,7 @@ class TierIndex:
             head.slots = run.slots[: at - run.start]
             del run.slots[: at - run.start]
         if run.newer is not None:
-            _list_before(run.newer, head)  # deeper pages go first
+            _list_before(run.newer, head)  # deeper pages are evicted first
         parent.children[head.key] = head
         run.start = at
         run.key = run.content.key(at)
@@ -415,7 +415,7 @@ class TierIndex:
         return head
 
     def _join(self, head: TierRun, tail: TierRun) -> None:
-        """Make `head`, which is in no list, and `tail`, which alone follows it, one run, which is `tail`."""
+        """Join `head`, which must not be listed, to `tail`, its only child. The result is `tail`."""
         parent = head.parent
         assert parent is not None and parent.children is not None
         if head.slots is not None:
@@ -428,7 +428,7 @@ class TierIndex:
         parent.children[tail.key] = tail
 
     def _evict(self, count: int) -> None:
-        """Make `count` cached pages empty."""
+        """Evict `count` cached pages."""
         while count > 0:
             run = self._ring.newer
             while run.pins:
@@ -477,7 +477,7 @@ class TierIndex:
                 self.on_removed(node.content, node.start, node.end)
 
     def _cut_off(self, run: TierRun) -> None:
-        """Remove `run` from the tree, and the holes before it that no run follows any more."""
+        """Remove `run` from the tree, and the holes before it that no longer precede any run."""
         self._unlink(run)
         node = run.parent
         while node is not None and node.parent is not None:
@@ -493,10 +493,10 @@ class TierIndex:
             del parent.children[run.key]
             self.num_holes -= run.state is NodeState.HOLE
 
-    # Looking ----------------------------------------------------------------------------------------------------------
+    # Inspection -------------------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[TierRun]:
-        """Iterate over all runs of the tree, holes included, parents before children."""
+        """Yield all runs of the tree, holes included, parents before children."""
         stack = list(self._roots.values())
         while stack:
             for child in (stack.pop().children or {}).values():
@@ -504,7 +504,7 @@ class TierIndex:
                 stack.append(child)
 
     def recency(self) -> Iterator[TierRun]:
-        """Iterate over stored runs, the oldest first."""
+        """Yield stored runs, the oldest first."""
         run = self._ring.newer
         while run is not self._ring:
             yield run

@@ -1,8 +1,8 @@
-"""A tier of places that is asked by opaque keys: those of another engine, without their tokens.
+"""A tier of places addressed by opaque keys: those of another engine, without their tokens.
 
-The keys of a sequence are told in the order of its prefix, and an operation on a prefix makes all of it recent, the
-deepest key least. So the key that goes first is the deepest of the prefix that was used longest ago, and what remains
-of a sequence is a prefix of it. A key that is pinned, or is coming, is passed over.
+The keys of a sequence are given in the order of its prefix, and an operation on a prefix makes all of it recent, the
+deepest key least. So the next evicted key is the deepest of the least recently used prefix, and the rest of a sequence
+is always a prefix of it. Keys that are pinned or coming are skipped.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ class KeyedTier:
         return sum(1 for entry in self._entries.values() if entry.pins or entry.is_coming)
 
     def state(self, key: bytes) -> KeyState:
-        """Return whether `key` is here. Changes nothing."""
+        """Return whether `key` is here, without changing its recency."""
         entry = self._entries.get(key)
         if entry is None:
             return KeyState.MISSING
         return KeyState.COMING if entry.is_coming else KeyState.STORED
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make those of `keys` that are here the most recent, deeper ones less; they are a whole prefix."""
+        """Make those of `keys` that are here the most recent, deeper ones less so. `keys` must be a whole prefix."""
         entries = self._entries
         for key in reversed(keys):
             if key in entries:
                 entries.move_to_end(key)
 
     def place(self, keys: Iterable[bytes], protected: Container[bytes] = ()) -> tuple[dict[bytes, int], list[bytes]]:
-        """Take places for those of `keys` that are missing, in prefix order; return these, and the keys evicted for it.
+        """Allocate places for the missing `keys`, in prefix order; return these, and the keys evicted for them.
 
         If there is not room for all, the first ones get places. Keys in `protected` are not evicted. The places are
         neither readable nor evicted until `settle`.
@@ -90,7 +90,7 @@ class KeyedTier:
         return places, evicted
 
     def settle(self, keys: Iterable[bytes], *, is_stored: bool = True) -> None:
-        """End the store of `keys` that are coming: they can be read from now on, or their places are empty."""
+        """End the store of `keys` that are coming: they become readable, or their places are released."""
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or not entry.is_coming:
@@ -100,7 +100,7 @@ class KeyedTier:
                 self.drop(key)
 
     def pin(self, keys: Iterable[bytes]) -> list[int]:
-        """Keep `keys`, all of which are stored, until `unpin`; return their places."""
+        """Keep `keys`, which must all be stored, until `unpin`; return their places."""
         places = []
         for key in keys:
             entry = self._entries[key]
@@ -118,13 +118,13 @@ class KeyedTier:
                 entry.pins -= 1
 
     def drop(self, key: bytes) -> None:
-        """Forget `key`, which is not pinned."""
+        """Drop `key`, which must not be pinned."""
         entry = self._entries.pop(key)
         assert not entry.pins, "a key is pinned and cannot go"
         self._empty.append(entry.place)
 
     def reset(self) -> None:
-        """Forget all keys. Nothing reads or writes their places any more."""
+        """Drop all keys. Their places must not be read or written any more."""
         self._entries.clear()
         self._empty = list(range(self.num_places - 1, -1, -1))
 

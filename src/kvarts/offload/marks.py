@@ -1,4 +1,4 @@
-"""What the eviction order of the device is told about the tiers: which runs these hold, will hold, or hold no more."""
+"""Marks for the device's eviction order: which runs lower tiers hold, will hold, or no longer hold."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Marks"]
 
 
 class Marks:
-    """Writes in `order` whether `tiers` hold the runs of `cache`. Without an order it does nothing.
+    """Records in `order` whether `tiers` hold the runs of `cache`. Without an order it does nothing.
 
-    `removed`: pages that left a tier and may be marked still, content, first page, page after the last;
-    `unmark_removed` takes them.
+    `removed`: pages that left a tier and may still be marked, as content, first page, page after the last;
+    `unmark_removed` consumes them.
     """
 
     def __init__(self, cache: PageCache, tiers: Sequence[Tier], order: SafeFirst | None) -> None:
@@ -28,9 +28,9 @@ class Marks:
         self.removed: list[tuple[Content, int, int]] = []
 
     def unmark_removed(self, below: Below = Below.FAILED) -> None:
-        """Mark pages that were removed below, as `below` says: they are lost if the device evicts them.
+        """Mark pages that were removed below with `below`: they are lost if the device evicts them.
 
-        They are not stored again while the device has them: a tier that is too small would be filled in turns, for
+        They are not stored again while the device has them: otherwise a tier that is too small would be refilled for
         ever.
         """
         order = self._order
@@ -54,9 +54,9 @@ class Marks:
         return num_held
 
     def mark_held(self, content: Content, start: int, end: int) -> int:
-        """Do the same; `regroup` of the order, which there must be, must follow."""
+        """Do the same without regrouping. Requires an order, and its `regroup` must follow."""
         if len(self._tiers) == 1:
-            # Nothing can be found below after something that cannot, neither there nor on the device.
+            # A page can be found below only if its prefix is, in the tier or on the device.
             num_held = self._tiers[0].find(content, start, end)
             if num_held:
                 self._mark_match(self._cache.match(content, start + num_held), start, Below.STORED)
@@ -69,7 +69,7 @@ class Marks:
         return num_held
 
     def mark_part(self, part: HeldPages, below: Below) -> bool:
-        """Mark what is held and still in the tree; return whether something is not. `regroup` must follow."""
+        """Mark held pages that are still in the tree; return whether some are not. `regroup` must follow."""
         assert self._order is not None
         nodes = list(walk(part.runs, part.start))
         resident = [node for node in nodes if not node.is_orphan]

@@ -1,11 +1,11 @@
-"""What goes on between the device and the tiers below it.
+"""Transfers between the device and the tiers below it.
 
-The scheduler asks how much of a prompt is below (`lookup`), has it loaded (`start_load`), and has pages stored
-(`plan_stores`). Transfers end when every worker has reported them, or, in virtual time, when their channel is done.
-What a transfer reads or writes is held from its beginning to its end, even if its request is cancelled.
+The scheduler looks up how much of a prompt is in lower tiers (`lookup`), loads it (`start_load`), and stores pages
+(`plan_stores`). Transfers end when every worker has reported them, or, in virtual time, when their channel is done. The
+source and target pages of a transfer are held from its beginning to its end, even if its request is cancelled.
 
 Longer than other files: stores, loads and spills work on the same three things, the device's order, the tiers and the
-transfers under way, and their parts would hand each other all of these.
+running transfers, so separate files would have to pass all of these to each other.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ PRUNE_AT = 10_000
 
 
 class Offloader(Transfers):
-    """Owner of the tiers below one device, of their channels, and of every transfer under way.
+    """Owner of the tiers below one device, of their channels, and of every running transfer.
 
-    `tiers`: the fastest first; what is stored in one goes on to the next. `policy`: what is stored below the device,
-    and when. `order`: what goes next of `cache`, for a policy that stores what is about to be evicted.
-    `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end when their
-    channel says so. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: none. `tell` receives
-    what happens.
+    `tiers`: the fastest first; pages stored in one are then stored in the next. `policy`: which pages are stored below
+    the device, and when. `order`: the eviction order of `cache`, for a policy that stores the pages that are evicted
+    next. `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the
+    time that their channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no
+    transfer does. `tell` receives events.
     """
 
     def __init__(
@@ -107,22 +107,22 @@ class Offloader(Transfers):
         self._marks = Marks(cache, self.tiers, order)
         if order is not None:
             order.on_grown = self._marks.mark_as_held
-            # What is safe may be in the second tier alone, and files may be there that this process never wrote.
+            # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
             order.hears_all = len(self.tiers) > 1
         self._spills: list[deque[tuple[Content, int, int]]] = [deque() for _ in self.tiers]
-        """By tier, what has come to it and is to go on to the next."""
+        """By tier, the pages that have arrived and are to be stored in the next tier."""
         self._is_behind = [False] * len(tiers)
-        """By tier, whether the way to the next is behind: nothing goes there before a transfer has ended."""
+        """By tier, whether the channel to the next is behind: no spill begins before a transfer has ended."""
         self._prune_at = PRUNE_AT
-        """How many runs may wait to go on before those are left out that have gone since."""
+        """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """The channels of each tier in turn: towards it, and back."""
+        """The channels of each tier in turn: to it, and from it."""
         return tuple(channel for connected in self._connected for channel in (connected.write, connected.read))
 
     def totals(self) -> TransferTotals:
-        """Return what moved so far."""
+        """Return totals of transfers."""
         return TransferTotals(
             msgspec.structs.asdict(self.counts),
             {channel.name: channel.num_bytes for channel in self.channels},
@@ -130,7 +130,7 @@ class Offloader(Transfers):
             dict(self._waited_ns),
         )
 
-    # The scheduler asks -----------------------------------------------------------------------------------
+    # Interface of the scheduler ---------------------------------------------------------------------------
 
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores of the step that starts at `now_ns`."""
@@ -158,9 +158,9 @@ class Offloader(Transfers):
                 self._begin_spills(place)
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
-        """Return what the tiers have of `content` in pages [start, limit), from `start` on; None if nothing.
+        """Return how much the tiers have of `content` in pages [start, limit), from `start` on; None without pages.
 
-        It is pinned for `request`, in place of what was pinned for it before.
+        These pages are pinned for `request`, in place of its previous pins.
         """
         position = start
         by_tier = []
@@ -177,14 +177,14 @@ class Offloader(Transfers):
     ) -> Weighed:
         """Return how many pages of `offer`, which begins at page `start`, to load for a prompt of `num_known` tokens.
 
-        `num_behind`: requests that wait behind it. `awaited`: what another load brings, where one does.
+        `num_behind`: requests that wait behind it. `awaited`: the pages of another request's load, if there is one.
         """
         return self._weigher.weigh(
             self._now_ns, offer, start, page_size, num_known, num_behind=num_behind, awaited=awaited
         )
 
     def forget(self, request: int) -> None:
-        """End the pins of what was offered to `request`."""
+        """End the pins of the offer to `request`."""
         for tier in self.tiers:
             tier.forget(request)
 
@@ -229,11 +229,11 @@ class Offloader(Transfers):
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
+        """Whether a store or a spill is due, independent of later changes on the device."""
         return self._has_spills or self._policy.has_work
 
     def num_pages(self) -> tuple[int, ...]:
-        """Return pages used and cached in each tier, one pair after the other."""
+        """Return pages used and cached in each tier, alternating."""
         counts: tuple[int, ...] = ()
         for tier in self.tiers:
             counts += tier.num_used, tier.num_cached
@@ -241,17 +241,17 @@ class Offloader(Transfers):
 
     @property
     def _has_spills(self) -> bool:
-        """Whether something is to be passed on to the next tier, and can be."""
+        """Whether there are pages to spill, and the channel to the next tier is not behind."""
         return any(wanted and not is_behind for wanted, is_behind in zip(self._spills, self._is_behind, strict=True))
 
     def pages_to_spare(self) -> int | None:
-        """Return how many pages can be taken in steps alike before the tiers must act; None: in the next step."""
+        """Return how many pages can be taken in identical steps before the tiers must act; None: in the next step."""
         if self._loaded or self._has_spills:
             return None
         spare = self._policy.pages_to_spare()
         if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.tiers)):
-            # Whatever follows a page that is lost goes with it, in that very step. A page that only the second tier has
-            # is lost to the first.
+            # When a page is lost, all pages after it are dropped in the same step. A page that only the second tier has
+            # is lost for the first.
             num_without_loss = self._cache.pool.num_empty
             if self._order is not None and len(self.tiers) == 1:
                 num_without_loss += self._order.num_safe
@@ -259,7 +259,7 @@ class Offloader(Transfers):
         return spare
 
     def reset(self) -> None:
-        """Forget what the tiers hold. Transfers under way end as they would have; what they store is not kept."""
+        """Drop all pages. Running transfers end as they would have; the pages that they store are dropped."""
         for tier in self.tiers:
             tier.reset()
         self._marks.unmark_removed(Below.NOT)
@@ -275,7 +275,7 @@ class Offloader(Transfers):
         room: int,
         held: list[tuple[HeldPages, ...]],
     ) -> TierStore | None:
-        """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none."""
+        """Prepare to store at most `room` of pages [start, end), and hold these; return None without any."""
         first = self.tiers[0]
         num_refused = first.num_refused
         path, end = self._policy.path(content, end, where)
@@ -318,7 +318,7 @@ class Offloader(Transfers):
         self._begin(under_way, end_ns, moves)
 
     def _begin_spills(self, place: int) -> None:
-        """Begin to copy what came to the tier at `place` to the next."""
+        """Begin to copy pages that have arrived in the tier at `place` to the next tier."""
         upper, lower = self.tiers[place], self.tiers[place + 1]
         wanted = self._spills[place]
         early: list[tuple[Content, int, int]] = []
@@ -334,7 +334,7 @@ class Offloader(Transfers):
                 continue
             num_above = self._num_above(place + 1, content, start)
             if num_above + lower.find(content, num_above, start) < start:
-                # The device has evicted what is before it, and the store of that to the tier above has not ended.
+                # The device has evicted the pages before it, and their store in the tier above has not ended.
                 upper.end_read(source)
                 early.append((content, start, end))
                 continue
@@ -358,7 +358,7 @@ class Offloader(Transfers):
                     part = slots[segment.start - start : segment.end - start]
                     moves.append(Move(lower.name, part, segment.slots))
             if not room and position < end:
-                # What was begun is not begun again, also if it fails.
+                # Pages whose spill has begun are not tried again, even if it fails.
                 wanted.appendleft((content, position, end))
         wanted.extendleft(reversed(early))
         self._is_behind[place] = not room or bool(early)
@@ -418,7 +418,7 @@ class Offloader(Transfers):
                     if is_whole:
                         has_orphans = self._marks.mark_part(part, Below.STORED)
                     else:
-                        # Stored again and again, the pages would be held for ever, with a request waiting for them.
+                        # Storing them again and again would hold the pages for ever, while a request waits for them.
                         self._marks.mark_part(part, Below.NOT if is_stored else Below.FAILED)
                         has_orphans = True
                     if has_orphans:
@@ -430,7 +430,7 @@ class Offloader(Transfers):
                 self._cache.unhold(part)
 
     def _lose_after_failed(self, stores: tuple[tuple[Tier, TierStore], ...]) -> None:
-        """Let go of what came meanwhile after pages that no tier above has any more and that were not stored."""
+        """Drop pages that were stored after pages that failed to be stored and that no faster tier has any more."""
         for tier, store in stores:
             for segment in store.segments:
                 num_above = self._num_above(self.tiers.index(tier), store.content, segment.end)
@@ -455,16 +455,16 @@ class Offloader(Transfers):
         loaded = Loaded(under_way.request, under_way.start_page + num_pages, tuple(by_tier.values()))
         self._loaded.append(loaded)
 
-    # What tiers and the device tell -----------------------------------------------------------------------
+    # Callbacks of the tiers and the device ----------------------------------------------------------------
 
     def _on_evicted(self, node: Node, start: int, end: int) -> None:
-        """Note what the device evicted, if a tier may have something that followed it."""
+        """Record an eviction of the device, if a tier may have later pages of the sequence."""
         order = self._order
         if order is None or order.hears_all or order.may_be_followed(node):
             self._gone.append((node.content, start, end))
 
     def _lose_gone(self) -> None:
-        """Forget what cannot be reached since the device evicted what is before it."""
+        """Drop pages that cannot be reached since the device evicted pages before them."""
         gone = self._gone
         if not gone:
             return
@@ -509,11 +509,11 @@ class Offloader(Transfers):
     # Laws -------------------------------------------------------------------------------------------------
 
     def holds(self) -> list[HeldPages]:
-        """Return what transfers hold on the device."""
+        """Return the pages that transfers hold on the device."""
         return [part for under_way in self._under_way.values() for pages in under_way.held for part in pages]
 
     def check(self) -> None:
-        """Assert laws L1 to L3 in every tier below."""
+        """Assert laws L1 to L3 in every lower tier."""
 
         def is_above(place: int, content: Content, num_pages: int) -> bool:
             return self._num_above(place, content, num_pages) >= num_pages

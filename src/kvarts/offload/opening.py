@@ -1,4 +1,4 @@
-"""Tiers on their way to being opened: the device's tree is made first, with an eviction order that knows of them."""
+"""Opening of tiers in two stages: the device's tree is made in between, with an eviction order that knows the tiers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ __all__ = ["TiersToOpen", "open_offloader", "open_part_offloader"]
 
 
 class TiersToOpen:
-    """The tiers of `offload`, below an engine of `config` that evicts by orders that `make_order` makes.
+    """The tiers of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
 
-    A lazy policy evicts first what a tier below holds as well. `known_keys` and `namespace`: see FilesBelow.
+    With a lazy policy, the device first evicts pages that a lower tier also holds. `known_keys` and `namespace`: see
+    FilesBelow.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class TiersToOpen:
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
     ) -> Offloader:
-        """Open the tiers below `cache`. `fingerprint`: of the model, for files without a namespace."""
+        """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
         namespace = self._namespace
         if namespace is None and with_page_ids:
             namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
@@ -93,7 +94,7 @@ def open_offloader(
     order: SafeFirst | None = None,
     prefill: PrefillTimes | None = None,
 ) -> Offloader:
-    """Open the tiers of `offload` below `cache`. `order`: what goes next of `cache`, for a lazy policy."""
+    """Open the tiers of `offload` below `cache`. `order`: the eviction order of `cache`, for a lazy policy."""
     assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
     tiers = []
     for spec in offload.tier_specs(page_size):
@@ -166,8 +167,8 @@ def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num
     """Return the pages that a lazy policy covers, above a tier of `num_pages` pages."""
     target_free = offload.target_free
     if target_free is None:
-        # What a few requests take at once, but little of a tier that is small.
+        # Enough for the pages that a few requests take at once, but a small part of a small tier.
         step_pages = -(-max_num_batched_tokens // page_size)
         target_free = max(2 * step_pages, min(8 * step_pages, num_pages // 8))
-    # More than the tier holds would be stored in turns, for ever.
+    # More pages than the tier holds would replace each other for ever.
     return min(target_free, num_pages)

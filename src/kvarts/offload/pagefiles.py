@@ -1,7 +1,7 @@
-"""Pages in files: one file a page, named by its key, written whole or not at all.
+"""Pages in files: one file per page, named by its key, written whole or not at all.
 
-A file has a header line, with its format, the key, the length and a checksum of the bytes, and then the bytes. It gets
-its name when it is complete; any other file in the directory, and any file that is cut short or changed, is no page.
+A file consists of a header with its format, the key, the length and a checksum of the bytes, followed by the bytes. It
+gets its name when it is complete. Other files in the directory, and files that are cut short or changed, are not pages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["MOST_KEY_BYTES", "PageFiles", "file_bytes"]
 MAGIC = b"kvarts page 1\n"
 MOST_KEY_BYTES = 64
 HEADS = [struct.Struct(f"<{len(MAGIC)}s{num_bytes}sQ16s") for num_bytes in range(MOST_KEY_BYTES + 1)]
-"""The header, by the length of the key, which the name of the file says."""
+"""The header, by the length of the key, which the name of the file gives."""
 
 
 def file_bytes(num_key_bytes: int, num_payload_bytes: int) -> int:
-    """Return the bytes of the file of a page."""
+    """Return the size of the file of a page."""
     return HEADS[num_key_bytes].size + num_payload_bytes
 
 
@@ -33,10 +33,10 @@ class PageFiles:
 
     Keys have 1 to MOST_KEY_BYTES bytes; for any other, `write` and `read` raise ConfigError.
 
-    The tier decides which pages go: `write` refuses a page that would exceed `max_bytes`. What is there at the
-    beginning and too much goes at once, the oldest first; so do unfinished files, which a killed process left. After
-    that nothing that the file system does is raised: what cannot be read is no page, and what cannot be written or
-    deleted is counted in `num_errors`.
+    The tier decides which pages are deleted: `write` refuses a page that would exceed `max_bytes`. At the beginning,
+    excess pages are deleted, the oldest first; so are unfinished files, which a killed process left. After that, errors
+    of the file system are not raised: a file that cannot be read is not a page, and files that cannot be written or
+    deleted are counted in `num_errors`.
     """
 
     def __init__(self, directory: Path | str, *, max_bytes: int) -> None:
@@ -47,7 +47,7 @@ class PageFiles:
         self.num_errors = 0
         """Files that could not be written or deleted."""
         self.num_unfinished = 0
-        """Unfinished files that were found, and removed where that was possible."""
+        """Unfinished files that were found, and removed if possible."""
         try:
             make_private(self.directory, lambda name: len(name) == 2 and not set(name) - HEX_DIGITS)
             unfinished, pages = self._found()
@@ -64,13 +64,13 @@ class PageFiles:
             self._sizes[bytes.fromhex(path.stem)] = size
             self.num_bytes += size
         self._unclaimed = dict.fromkeys(self._sizes)
-        """Pages found at the beginning that no tier has asked for: they make way."""
+        """Pages found at the beginning that no tier has claimed: they are deleted to make room."""
         self._make_room(0)
 
     def keys(self) -> list[bytes]:
         """Return the keys of all pages in the directory, in the order in which they were written.
 
-        From now on the caller decides when these go.
+        From now on the caller decides when these are deleted.
         """
         self._unclaimed.clear()
         return list(self._sizes)
@@ -112,19 +112,19 @@ class PageFiles:
         return payload if blake2b(payload, digest_size=16).digest() == digest else None
 
     def delete(self, key: bytes) -> None:
-        """Delete a page, if it is stored. A file that cannot be deleted is no page any more, and takes room."""
+        """Delete a page, if it is stored. A file that cannot be deleted takes room, but is not read any more."""
         self._unclaimed.pop(key, None)
         size = self._sizes.pop(key, 0)
         self.num_bytes -= size
         self._remove(self._path(key), size)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete pages that no tier has asked for, the oldest first, until there is room for `num_bytes`."""
+        """Delete pages that no tier has claimed, the oldest first, until there is room for `num_bytes`."""
         while self._unclaimed and self.num_bytes + num_bytes > self.max_bytes:
             self.delete(next(iter(self._unclaimed)))
 
     def _remove(self, path: Path, size: int) -> None:
-        """Delete a file of `size` bytes that is counted nowhere."""
+        """Delete a file of `size` bytes that is not counted."""
         try:
             path.unlink(missing_ok=True)
         except OSError:
@@ -153,7 +153,7 @@ class PageFiles:
             try:
                 status = path.lstat()
             except OSError:
-                continue  # it has gone since
+                continue  # it has been deleted since
             if not S_ISREG(status.st_mode):
                 continue
             found = status.st_mtime_ns, path, status.st_size
@@ -169,5 +169,5 @@ def _head(key: bytes) -> struct.Struct:
 
 Found = tuple[int, Path, int]
 UNFINISHED = ".kvarts-"
-"""How the name of a file begins that `kvarts.files.whole_file` has not finished."""
+"""Prefix of the names of files that `kvarts.files.whole_file` has not finished."""
 HEX_DIGITS = set("0123456789abcdef")

@@ -1,7 +1,7 @@
-"""What goes on between a device with KV groups and the host memory below it.
+"""Transfers between a device with KV groups and the host memory below it.
 
-As Offloader does it for runs of pages: stores wait when their lane is behind, loads are begun where they pay, what a
-transfer reads or writes is held until it ends. A transfer moves parts of pages, each of one or several blocks.
+They work as in Offloader, for runs of pages: stores wait while their lane is behind, loads begin if they save time, and
+the source and target of a transfer are held until it ends. A transfer moves parts of pages, each of one or more blocks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["PartOffloader"]
 
 MOST_IDLE = 16
 IDLE_WITHIN_NS = 10_000_000
-"""Of what nothing uses, stores hold at once as much as their lane carries in so long, or one in so many blocks."""
+"""Limit on unused blocks held by stores: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
 
 
 class PartsUnderWay(UnderWay, kw_only=True):
-    """Parts that are moved. `below`: what is pinned there. `above`: what a store holds on the device, run by run.
+    """A running transfer of parts. `below`: its pins in the tier. `above`: the runs that a store holds on the device.
 
-    `loading`: what a load fills, so that its request begins with the `num_loaded` pages from its first on.
+    `loading`: the parts that a load fills, so that its request begins with the `num_loaded` pages from its first on.
     """
 
     below: RunHolding
@@ -47,13 +47,13 @@ class PartsUnderWay(UnderWay, kw_only=True):
     loading: RunHolding | None = None
     num_loaded: int = 0
     num_idle: int = 0
-    """Blocks of `above` that nothing used when their store began."""
+    """Blocks of `above` that were unused when their store began."""
 
 
 class NewStore(msgspec.Struct, eq=False):
-    """A store that is about to begin: what it pins `below`, holds `above`, and copies, run by run.
+    """A store that is about to begin: its pins `below`, its holds `above`, and its copies, run by run.
 
-    `room`: how many blocks its lane carries soon enough.
+    `room`: how many blocks its lane can carry in time.
     """
 
     below: RunHolding
@@ -67,17 +67,17 @@ class NewStore(msgspec.Struct, eq=False):
 
 
 class Offered(msgspec.Struct, eq=False):
-    """What was offered to a request: `match` can be had with what `pin` pins in the tier."""
+    """An offer to a request: `match` becomes available with the parts that `pin` pins in the tier."""
 
     match: RunMatch
     pin: RunHolding
 
 
 class PartOffloader(Transfers):
-    """Owner of the tier below one device, of its channels, and of every transfer under way: LowerTiers for KV groups.
+    """Owner of the tier below one device, of its channels, and of every running transfer: LowerTiers for KV groups.
 
-    `cache`: the device's. `write` and `read`: towards the tier, and back. `policy`: what is stored, and
-    when. Others as in Offloader.
+    `cache`: the device's. `write` and `read`: channels to the tier, and from it. `policy`: which parts are stored, and
+    when. Other arguments are as in Offloader.
     """
 
     full_prompt_hits: bool = False
@@ -117,17 +117,17 @@ class PartOffloader(Transfers):
         self._block_bytes = cache.block_bytes
         self._num_stored = [0] * len(tier.part_blocks)
         self._num_loaded = list(self._num_stored)
-        """Parts by group that arrived so far, below and above."""
+        """Parts by group that have arrived so far, in the tier and on the device."""
         self._offered: dict[int, Offered] = {}
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
-        """Blocks that stores hold and that nothing used when these began."""
+        """Blocks that stores hold and that were unused when these began."""
         self._is_behind = False
-        """Whether the way down is behind: nothing is stored before a transfer has ended."""
+        """Whether the channel to the tier is behind: no store begins before a transfer has ended."""
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be stored, whatever becomes of the device."""
+        """Whether a store is due, independent of later changes on the device."""
         return self._policy.has_work and not self._is_behind
 
     def num_pages(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class PartOffloader(Transfers):
         return self.tier.num_used_blocks, self.tier.num_cached_blocks
 
     def totals(self) -> TransferTotals:
-        """Return what moved so far."""
+        """Return totals of transfers."""
         counts = msgspec.structs.asdict(self.counts)
         for group, evicted in enumerate(self.tier.num_evicted):
             counts[f"num_stored_parts_group{group}"] = self._num_stored[group]
@@ -149,11 +149,11 @@ class PartOffloader(Transfers):
         )
 
     def pages_to_spare(self) -> int | None:
-        """Return None if something is to be stored, or the device is watched in every step; else any number."""
+        """Return None if a store is due, or the device must be checked in every step; else any number."""
         return None if self.is_due or not self._cache.follows_decodes else ALL
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Do nothing: the cache tells what is complete."""
+        """Do nothing: the cache reports complete pages."""
 
     # Stores -----------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class PartOffloader(Transfers):
         self._submit(under_way, write.submit(now_ns, num_bytes), moves)
 
     def _add(self, store: NewStore, run: PartRun, start: int, end: int) -> bool:
-        """Add what is missing below of pages [start, end) of a run; return whether more can be stored now."""
+        """Add pages [start, end) of a run that are missing in the tier; return whether more can be stored now."""
         policy, tier, cache = self._policy, self.tier, self._cache
         index, span, write = run.group, run.span, self.channels[0]
         assert span is not None, "what cannot be found is to be stored"
@@ -203,7 +203,7 @@ class PartOffloader(Transfers):
             count = min(last - first, -(-room // blocks))
             is_idle = not run.holders
             if is_idle:
-                # What nothing uses is taken from those that want memory, for as long as it is copied.
+                # Unused parts are not available to requests that need memory while they are copied.
                 soon = write.num_within(self._now_ns, IDLE_WITHIN_NS, self._block_bytes)
                 idle_room = max(self._least_idle, soon) - self._num_idle
                 cache.count()
@@ -236,9 +236,9 @@ class PartOffloader(Transfers):
     # Loads ------------------------------------------------------------------------------------------------
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
-        """Return how far every group can go on with what the tier has as well; None if that is no further than `start`.
+        """Return how far every group can resume with the tier's parts; None if that is not beyond `start`.
 
-        What the device lacks of it is pinned for `request`, in place of what was pinned for it before.
+        Parts of it that the device lacks are pinned for `request`, in place of its previous pins.
         """
         self.forget(request)
         match = self._parts.tree.match(content, limit, with_below=True)
@@ -251,7 +251,7 @@ class PartOffloader(Transfers):
         return Offer(num_pages, (num_pages,), (self._num_blocks(pin) * self._block_bytes,))
 
     def offered(self, request: int) -> RunMatch:
-        """Return how far every group can go on with what was offered to `request`."""
+        """Return how far every group can resume with the parts offered to `request`."""
         return self._offered[request].match
 
     def weigh(
@@ -259,19 +259,19 @@ class PartOffloader(Transfers):
     ) -> Weighed:
         """Return whether to load all of `offer`, see LowerTiers.
 
-        Only what is sooner there for the request itself: while it waits it holds memory, which is what requests behind
-        it wait for most often.
+        Only the gain of the request itself counts: while it waits it holds memory, which is usually what later requests
+        wait for.
         """
         return self._weigher.weigh(self._now_ns, offer, start, page_size, num_known, num_behind=0, awaited=awaited)
 
     def forget(self, request: int) -> None:
-        """End the pins of what was offered to `request`."""
+        """End the pins of the offer to `request`."""
         offered = self._offered.pop(request, None)
         if offered is not None:
             self.tier.unpin(offered.pin)
 
     def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
-        """Begin to load what was offered to `request` into `holding`, which was opened for it.
+        """Begin to load the offer to `request` into `holding`, which was opened for it.
 
         Return when that should end.
         """
@@ -293,10 +293,10 @@ class PartOffloader(Transfers):
         return end_ns
 
     def reset(self) -> None:
-        """Forget what the tier holds. Transfers under way end as they would have; what they store is not kept."""
+        """Drop all parts. Running transfers end as they would have; the parts that they store are dropped."""
         self.tier.reset()
 
-    # Ends -------------------------------------------------------------------------------------------------
+    # Ends of transfers ------------------------------------------------------------------------------------
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._is_behind = False
@@ -320,7 +320,7 @@ class PartOffloader(Transfers):
             self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns, num_blocks))
 
     def _end_load(self, transfer_id: int, under_way: PartsUnderWay) -> None:
-        """Make what arrived findable. If something did not, the request looks again, and finds what did."""
+        """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
         loading, pin = under_way.loading, under_way.below
         assert loading is not None
         is_whole = under_way.num_good_pages >= under_way.num_pages
@@ -329,7 +329,7 @@ class PartOffloader(Transfers):
         ends = self._good_ends(pin, under_way.num_good_pages)
         arrive(self._parts, loading, ends)
         self.tier.drop(pin, ends)
-        # All that it goes on from was used, also what the device had.
+        # The request used its whole prefix, including the part on the device.
         self.tier.unpin(pin)
         self.tier.touch(self._parts.tree.last_of(loading), loading.num_named)
         self._count_load(under_way, is_whole=is_whole)
@@ -337,7 +337,7 @@ class PartOffloader(Transfers):
         self._loaded.append(Loaded(under_way.request, end, (num_pages,)))
 
     def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
-        """Return, by group, the page before which all arrived of what `pin` holds, of which `num_good` blocks did."""
+        """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""
         ends: list[int] = []
         for group, runs in enumerate(pin.held):
             end = 0 if num_good < 0 else ALL
@@ -360,7 +360,7 @@ class PartOffloader(Transfers):
     # Laws -------------------------------------------------------------------------------------------------
 
     def holds(self) -> list[HeldPages]:
-        """Return what stores hold on the device."""
+        """Return the parts that stores hold on the device."""
         return [
             HeldParts(held) for under_way in self._under_way.values() for held in cast(PartsUnderWay, under_way).above
         ]
@@ -376,5 +376,5 @@ class PartOffloader(Transfers):
 
 
 def _blocks_of(holding: RunHolding, *, to_fill: bool = False) -> tuple[PageId, ...]:
-    """Return the blocks of what is held, by group, then page; `to_fill`: of what cannot be found yet alone."""
+    """Return the held blocks, by group, then page; with `to_fill`, only those that cannot be found yet."""
     return tuple(block for runs in holding.held for run in runs if not to_fill or run.span is None for block in run.ids)

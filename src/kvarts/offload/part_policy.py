@@ -1,7 +1,7 @@
-"""Which runs of parts are stored below a device with KV groups, and when.
+"""Store policies for a device with KV groups: which runs of parts are stored below it, and when.
 
-Both policies store what RunCache says is worth it: every page in groups that keep all tokens, but of windows and chunks
-only what another sequence can go on from, the tails of prompts and of requests that ended. What lies between is seen by
+Both policies store the parts that RunCache selects: every page in groups that keep all tokens; in windows and chunks
+only those from which another sequence can resume, the tails of prompts and of finished requests. Parts in between serve
 no hit that a tail does not serve nearly as well, and would be most of the bytes.
 """
 
@@ -20,18 +20,18 @@ __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
 
 
 class PartPolicy(Wants, Protocol):
-    """Chooses runs to store. Promises: what it has yielded last is its to yield again until `passed` is called."""
+    """Chooses runs to store. Promises: the run that it yielded last is yielded again until `passed` is called."""
 
     goes_first: bool
-    """Whether the device evicts next what was stored, rather than last."""
+    """Whether the device evicts stored parts next, rather than last."""
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
-        """Yield runs to store, each with its first page and that after its last."""
+        """Yield runs to store, each with its first page and the page after its last."""
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
-        """Take note that pages [start, end) of what was yielded last are stored, or need not be, or find no room.
+        """Note that pages [start, end) of the last yielded run are stored, need not be, or find no room.
 
-        `run` has them; pages are passed in their order.
+        `run` has them; pages are passed in order.
         """
 
 
@@ -47,11 +47,11 @@ class EagerParts:
         cache.wants = self
 
     def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
-        """Want it."""
+        """Queue the pages."""
         self._wanted.append((content, group, start, end))
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
-        """Yield what is wanted, in the order in which it became so; of copies the oldest."""
+        """Yield queued runs in order of completion. If there are copies, the oldest is chosen."""
         wanted = self._wanted
         walked: tuple[Content, int] | None = None
         while wanted:
@@ -68,18 +68,18 @@ class EagerParts:
             wanted.popleft()
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
-        """Want it no more."""
+        """Remove these pages from the queue."""
         content, group, _, last = self._wanted[0]
         self._wanted[0] = content, group, end, last
 
     @property
     def has_work(self) -> bool:
-        """Whether something is wanted."""
+        """Whether pages are queued."""
         return bool(self._wanted)
 
 
 class LazyParts:
-    """Cached runs are stored when they come near eviction, so that the next `target_bytes` taken lose nothing."""
+    """Cached runs are stored when they near eviction, so that the next `target_bytes` taken lose nothing."""
 
     goes_first = True
 
@@ -95,7 +95,7 @@ class LazyParts:
                 run.cut(max(start, run.start), min(end, run.end)).is_wanted = True
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
-        """Yield the runs nearest to eviction that are wanted; of copies the oldest."""
+        """Yield the wanted runs nearest to eviction. If there are copies, the oldest is chosen."""
         cache = self._cache
         num_missing = self._target_bytes - cache.empty_bytes
         chosen: list[tuple[PartRun, int]] = []
@@ -117,7 +117,7 @@ class LazyParts:
             yield from found
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
-        """Do not store it again while the device has it, in any copy."""
+        """Do not store these pages again while the device has them, in any copy."""
         assert run.span is not None
         for copy in tuple(run.span.parts[run.group]):
             if copy.is_wanted and copy.start < end and copy.end > start:
@@ -125,5 +125,5 @@ class LazyParts:
 
     @property
     def has_work(self) -> bool:
-        """False: what is chosen depends on the device alone."""
+        """False: stores depend on the device alone."""
         return False

@@ -1,11 +1,11 @@
-"""A tier below a device with KV groups: it holds runs of parts in blocks, of the size of the device's.
+"""A tier below a device with KV groups: it holds runs of parts in blocks of the device's block size.
 
-Runs are found by the spans of pages that device and tier share. A page has one part in a group here at most, here or
-on its way. Runs that are here and not pinned are one list, the least recently used first, and are evicted in that
-order, each from its tail. What is used together goes in the order in which it is of use to others: windows, chunks and
-snapshots first, which are of use for one end only; then groups that keep all tokens, the deepest page first. What is
-stored or loaded makes all before it in those groups more recent than itself: so what is left of a sequence is a prefix
-of it.
+Runs are found by the spans of pages that device and tier share. In each group, a page has at most one part here, stored
+or coming. Stored runs that are not pinned form one list, the least recently used first, and are evicted in that order,
+each from its tail. Runs that were used together are evicted in the order of their value to other sequences: first
+windows, chunks and snapshots, which serve one end only; then groups that keep all tokens, the deepest page first.
+Storing or loading a part makes all earlier parts in those groups more recent than itself, so the rest of a sequence is
+always a prefix of it.
 
     used together:  full     [0 ........ 96)      listed, the least recent first:
                     window         [80 .. 96)     window [80, 96), full [0, 96)
@@ -28,10 +28,10 @@ __all__ = ["PartTier"]
 
 
 class PartTier(RunAccount):
-    """Owner of `num_blocks` blocks, and of what they hold of `memory`. `tree`: of the cache above.
+    """Owner of `num_blocks` blocks, and of their contents, parts of `memory`. `tree`: the tree of the cache above.
 
-    `with_slots`: blocks have ids, for an executor that copies into them. `tell` receives what can be found here, and
-    what no longer can. A transfer or an offer pins runs: each is something that holds them.
+    `with_slots`: blocks have ids, for an executor that copies into them. `tell` receives the events of runs that become
+    findable or stop being findable. Transfers and offers pin runs: each is a holder of runs.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class PartTier(RunAccount):
         self._tree = tree
         count = len(self.groups)
         self._here, self._coming = count, 2 * count
-        """Where the lists of a span begin for what is here, and for what is on its way."""
+        """The first list of a span for stored runs, and for runs that are coming."""
         self._less = [index for index, group in enumerate(self.groups) if group.is_state or group.is_bounded]
         self._whole = [index for index in range(count) if index not in self._less]
         self.order = (*self._less, *self._whole)
-        """Groups in the order in which they go."""
+        """Groups in order of eviction."""
 
     @property
     def num_used_blocks(self) -> int:
@@ -76,13 +76,10 @@ class PartTier(RunAccount):
         """Blocks of parts that were evicted to make room."""
         return self.evicted_bytes // self.block_bytes
 
-    # Coming and going -------------------------------------------------------------------------------------
+    # Storing and removing ---------------------------------------------------------------------------------
 
     def gap(self, span: Span, index: int, start: int, end: int) -> tuple[int, int]:
-        """Return the first pages of [start, end) of a span that a group has neither here nor coming; (end, end): none.
-
-        They are in [start, end), in a row.
-        """
+        """Return the first stretch of pages [start, end) that a group has neither here nor coming; (end, end): none."""
         runs = span.parts[self._here + index] + span.parts[self._coming + index]
         is_found = True
         while is_found and start < end:
@@ -107,7 +104,7 @@ class PartTier(RunAccount):
         return run
 
     def settle(self, pin: RunHolding, *, is_stored: bool) -> None:
-        """End a store: what `pin` holds can be found from now on, or will never come."""
+        """End a store: the runs that `pin` holds become findable, or are dropped."""
         ends: list[PartRun] = []
         for index, runs in enumerate(pin.held):
             for run in runs:
@@ -132,9 +129,9 @@ class PartTier(RunAccount):
                 self._touch(span, index, 0, end)
 
     def drop(self, pin: RunHolding, ends: Sequence[int]) -> None:
-        """Forget what is broken of what `pin` holds: by group, from page `ends[index]` on.
+        """Drop broken parts that `pin` holds: by group, from page `ends[index]` on.
 
-        Its blocks are empty when nothing pins it any more.
+        Their blocks are released with the last pin.
         """
         for index, held in enumerate(pin.held):
             for run in tuple(held):
@@ -147,20 +144,20 @@ class PartTier(RunAccount):
                     self._doom(run, span)
 
     def _tell_gone(self, run: PartRun) -> None:
-        """Emit that a run is found no more, though nothing was short."""
+        """Emit the drop of a run, which is not an eviction."""
         if self.events is not None and run.list_index < self._coming:
             self.events.goes(run, run.start, run.end, is_dropped=True)
             self.events.told()
 
     def _doom(self, run: PartRun, span: Span) -> None:
-        """Let a pinned run, which is in no list of its span any more, be empty when its last pin ends."""
+        """Release a pinned run, which must be unlisted from its span, when its last pin ends."""
         run.is_kept = False
         run.span = None
         if not (span.num_users or span.children):
             span.prune()
 
     def reset(self) -> None:
-        """Forget all parts. What is pinned or coming gives its blocks back when that ends, and is not found again."""
+        """Drop all parts. Pinned and coming parts cannot be found again, and are released when that ends."""
         for span in self._spans():
             for runs in span.parts[self._here :]:
                 for run in tuple(runs):
@@ -190,7 +187,7 @@ class PartTier(RunAccount):
     # Use --------------------------------------------------------------------------------------------------
 
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
-        """Pin what is here of `pieces`, see RunMatch; `unpin` must follow."""
+        """Pin the tier's runs in `pieces`, see RunMatch; `unpin` must follow."""
         pin = holding_of_transfer(len(self.groups))
         for index, of_group in enumerate(pieces):
             for run, start, end in of_group:
@@ -199,11 +196,11 @@ class PartTier(RunAccount):
         return pin
 
     def unpin(self, pin: RunHolding) -> None:
-        """End a pin: what it held is the most recently used."""
+        """End a pin: the runs that it held become the most recently used."""
         self.release_all(pin, self.order)
 
     def touch(self, last: Span, num_pages: int) -> None:
-        """Make all that is here of what a sequence needs after `num_pages` pages, the last of `last`, most recent."""
+        """Make the tier's parts that a sequence of `num_pages` pages, ending in `last`, needs the most recent."""
         for index in self.order:
             sink, first = self._tree.needed(index, num_pages * self._tree.page_size)
             self._touch(last, index, first, num_pages)
@@ -234,7 +231,7 @@ class PartTier(RunAccount):
             yield entry
 
     def check(self, pins: Sequence[RunHolding]) -> None:
-        """Assert laws L1 and L2. `pins`: what transfers and offers keep."""
+        """Assert laws L1 and L2. `pins`: the holdings of transfers and offers."""
         held: dict[int, int] = {}
         used, cached = [0] * len(self.groups), [0] * len(self.groups)
         ids = [] if self.blocks is None else list(self.blocks.empty_ids)

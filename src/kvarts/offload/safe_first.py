@@ -1,12 +1,12 @@
-"""The eviction order of a device with tiers below it: what a tier holds as well goes first, since it is not lost.
+"""The eviction order of a device with lower tiers: runs that a tier also holds are evicted first, without loss.
 
-A run is *safe* if a tier below holds it and everything that follows it in the tree is safe too: a page never goes
-before what follows it. Safe runs that nothing references are listed apart and go first. A run that becomes safe enters
-their list as if it had just been released; a run that no longer is goes before all others of its own list.
+A run is *safe* if a lower tier holds it and all runs that follow it in the tree are safe: a page is never evicted
+before the pages that follow it. Unreferenced safe runs are in a separate list and are evicted first. A run that becomes
+safe enters that list as if it had just been released; a run that becomes unsafe enters the other list as its next to be
+evicted.
 
-When a run comes back to the device, the tier below has to be asked whether it has the run still. It can only have what
-was evicted here before, so a run keeps a note that something *trails* it: that a run after it was evicted that a tier
-held.
+When a run becomes resident again, the lower tier has to be asked whether it still has the run. It can only have runs
+that were evicted here before, so a run has a flag, `trails`: a later run was evicted that a tier held.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from enum import IntEnum
 import msgspec
 
 from kvarts.content import Content
-from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.hints import Hints
+from kvarts.kv.eviction import EvictionOrder, LruOrder, NoteRequest, noter_of
 from kvarts.kv.node import Node, Path
 
 __all__ = ["Below", "SafeFirst"]
 
 
 class Below(IntEnum):
-    """Whether a tier below holds a run. `FAILED`: it did, or was to, and does not; that is not tried again."""
+    """Whether a lower tier holds a run. `FAILED`: it did, or was to, and does not; that is not tried again."""
 
     NOT = 0
     COMING = 1
@@ -36,9 +37,9 @@ COMING, STORED = int(Below.COMING), int(Below.STORED)
 
 
 class Notes(msgspec.Struct, eq=False):
-    """What is noted of a run and of all its copies, of which `first` is found.
+    """Notes on a run and all its copies. `first` is the copy that is found.
 
-    `num_unsafe` of the runs that follow it are not safe. `trails`: a tier may have something that followed it.
+    `num_unsafe`: how many of the runs that follow it are not safe. `trails`: a tier may have pages that followed it.
     """
 
     first: Node
@@ -48,9 +49,9 @@ class Notes(msgspec.Struct, eq=False):
 
 
 class SafeFirst:
-    """Two orders made by `make`: of the runs that are safe, and of the rest. An EvictionOrder and a TreeWatcher.
+    """Two orders made by `make`: one for the safe runs, and one for the rest. An EvictionOrder and a TreeWatcher.
 
-    A tree is handed it as both, or as its watcher alone where another order around it is the tree's. Runs that change
+    A tree gets it as both, or only as its watcher if the tree's order is another one that wraps it. Runs that change
     lists together keep the order in which they were listed.
     """
 
@@ -58,32 +59,33 @@ class SafeFirst:
         self.num_safe = 0
         """Cached pages that are safe."""
         self.hears_all = False
-        """Whether `on_grown` is asked of every run that is new, and not only where something may trail it."""
+        """Whether `on_grown` is called for every new run, and not only if a tier may have pages that trail it."""
         self.on_grown: Callable[[Content, int, int], int] | None = None
-        """Is told of pages that were not resident and can be found now: content, first page, page after the last.
-        Answers how many of them a tier below has."""
+        """Called for pages that became findable: content, first page, page after the last. Returns how many a tier
+        has."""
         self._safe = make()
         self._rest = make()
-        # When each listed run was listed. A run that goes before all others is listed before the first.
+        # The stamp of each listed run. A run put before all others gets a stamp below the smallest.
         self._safe_stamps: dict[Node, int] = {}
         self._rest_stamps: dict[Node, int] = {}
         self._last_stamp = self._first_stamp = 0
         self._toggled: list[Node] = []
+        self.note_request: NoteRequest | None = None if noter_of(self._rest) is None else self._note_request
 
-    # What tiers tell and ask ------------------------------------------------------------------------------
+    # Interface of the tiers -------------------------------------------------------------------------------
 
     def mark(self, nodes: Iterable[Node], below: Below) -> None:
-        """Note of `nodes` whether a tier below holds them. `regroup` must follow."""
+        """Record whether a lower tier holds `nodes`. `regroup` must follow."""
         for node in nodes:
             notes = node.notes
             was_stored = notes.below == STORED
             notes.below = below
-            # A run with something unsafe after it stays unsafe.
+            # A run that precedes an unsafe run stays unsafe.
             if (below == STORED) != was_stored and not notes.num_unsafe:
                 self._toggle(notes)
 
     def regroup(self) -> None:
-        """Move runs to the list they belong to now. Those that move together keep their order."""
+        """Move runs to the list that they now belong to. Those that move together keep their order."""
         if not self._toggled:
             return
         safe_stamps, rest_stamps = self._safe_stamps, self._rest_stamps
@@ -111,7 +113,7 @@ class SafeFirst:
         if now_safe:
             self._list_safe(now_safe)
             for node in now_safe:
-                self._safe.released((node,))  # one by one: they are of different paths
+                self._safe.released((node,))  # one by one, because they are on different paths
         if now_unsafe:
             self._rest.put_back(now_unsafe)
             for node in reversed(now_unsafe):
@@ -123,17 +125,17 @@ class SafeFirst:
         return iter(self._rest)
 
     def below(self, node: Node) -> int:
-        """Return whether a tier below holds `node`, as Below has it."""
+        """Return whether a lower tier holds `node`, as a value of Below."""
         below: int = node.notes.below
         return below
 
     def may_be_followed(self, node: Node) -> bool:
-        """Return whether a tier below may have something that followed `node`, while it does not have `node`."""
+        """Return whether a lower tier may have pages that followed `node`, while it does not have `node`."""
         notes: Notes = node.notes
         return notes.trails and notes.below != STORED
 
     def path_to(self, node: Node, end: int) -> Path:
-        """Return the runs with the pages before page `end` of `node`, or of what is before it.
+        """Return the runs with the pages before page `end`, along the path to `node`.
 
         The last one may reach beyond.
         """
@@ -147,22 +149,22 @@ class SafeFirst:
         return path
 
     def start_of_unknown(self, node: Node) -> int:
-        """Return the first page from which on, up to `node` and with it, all is `Below.NOT`."""
+        """Return the start of the unstored stretch that ends with `node`: all its runs are `Below.NOT`."""
         start = node.start
         while node.start and _before(node).below == Below.NOT:
             node = _before(node).first
             start = node.start
         return start
 
-    # What the tree tells and asks of runs that nothing references -----------------------------------------
+    # Interface of the tree: unreferenced runs -------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Node]:
-        """Return all listed runs, those that are safe first."""
+        """Return all listed runs, the safe ones first."""
         yield from self._safe
         yield from self._rest
 
     def released(self, nodes: Sequence[Node]) -> None:
-        """List each of `nodes` where it belongs."""
+        """List each of `nodes` in the list that it belongs to."""
         safe = []
         rest = []
         for node in nodes:
@@ -173,7 +175,7 @@ class SafeFirst:
             else:
                 safe.append(node)
         if safe:
-            # What follows a safe run is safe: these are the deepest.
+            # Runs that follow a safe run are safe: these are the deepest.
             self._list_safe(safe)
             self._safe.released(safe)
         if rest:
@@ -206,7 +208,7 @@ class SafeFirst:
         self._safe.removed(node)
 
     def put_back(self, nodes: Sequence[Node]) -> None:
-        """List `nodes` where they belong, before what is listed there."""
+        """List `nodes` in the lists that they belong to, before all listed runs."""
         safe = [node for node in nodes if not _is_unsafe(node.notes)]
         rest = [node for node in nodes if _is_unsafe(node.notes)]
         for order, stamps, part in (
@@ -220,7 +222,7 @@ class SafeFirst:
         self.num_safe += sum(node.end - node.start for node in safe if not node.holds)
 
     def split(self, head: Node, tail: Node) -> None:
-        """List `head` where `tail` is, right after it."""
+        """List `head` right after `tail`, in the same list."""
         stamp = self._safe_stamps.get(tail)
         if stamp is None:
             self._rest_stamps[head] = self._rest_stamps[tail]
@@ -230,7 +232,7 @@ class SafeFirst:
             self._safe.split(head, tail)
 
     def held(self, node: Node) -> None:
-        """Pass `node` by."""
+        """Skip `node` until it is unheld."""
         if node in self._safe_stamps:
             self.num_safe -= node.end - node.start
             self._safe.held(node)
@@ -238,7 +240,7 @@ class SafeFirst:
             self._rest.held(node)
 
     def unheld(self, node: Node) -> None:
-        """Stop passing `node` by."""
+        """Stop skipping `node`."""
         if node in self._safe_stamps:
             self.num_safe += node.end - node.start
             self._safe.unheld(node)
@@ -246,14 +248,14 @@ class SafeFirst:
             self._rest.unheld(node)
 
     def next_run(self) -> Node:
-        """Return the first safe run that can go, or else the first of the rest."""
+        """Return the first evictable safe run, or else the first of the rest."""
         node: Node = self._safe.next_run() if self.num_safe else self._rest.next_run()
         return node
 
-    # What the tree tells and asks of all runs -------------------------------------------------------------
+    # Interface of the tree: all runs ----------------------------------------------------------------------
 
     def born(self, node: Node) -> None:
-        """Count `node` as unsafe: no tier below can hold it yet."""
+        """Count `node` as unsafe: no lower tier can hold it yet."""
         parent = node.parent
         assert parent is not None
         before = parent.notes
@@ -266,11 +268,11 @@ class SafeFirst:
             self._toggle(before)
 
     def may_grow(self, node: Node) -> bool:
-        """Return whether `node` is unknown to the tiers, as what follows it is."""
+        """Return whether `node` is unknown to the tiers, like the pages that would extend it."""
         return self.below(node) == 0
 
     def extended(self, node: Node, start: int) -> None:
-        """Move what is no longer safe, and ask whether a tier below has what is new here."""
+        """Move runs that became unsafe, and check whether a lower tier has the new pages."""
         if self._toggled:
             self.regroup()
         if node.twins is not None or self.on_grown is None:
@@ -280,34 +282,34 @@ class SafeFirst:
             if notes.trails or self.hears_all:
                 self.on_grown(node.content, start, node.end)
         elif self.hears_all or _before(node).trails:
-            # Something else may follow what is below, anywhere.
+            # Other pages in the lower tier may follow it at any position.
             notes.trails = True
             if not self.on_grown(node.content, start, node.end):
                 notes.trails = False
 
     def divided(self, heads: Sequence[Node], tails: Sequence[Node]) -> None:
-        """Give the heads notes of their own."""
+        """Create separate notes for the heads."""
         old = tails[0].notes
         notes = Notes(heads[0], old.below, old.trails, int(_is_unsafe(old)))
         for head in heads:
             head.notes = notes
         if self._toggled:
-            self._toggled += heads  # if the run was to move, its head is to move as well
+            self._toggled += heads  # if the run was to move, its head must move as well
 
     def cut(self, node: Node, num_pages: int) -> None:
-        """Note that something trails `node`, if a tier has what was evicted."""
+        """Set `trails` of `node` if a tier has the evicted pages."""
         if node in self._safe_stamps:
             self.num_safe -= num_pages
         if node.notes.below == STORED:
             node.notes.trails = True
 
     def first_copy_gone(self, node: Node) -> None:
-        """Note which copy is the first now."""
+        """Record which copy is now the first."""
         assert node.twins
         node.notes.first = node.twins[0]
 
     def died(self, node: Node) -> None:
-        """Note that something trails what was before `node`, and move that if it is safe now."""
+        """Set `trails` of the run before `node`, and move that run if it has become safe."""
         notes = node.notes
         before = _before(node)
         if notes.below in (COMING, STORED):
@@ -318,10 +320,16 @@ class SafeFirst:
                 self._toggle(before)
                 self.regroup()
 
-    # Inside -----------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------
+
+    def _note_request(self, hints: Hints | None, now_ns: int) -> None:
+        for order in (self._safe, self._rest):
+            note = noter_of(order)
+            assert note is not None
+            note(hints, now_ns)
 
     def _list_safe(self, nodes: Sequence[Node]) -> None:
-        """Note that `nodes` are in the list of safe runs from now on."""
+        """Record that `nodes` are in the list of safe runs."""
         for node in nodes:
             self._last_stamp += 1
             self._safe_stamps[node] = self._last_stamp
@@ -329,7 +337,7 @@ class SafeFirst:
                 self.num_safe += node.end - node.start
 
     def _toggle(self, notes: Notes) -> None:
-        """Count a run as safe that was not, or the other way round; and with it, perhaps, what is before it."""
+        """Record that a run has become safe or unsafe, and update the runs before it as far as they change too."""
         while True:
             node = notes.first
             parent = node.parent
@@ -345,7 +353,7 @@ class SafeFirst:
 
 
 def _before(node: Node) -> Notes:
-    """Return the notes of what comes before `node`; its `parent` may be a copy that was evicted."""
+    """Return the notes of the run before `node`; its `parent` may be a copy that was evicted."""
     assert node.parent is not None
     notes: Notes = node.parent.notes
     return notes

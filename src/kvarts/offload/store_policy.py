@@ -1,7 +1,7 @@
-"""What is stored below the device, and when.
+"""Store policies: which pages are stored below the device, and when.
 
-A policy names pages: [start, end) of a content, and where it saw them. The caller stores those of them that the device
-still has and that are neither stored nor coming, as far as there is room and the way down is not behind.
+A policy names pages: [start, end) of a content, and where it saw them. The caller stores those that the device still
+has and that are neither stored nor coming, as far as there is room and the channel is not behind.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ Where = TypeVar("Where")
 
 
 class StorePolicy(Protocol, Generic[Where]):
-    """Chooses what is stored. Promises: `choose` changes nothing on the device, and does bounded work."""
+    """Chooses pages to store. Promises: `choose` changes nothing on the device, and does bounded work."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Take note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
+        """Note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
 
     def choose(self) -> Iterator[tuple[Content, int, int, Where]]:
-        """Yield what should be stored in this step: content, first page, page after the last, and where these are.
+        """Yield pages to store in this step: content, first page, page after the last, and where these are.
 
-        What the caller does not go on from stays wanted.
+        If the caller stops iterating, the last pages and all later ones stay wanted.
         """
 
     def path(self, content: Content, end: int, where: Where) -> tuple[Path, int]:
-        """Return the runs with the first `end` pages of something just chosen, and how many of these the device has.
+        """Return the runs with the first `end` pages of the last choice, and how many of these the device has.
 
         The last run may reach beyond.
         """
 
     @property
     def stores_deepest_first(self) -> bool:
-        """Whether the last pages of what is chosen are stored, where there is room for a part only."""
+        """Whether the last of the chosen pages are stored if there is not room for all."""
 
     def first_wanted(self, start: int, where: Where) -> int:
-        """Return the first page to store of something just chosen from page `start` on, if its way is behind.
+        """Return the first page to store of the last choice, which begins at page `start`, if its channel is behind.
 
-        What is stored of it from there on can be found even if the device evicts the rest before it is stored.
+        Pages stored from there on can be found even if the device evicts the rest before it is stored.
         """
 
     def refuse(self) -> None:
-        """Take note that the tier had no room for what was chosen."""
+        """Note that the tier lacked room for the chosen pages."""
 
     def wait(self, position: int) -> None:
-        """Take note that the way to the tier is behind: nothing is stored before a transfer has ended.
+        """Note that the channel to the tier is behind: no store begins before a transfer has ended.
 
-        Of what was chosen last, pages from `position` on stay wanted.
+        Pages of the last choice from `position` on stay wanted.
         """
 
     def end_refusal(self) -> None:
-        """Take note that the tier may have room again, and its way too."""
+        """Note that the tier may have room again, and its channel too."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `choose` would name something, whatever becomes of the device."""
+        """Whether `choose` would yield pages, independent of later changes on the device."""
 
     def pages_to_spare(self) -> int | None:
-        """Return how many pages of the device may be taken before `choose` would name something.
+        """Return how many pages of the device may be taken before `choose` would yield pages.
 
         None: it would now.
         """
 
 
 class EagerPolicy:
-    """Every page is stored in the step after it became complete, with what is before it, if that is missing."""
+    """Every page is stored in the step after it became complete, with missing pages before it."""
 
     stores_deepest_first = False
 
@@ -89,7 +89,7 @@ class EagerPolicy:
         self._wanted[content.owner] = (content, 0, num_pages, holding)
 
     def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
-        """Yield what is wanted, by request."""
+        """Yield wanted pages, by request."""
         wanted = self._wanted
         if self._is_waiting:
             return
@@ -99,11 +99,11 @@ class EagerPolicy:
             del wanted[owner]
 
     def first_wanted(self, start: int, where: Holding) -> int:
-        """Return `start`: what is before it is on its way already."""
+        """Return `start`: earlier pages are being stored already."""
         return start
 
     def path(self, content: Content, end: int, where: Holding) -> tuple[Path, int]:
-        """Return the runs where the request has them, or, if it has ended since, where they are found."""
+        """Return the request's runs, or, if it has ended since, the runs that are found."""
         if where.path:
             return where.path, end
         match = self._cache.match(content, end)
@@ -111,7 +111,7 @@ class EagerPolicy:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is wanted, and nothing keeps it from being chosen."""
+        """Whether pages are wanted and may be chosen."""
         return bool(self._wanted) and not self._is_waiting
 
     def pages_to_spare(self) -> int | None:
@@ -119,10 +119,10 @@ class EagerPolicy:
         return None if self._wanted and not self._is_waiting else ANY
 
     def refuse(self) -> None:
-        """Do nothing: a page that there is no room for is not offered again."""
+        """Do nothing: a page that has not found room is not chosen again."""
 
     def wait(self, position: int) -> None:
-        """Choose nothing until a transfer has ended, and nothing again that was chosen before."""
+        """Choose nothing until a transfer has ended, and do not choose earlier pages again."""
         self._is_waiting = True
         content, _, end, holding = self._wanted[self._chosen]
         if position < end:
@@ -136,11 +136,11 @@ class EagerPolicy:
 
 
 class LazyPolicy:
-    """Cached pages are stored when they come near eviction, so that the next `target_free` pages taken lose nothing.
+    """Cached pages are stored when they near eviction, so that the next `target_free` pages taken lose nothing.
 
-    Lost is what no tier below has and a request could look for: pages of unknown tokens are no loss. The device evicts
-    first what is safe; so the scan begins at the oldest of what is not, and ends at its target. Each run it looks at is
-    covered or chosen, so it never looks at more than `target_free` of them, and never stands still.
+    A loss is a page that no lower tier has and a request could look up; pages of unknown tokens are not a loss. The
+    device evicts safe pages first, so the scan begins at the oldest unsafe one, and ends at its target. Each run that
+    it visits is covered or chosen, so it never visits more than `target_free` of them, and always makes progress.
     """
 
     stores_deepest_first = True
@@ -150,7 +150,7 @@ class LazyPolicy:
         self._order = order
         self._target_free = target_free
         self.is_stuck = False
-        """Whether the tier had no room for what was chosen, or the way to it was behind."""
+        """Whether the tier lacked room for the chosen pages, or its channel was behind."""
 
     def refuse(self) -> None:
         """Choose nothing until a transfer has ended."""
@@ -165,27 +165,27 @@ class LazyPolicy:
         self.is_stuck = False
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Do nothing: pages are chosen where they are about to be evicted."""
+        """Do nothing: pages are chosen when they are about to be evicted."""
 
     def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
         """Yield the unsafe pages nearest to eviction; nothing while none can be stored."""
         return iter(() if self.is_stuck else self._scan()[0])
 
     def first_wanted(self, start: int, where: Node) -> int:
-        """Return the first page of all those right before that no tier below has or had."""
+        """Return the start of the unstored stretch that reaches `start`."""
         return min(start, self._order.start_of_unknown(where))
 
     def path(self, content: Content, end: int, where: Node) -> tuple[Path, int]:
-        """Return the runs on the way to the one that was chosen."""
+        """Return the path to the chosen run."""
         return self._order.path_to(where, end), end
 
     @property
     def has_work(self) -> bool:
-        """False: what is chosen depends on the device alone."""
+        """False: stores depend on the device alone."""
         return False
 
     def pages_to_spare(self) -> int | None:
-        """Return how many pages can be taken while the target stays covered; None if it is not now."""
+        """Return how many pages can be taken while the target stays covered; None if it is not covered now."""
         if self.is_stuck:
             return ANY
         chosen, num_covered = self._scan()
@@ -194,7 +194,7 @@ class LazyPolicy:
         return ANY if num_covered < self._target_free else num_covered - self._target_free
 
     def _scan(self) -> tuple[list[tuple[Content, int, int, Node]], int]:
-        """Return what to store, with its deepest run, and how many pages can be taken without loss once it is."""
+        """Return the pages to store, with their deepest run, and how many can then be taken without loss."""
         order = self._order
         target = self._target_free
         num_covered = self._cache.pool.num_empty + order.num_safe
@@ -202,7 +202,7 @@ class LazyPolicy:
         if num_covered >= target:
             return chosen, num_covered
         for node in order.unsafe_nodes():
-            # Most runs are on their way already (`below` is not Below.NOT): this is spelled out to pass them quickly.
+            # Most runs are stored or coming (`below` is not Below.NOT): this is spelled out to pass them quickly.
             start, end = node.start, node.end
             if not node.notes.below and start < node.content.num_known_pages:
                 known_end = min(end, node.content.num_known_pages)
@@ -224,5 +224,5 @@ class LazyPolicy:
 
 
 def precedes(before: Content, end: int, content: Content, start: int) -> bool:
-    """Return whether page `start` of `content` comes right after the first `end` pages of `before`, in one sequence."""
+    """Return whether page `start` of `content` directly follows the first `end` pages of `before`, in one sequence."""
     return end == start and before.salt == content.salt and content.common_pages(before, 0, end) == end

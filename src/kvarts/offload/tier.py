@@ -1,4 +1,4 @@
-"""The protocol of a tier below the device, and a tier that keeps pages in memory or only counts them.
+"""The protocol of a lower tier, and a tier that keeps pages in memory or only counts them.
 
 Operations that take time have two halves, and their pages are pinned in between: a store is prepared and completed, and
 so is a load. Failure is a kind of completion. A holder is the number on behalf of which pages are pinned.
@@ -20,14 +20,14 @@ from kvarts.offload.tier_run import ALL, NodeState, Placement, Segment, TierRun
 __all__ = ["ConnectedTier", "MemoryTier", "OnRemoved", "OnStored", "Tier", "TierLoad", "TierStore"]
 
 OnStored = Callable[[Content, int, int, Content | None], object]
-"""Is told of a run that can be found from now on: content, first page, page after the last, the content before it."""
+"""Called for a run that becomes findable: content, first page, page after the last, the content before it."""
 
 OnRemoved = Callable[[Content, int, int], object]
-"""Is told of a run that can no longer be found: content, first page, page after the last."""
+"""Called for a run that stops being findable: content, first page, page after the last."""
 
 
 class TierStore(msgspec.Struct, eq=False):
-    """A store under way. `segments`: the `num_pages` pages of `content` and where they go, in order of position."""
+    """A running store. `segments`: the `num_pages` pages of `content` and their targets, in order of position."""
 
     content: Content
     segments: tuple[Segment, ...]
@@ -37,7 +37,7 @@ class TierStore(msgspec.Struct, eq=False):
 
 
 class TierLoad(msgspec.Struct, eq=False):
-    """A load under way. `segments`: the `num_pages` pages of `content` and where they are, in order of position."""
+    """A running load. `segments`: the `num_pages` pages of `content` and their sources, in order of position."""
 
     content: Content
     segments: tuple[Segment, ...]
@@ -63,11 +63,11 @@ class Tier(Protocol):
 
     @property
     def has_holes(self) -> bool:
-        """Whether something here follows what only a faster tier has."""
+        """Whether the tier has pages that follow pages which only a faster tier has."""
 
     @property
     def has_offers(self) -> bool:
-        """Whether something is pinned because `lookup` answered it."""
+        """Whether pages are pinned because `lookup` returned them."""
 
     @property
     def num_evicted(self) -> int:
@@ -85,10 +85,10 @@ class Tier(Protocol):
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the stretches of pages [start, end) that are here, whatever is before them."""
+        """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
-        """Find pages as `find` does and pin them for `holder`, instead of those pinned for it before."""
+        """Find pages as `find` does and pin them for `holder`, in place of its previous pins."""
 
     def offered(self, holder: int) -> int:
         """Return how many pages are pinned for `holder`."""
@@ -99,14 +99,14 @@ class Tier(Protocol):
     def prepare_store(
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
     ) -> TierStore | None:
-        """Make room for those of pages [start, end) that are neither stored nor coming; None if there are none.
+        """Make room for those of pages [start, end) that are neither stored nor coming; None without any.
 
         If there is not room for all, store as many as possible, and at most `limit`: the first, or the last if
         `deepest_first`.
         """
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
-        """End a store: its pages can be found from now on, or are dropped. Return False if it had ended before."""
+        """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
         """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them.
@@ -115,44 +115,44 @@ class Tier(Protocol):
         """
 
     def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
-        """End a load. Pages after the first `num_good_pages` were broken and leave the tier.
+        """End a load. Pages after the first `num_good_pages` were broken and are dropped.
 
         Return False if it had ended before.
         """
 
     def is_stored(self, store: TierStore) -> bool:
-        """Return whether all of a store that ended is here."""
+        """Return whether all pages of a completed store are here."""
 
     def read(self, content: Content, start: int, end: int) -> TierLoad | None:
-        """Begin to read those of pages [start, end) that `find` finds, on their way to the next tier; None if none.
+        """Begin to read those of pages [start, end) that `find` counts, for the next tier; None without pages.
 
-        No holder asked for them. `end_read` must follow.
+        They are not pinned for a holder. `end_read` must follow.
         """
 
     def end_read_from(self, load: TierLoad, end: int) -> None:
-        """End what `read` began for the pages from `end` on; at least one page is before it."""
+        """End the read for the pages from `end` on; at least one earlier page must remain."""
 
     def end_read(self, load: TierLoad) -> None:
-        """End what `read` began; it was no use of these pages that should keep them longer."""
+        """End a read. It does not count as a use of the pages, so their recency is unchanged."""
 
     def lose(self, content: Content, start: int, end: int) -> None:
-        """Take note that pages [start, end) have left every faster tier."""
+        """Note that pages [start, end) have left every faster tier."""
 
     def reset(self) -> None:
-        """Forget all pages. Transfers under way end without effect."""
+        """Drop all pages. Running transfers end without effect."""
 
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Return the keys of files that have to go since last asked; none for a tier without files."""
+        """Return the keys of files to delete since the last call; empty for a tier without files."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """Call these from now on for runs that become findable, and for runs that no longer are."""
+        """Set the callbacks for runs that become findable or stop being findable."""
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
-        """Assert laws L1 to L3. `is_above`: whether the first so many pages of a content are in faster tiers."""
+        """Assert laws L1 to L3. `is_above`: whether the first n pages of a content are in faster tiers."""
 
 
 class ConnectedTier(msgspec.Struct, frozen=True):
-    """A tier, and the channels by which pages go to it and come from it."""
+    """A tier, and the channels to it and from it."""
 
     tier: Tier
     write: Channel
@@ -169,8 +169,8 @@ class _Pin(msgspec.Struct, eq=False):
 class MemoryTier:
     """A Tier of `num_pages` pages of memory, with ids (`slots`) if an executor copies into them.
 
-    `on_stored` and `on_removed` are called for runs that become findable and for runs that no longer are: content,
-    first page, page after the last, and for the former the content before it.
+    `on_stored` and `on_removed` are called for runs that become or stop being findable:
+    content, first page, page after the last, and for the former the content before it.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MemoryTier:
         self._pins: dict[int, _Pin] = {}
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
-        """Call these from now on for runs that become findable, and for runs that no longer are."""
+        """Set the callbacks for runs that become findable or stop being findable."""
         self.index.on_stored = None if on_stored is None else lambda run: on_stored(*_as_stored(run))
         self.index.on_removed = on_removed
 
@@ -218,21 +218,21 @@ class MemoryTier:
 
     @property
     def has_holes(self) -> bool:
-        """Whether the tier has pages that follow pages only the device has."""
+        """Whether the tier has pages that follow pages which only a faster tier has."""
         return self.index.num_holes > 0
 
     @property
     def has_offers(self) -> bool:
-        """Whether pages are pinned because they were offered."""
+        """Whether pages are pinned because `lookup` returned them."""
         return bool(self._pins)
 
     def is_stored(self, store: TierStore) -> bool:
-        """Return whether all pages of a store that ended are in the tier."""
+        """Return whether all pages of a completed store are here."""
         assert isinstance(store.ticket, Placement)
         return store.ticket.run.state is NodeState.STORED
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the stretches of pages [start, end) that are stored, whether or not pages before them are."""
+        """Return the stretches of pages [start, end) that are stored, whether or not earlier pages are."""
         return [(max(first, start), last) for first, last in self.index.stored(content, end) if last > start]
 
     def offered(self, holder: int) -> int:
@@ -241,7 +241,7 @@ class MemoryTier:
         return 0 if pin is None else pin.end - pin.start
 
     def read(self, content: Content, start: int, end: int) -> TierLoad | None:
-        """Begin a load, without an offer, of the consecutive pages from `start` on that are stored."""
+        """Begin to read the consecutive stored pages from `start` on, without an offer."""
         run = self.index.pin_stored(content, start, end)
         if run is None:
             return None
@@ -254,7 +254,7 @@ class MemoryTier:
         )
 
     def end_read_from(self, load: TierLoad, end: int) -> None:
-        """End what `read` began for the pages from `end` on."""
+        """End the read for the pages from `end` on."""
         (segment,) = load.segments
         pin = load.ticket
         assert isinstance(pin, _Pin) and segment.start < end
@@ -266,7 +266,7 @@ class MemoryTier:
             load.segments = (Segment(segment.start, end, slots),)
 
     def end_read(self, load: TierLoad) -> None:
-        """End what `read` began, without making the pages more recent."""
+        """End a read, without making the pages more recent."""
         load.is_open = False
         assert isinstance(load.ticket, _Pin)
         self.index.unpin(load.ticket.run)
@@ -337,15 +337,15 @@ class MemoryTier:
         return True
 
     def drop(self, content: Content, page: int) -> None:
-        """Forget `page`, which is broken, and all pages after it."""
+        """Drop `page`, which is broken, and all later pages."""
         self.index.drop(content, page)
 
     def reset(self) -> None:
-        """Forget all pages. Transfers under way end without effect."""
+        """Drop all pages. Running transfers end without effect."""
         self.index.reset()
 
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Return nothing: there are no files."""
+        """Return nothing: the tier is without files."""
         return ()
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What the index of a tier is made of: runs of pages, and where pages that are coming go."""
+"""Elements of a tier's index: runs of pages, and placements of pages that are coming."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The transfers between one device and the tiers below it, from their beginning to their end.
 
-What is moved, and what becomes of it, is the matter of those that begin them: `Offloader` for runs of pages,
-`PartOffloader` for parts of pages in KV groups.
+Subclasses decide which pages are moved and what their end changes: `Offloader` for runs of pages, `PartOffloader` for
+parts of pages in KV groups.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NEVER_NS = 1 << 62
 
 
 class Transfers:
-    """Owner of every transfer under way, of what executors are to begin, and of loads that ended.
+    """Owner of every running transfer, of the transfers that executors are to begin, and of loads that ended.
 
-    `lanes`: the channels from which a request may wait for a load. `weigher`: is told how loads ended. The others are
-    those of Offloader.
+    `lanes`: the channels from which a request may wait for a load. `weigher`: receives the results of loads. Other
+    arguments are as in Offloader.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Transfers:
         self._num_workers = workers
         self._fail_every = fail_every
         self.fails: Callable[[int], bool] | None = None
-        """Whether a transfer fails on purpose, by its number from 1; for those of `fail_every` besides."""
+        """Returns whether a transfer fails on purpose, by its number from 1; in addition to `fail_every`."""
         self.counts = OffloadCounts()
         self._under_way: dict[int, UnderWay] = {}
         self.num_transfers = 0
@@ -53,14 +53,14 @@ class Transfers:
         self._loaded: list[Loaded] = []
         self._now_ns = 0
 
-    # The scheduler asks -----------------------------------------------------------------------------------
+    # Interface of the scheduler ---------------------------------------------------------------------------
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
-        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
+        """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
         self._weigher.measure(num_tokens, num_decodes, duration_ns)
 
     def follow(self, transfer: int) -> None:
-        """Take note that one more request waits for a load that is under way."""
+        """Note that one more request waits for a running load."""
         self._under_way[transfer].since_ns.append(self._now_ns)
 
     def take_planned(self) -> tuple[Transfer, ...]:
@@ -75,16 +75,16 @@ class Transfers:
         self._loaded = []
         return loaded
 
-    # The engine asks --------------------------------------------------------------------------------------
+    # Interface of the engine ------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
+        """Whether a store or a spill is due, independent of later changes on the device."""
         raise NotImplementedError
 
     @property
     def has_work(self) -> bool:
-        """Whether a transfer is under way or about to begin, or a load has ended and was not taken."""
+        """Whether a transfer is running or about to begin, or a load has ended and was not taken."""
         return bool(self._under_way or self._loaded or self.is_due)
 
     @property
@@ -120,19 +120,19 @@ class Transfers:
         while self._under_way:
             transfer_id, under_way = next(iter(self._under_way.items()))
             if under_way.deadline_ns > now_ns:
-                return  # the others began later
+                return  # later transfers have later deadlines
             del self._under_way[transfer_id]
             self.counts.num_late += 1
             under_way.num_good_pages = 0
             self._end(transfer_id, under_way)
 
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
-        """Take in what workers report at `now_ns`, in any order, over any number of steps."""
+        """Process the workers' reports at `now_ns`, in any order, over any number of steps."""
         self._now_ns = now_ns
         for report in reports:
             self._report(report)
 
-    # Inside -----------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------
 
     def _workers(self) -> set[int]:
         return set(range(self._num_workers))
@@ -166,7 +166,7 @@ class Transfers:
             self._end(report.transfer_id, under_way)
 
     def _end(self, transfer_id: int, under_way: UnderWay) -> None:
-        """End a transfer: note how long it took, and settle what it moved."""
+        """End a transfer: record its duration, and settle its pages."""
         duration_ns = under_way.duration_ns or self._now_ns - under_way.begin_ns
         is_measured = len(under_way.lanes) == 1 and under_way.num_good_pages >= under_way.num_pages
         for lane, num_bytes in under_way.lanes:
@@ -174,11 +174,11 @@ class Transfers:
         self._settle(transfer_id, under_way)
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
-        """Publish what a transfer that has ended moved, or roll it back."""
+        """Publish the pages of a transfer that has ended, or roll it back."""
         raise NotImplementedError
 
     def _count_store(self, under_way: UnderWay) -> bool:
-        """Count a store or spill that has ended; return whether it went well."""
+        """Count a store or spill that has ended; return whether it succeeded."""
         is_stored = under_way.num_good_pages >= under_way.num_pages
         self.counts.num_stores += 1
         self.counts.num_failed += not is_stored

@@ -1,4 +1,4 @@
-"""A transfer that has begun, and the counts of those that ended."""
+"""A running transfer, and the counts of those that ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = 1 << 62
 
 
 class OffloadCounts(msgspec.Struct):
-    """What happened so far. Pages by tier are those of loads and stores that ended well."""
+    """Counts of transfers that ended, and of their faults."""
 
     num_stores: int = 0
     num_loads: int = 0
@@ -23,13 +23,13 @@ class OffloadCounts(msgspec.Struct):
     num_late: int = 0
     """Failed transfers that were not reported before their deadline."""
     num_stray_reports: int = 0
-    """Reports that were late, repeated, or about a transfer that is not known."""
+    """Reports that were late, repeated, or about an unknown transfer."""
     num_pages_without_room: int = 0
     """Pages that were to be stored and found no room."""
 
 
 class UnderWay(msgspec.Struct, eq=False):
-    """A transfer of `num_pages` pages that has begun. `waiting_for`: workers that have not reported it."""
+    """A running transfer of `num_pages` pages. `waiting_for`: workers that have not reported it."""
 
     direction: Direction
     num_pages: int
@@ -45,8 +45,8 @@ class UnderWay(msgspec.Struct, eq=False):
     """The channel that a load waits for."""
     begin_ns: int = 0
     duration_ns: int = 0
-    """How long it took, if an executor says so: what the slowest of its workers says."""
+    """The duration that an executor reports: that of its slowest worker."""
     lanes: tuple[tuple[Channel, int], ...] = ()
-    """The channels with what they carry, in bytes."""
+    """The channels, with the bytes that they carry."""
     since_ns: list[int] = []
-    """When each request that waits for a load began to."""
+    """For each request that waits for a load, the start of its wait."""

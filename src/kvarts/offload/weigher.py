@@ -1,4 +1,4 @@
-"""Whether a load pays: how much of what the tiers offer comes sooner than it is computed."""
+"""Decision whether to load: how much of an offer is loaded sooner than it is computed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Weigher"]
 
 
 class Weigher:
-    """Weighs loads by `lanes`, one a tier, against `prefill`; without that, against what it measures.
+    """Weighs loads over `lanes`, one per tier, against `prefill`; by default, against measured times.
 
-    Owner of how loads ended.
+    Owner of the counts of good and failed loads.
     """
 
     def __init__(self, lanes: Sequence[Channel], page_bytes: int, prefill: PrefillTimes | None) -> None:
@@ -26,11 +26,11 @@ class Weigher:
         self._num_good_loads = 0
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
-        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
+        """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
         self._measured.measure(num_tokens, num_decodes, duration_ns)
 
     def loaded(self, *, is_whole: bool) -> None:
-        """Take note that a load has ended."""
+        """Record that a load has ended."""
         self._num_loads += 1
         self._num_good_loads += is_whole
 
@@ -47,9 +47,9 @@ class Weigher:
     ) -> Weighed:
         """Return how many pages of `offer`, which begins at page `start`, to load for a prompt of `num_known` tokens.
 
-        Loading keeps the request waiting, and the time that computing would take goes to the `num_behind` requests
-        behind it instead: it pays if what all of them gain is no less than the wait. Where loads have failed, it is
-        worth as much less. `awaited`: what another load brings, where one does.
+        Loading keeps the request waiting, and leaves its compute time to the `num_behind` requests behind it: it pays
+        if their total gain is at least the wait. The gain is scaled by the share of loads that succeeded.
+        `awaited`: the pages of another request's load, if there is one.
         """
         prefill = self._prefill
         compute_ns = prefill.prefill_ns(start * page_size, num_known)

@@ -19,14 +19,14 @@ __all__ = ["Access", "Guard", "Handler", "Route"]
 
 Handler = Callable[[Any], Awaitable[None]]
 SMALL_BYTES = 64 * 1024
-"""What the body of a request that controls the server may have."""
+"""Size limit of the body of a request that controls the server."""
 
 
 class Access(Enum):
-    """What a route asks for where keys are configured."""
+    """Access that a route requires if keys are configured."""
 
     OPEN = "open"
-    """Nothing: what watches over a server holds no key."""
+    """No key: monitoring systems do not hold one."""
     KEY = "key"
     """A key, of any owner."""
     ADMIN = "admin"
@@ -34,10 +34,10 @@ class Access(Enum):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path; a path that ends in `/` has one name after it.
+    """One method of one path; a path that ends in `/` is followed by one name.
 
-    `max_body_bytes`: of its requests; None: as many as the server takes in. `generates`: counted, recorded, and subject
-    to failures on purpose.
+    `max_body_bytes`: limit of its requests' bodies; None: the limit of the server. `generates`: counted, recorded, and
+    subject to failures on purpose.
     """
 
     method: str
@@ -51,9 +51,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 class Guard:
     """Finds the owner of a request from its head alone, or refuses the request.
 
-    `keys`: what is asked for; None: nothing. Without a key, a web page of another origin is refused, unless its origin
-    is in `origins`; and so is a name of this server that such a page may have made up: `hosts` are its names beside
-    addresses and names without a dot, None for any name.
+    `keys`: the accepted keys; None: no key is required. Without a key, a web page of another origin is refused unless
+    its origin is in `origins`. A host name that such a page may have made up for this server is refused as well:
+    `hosts` are the accepted names in addition to addresses and names without a dot; None: any name.
     """
 
     def __init__(self, keys: Keys | None, *, origins: Sequence[str] = (), hosts: Sequence[str] | None = ()) -> None:
@@ -62,14 +62,14 @@ class Guard:
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     def owner_of(self, request: HttpRequest, access: Access) -> Owner:
-        """Return the owner of a request. Raise ApiError for one that may not ask for a route with this `access`."""
+        """Return the owner of a request. Raise ApiError if the request lacks this `access`."""
         if access is Access.OPEN:
             return ANYONE
         keys = self.keys
         if keys is not None and (access is Access.ADMIN or keys.shares):
             scheme, _, key = (request.header("authorization") or "").partition(" ")
             if scheme.lower() != "bearer":
-                key = request.header("x-api-key") or ""  # as clients of Anthropic's API send it
+                key = request.header("x-api-key") or ""  # the header of Anthropic's clients
             found = keys.find(key.strip())
             if found is None:
                 raise ApiError(401, "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
@@ -81,11 +81,11 @@ class Guard:
         return ANYONE
 
     def shares_with(self, origin: str | None) -> bool:
-        """Return whether pages of `origin`, another than the server's, may read answers."""
+        """Return whether pages of `origin`, which is not the server's, may read answers."""
         return origin in self._origins
 
     def _check_page(self, request: HttpRequest) -> None:
-        """Raise ApiError for what a web page of another origin sends: nothing but its origin gives it away."""
+        """Raise ApiError for a request from a web page of another origin, which only its headers reveal."""
         host = (request.header("host") or "").lower()
         if self._hosts is not None and host and not self._is_own(host):
             raise ApiError(403, f"{host!r} is not a name of this server: --allow-host makes it one")
@@ -94,7 +94,7 @@ class Guard:
             raise ApiError(403, f"pages of {origin!r} may ask for nothing here: --allow-origin lets them")
 
     def _is_own(self, host: str) -> bool:
-        """Return whether no page elsewhere can have had the name `host` resolved to this server."""
+        """Return whether `host` is a name that no foreign page can have resolved to this server."""
         assert self._hosts is not None
         name = host.removeprefix("[").partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if "." not in name or name.endswith(".localhost") or name in self._hosts:

@@ -1,7 +1,7 @@
-"""What goes from the thread of an engine to the event loop of a server: pieces of text, as they are generated.
+"""Pieces of text on their way from an engine's thread to the event loop of a server, as they are generated.
 
-The thread of the engine appends to lists and wakes the event loop once for all that came meanwhile; a coroutine that is
-not waiting is not woken, and finds several pieces at once when it comes back.
+The engine's thread appends to lists and wakes the event loop once for all pieces that arrived meanwhile. A coroutine
+that is not waiting is not woken; it finds several pieces at once when it next takes some.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ __all__ = ["Answer", "Choice", "ChoiceMeter", "Piece", "TokenLogprob", "size_of"
 
 PIECE_BYTES = 200
 PAIR_BYTES = 100
-"""About the memory of a piece, or of a token with its log-probability, and of each other token in its place."""
+"""Approximate memory of a piece, or of a token with its log-probability, and of each alternative to that token."""
 LOOK_BYTES = 1 << 20
 
 TokenLogprob = tuple[int, float | None, TopLogprobs]
-"""A token, its log-probability, and the likeliest tokens in its place with theirs."""
+"""A token, its log-probability, and the likeliest tokens at its position with theirs."""
 
 Piece = tuple["Choice", str, int, str | None, list[TokenLogprob]]
-"""Of which choice, its new text, how many tokens it has by now, why it ended or None, and log-probabilities."""
+"""The choice, its new text, its number of tokens so far, its finish reason or None, and log-probabilities."""
 
 
 class ChoiceMeter(Protocol):
-    """Counts what happens to choices, in the thread of the engine."""
+    """Counts the events of choices, in the engine's thread."""
 
     def prefilled(self, request: Request) -> None:
-        """Count a prompt that is computed."""
+        """Count a prompt that has been computed."""
 
     def first_token(self, waited_s: float) -> None:
         """Count a first token."""
 
     def next_tokens(self, num_tokens: int, waited_s: float) -> None:
-        """Count tokens after the first, that long after those before them."""
+        """Count tokens after the first; they arrived `waited_s` after the previous ones."""
 
     def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
         """Count a choice that has ended."""
 
 
 class Answer:
-    """The pieces of all choices of one HTTP request, in the order in which they came. For one coroutine."""
+    """The pieces of all choices of one HTTP request, in order of arrival. For one coroutine."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
@@ -61,21 +61,21 @@ class Answer:
         """Owned by the outbox."""
         self.pieces: deque[Piece | BaseException] = deque()
         self.write_now: Callable[[], bool] | None = None
-        """Does at once, in the event loop, what the coroutine would do with the pieces. Returns whether that was all;
-        or else the coroutine is woken.
+        """Processes the pieces in the event loop, in place of the coroutine. Returns whether it took all; if not, the
+        coroutine is woken.
         """
         self._waiter: asyncio.Future[None] | None = None
         self.is_read = False
-        """Whether pieces are written as they are taken; else what was taken is kept until the end."""
+        """Whether pieces are written as they are taken; otherwise taken pieces are kept until the end."""
         self.num_bytes = 0
-        """About what it holds: pieces that were not taken, and what is kept."""
+        """Approximate memory held: pieces that were not taken, and those that are kept."""
         self._next_look = LOOK_BYTES
         self.on_more: Callable[[], object] | None = None
-        """Is called each time that it holds LOOK_BYTES more, in the thread of the engine."""
+        """Called after each further LOOK_BYTES held, in the engine's thread."""
         self._is_cut = False
 
     def put(self, piece: Piece | BaseException) -> None:
-        """Add a piece, from any thread. Raise Gone if there is no event loop any more, or if it was cut."""
+        """Add a piece, from any thread. Raise Gone if the event loop has ended, or if the answer was cut."""
         if self._is_cut:
             raise Gone
         self.pieces.append(piece)
@@ -88,7 +88,7 @@ class Answer:
             self.outbox.mark(self)
 
     def cut(self, error: BaseException) -> None:
-        """Let go of what it holds, and have its coroutine raise `error`. In the thread of the engine."""
+        """Drop the pieces, and make the coroutine raise `error`. In the engine's thread."""
         self._is_cut = True
         self.pieces.clear()
         self.pieces.append(error)
@@ -96,7 +96,7 @@ class Answer:
             self.outbox.mark(self)
 
     def keep(self, num_bytes: int) -> None:
-        """Note what is kept of the pieces that were taken, all together."""
+        """Record the total size of the taken pieces that are kept."""
         self.num_bytes = num_bytes
         self._next_look = min(self._next_look, num_bytes + LOOK_BYTES)
 
@@ -104,12 +104,12 @@ class Answer:
         """Wake the coroutine, if it waits."""
         waiter = self._waiter
         if waiter is None or waiter.done():
-            return  # it comes by itself
+            return  # it takes the pieces without being woken
         if self.write_now is None or not self.write_now():
             waiter.set_result(None)
 
     async def take(self) -> list[Piece]:
-        """Return what has come since the last call, one piece or more. Raise the error that came instead."""
+        """Return the pieces that arrived since the last call, at least one. Raise an error that arrived instead."""
         pieces = self.pieces
         while not pieces:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -129,7 +129,7 @@ class Answer:
 
 
 def size_of(logprobs: Sequence[TokenLogprob]) -> int:
-    """Return about how many bytes of memory log-probabilities are."""
+    """Return the approximate memory of log-probabilities in bytes."""
     return sum(PIECE_BYTES + PAIR_BYTES * len(top) for _, _, top in logprobs)
 
 
@@ -155,55 +155,55 @@ class Choice:
         self.request: Request | None = None
         self.completion: Completion | None = None
         self.is_over = False
-        """Whether it has ended, well or not; then it counts no more."""
+        """Whether it has ended, successfully or not; it is then no longer counted."""
         self.is_unwanted = False
-        """Whether its client has gone before it began."""
+        """Whether its client disconnected before it began."""
         self.in_session: Callable[[], object] | None = None
-        """Of one that a session answers: ends it, as if it were cancelled. For the thread of the event loop."""
+        """Ends a choice that a session answers, as if it were cancelled. For the event loop's thread."""
         self.owner = ""
         self.num_held_tokens = 0
-        """Of its prompt, as they are counted for its owner."""
+        """Tokens of its prompt that are counted for its owner."""
         self.came: Callable[[], object] | None = None
-        """Is called at its first token, from any thread."""
+        """Called at its first token, from any thread."""
         self.went: Callable[[], object] | None = None
-        """Is called when it is over, from any thread."""
+        """Called when it is over, from any thread."""
         self._own_end = own_end
         self._answer = answer
         self._meter = meter
         self._has_logprobs = has_logprobs
         self.logprobs: Callable[[], Logprobs] = Logprobs
-        """Returns the log-probabilities of its tokens, of those that have come or of more."""
+        """Returns the log-probabilities of at least the tokens that have arrived so far."""
         self.prompt_logprobs: Logprobs | None = None
-        """Those of its prompt, where asked for; from its first piece on."""
+        """Log-probabilities of its prompt if requested; set from its first piece on."""
         self._engine: LLMEngine | None = None
         self.tokens: Sequence[int] = ()
-        """Those so far, and maybe more that come with the next piece."""
+        """Its tokens so far; may already include those of the next piece."""
         self._num_tokens = 0
         self._num_chars = 0
         self._last_s = 0.0
 
     def note(self, engine: LLMEngine, request: Request) -> None:
-        """Note that it is submitted, in the thread of the engine."""
+        """Record its submission, in the engine's thread."""
         self.request, self.index, self._engine = request, request.index, engine
         self.logprobs = partial(engine.logprobs, request.index)
 
     @property
     def answer(self) -> Answer:
-        """What its pieces go through."""
+        """The Answer that receives its pieces."""
         return self._answer
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has so far."""
+        """The number of its tokens so far."""
         return self._num_tokens if self.completion is None else len(self.completion.tokens)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the cache."""
+        """Prompt tokens that were hit in the cache."""
         return 0 if self.request is None else self.request.cached_tokens
 
     def update(self, generation: Generation) -> None:
-        """Send what is new after a step."""
+        """Send the tokens and text that a step added."""
         tokens = generation.tokens
         num_tokens, num_before = len(tokens), self._num_tokens
         if num_tokens == num_before:
@@ -226,7 +226,7 @@ class Choice:
         self._num_tokens, self._num_chars = num_tokens, len(text)
 
     def end(self, completion: Completion) -> None:
-        """Send the rest, and the end."""
+        """Send the rest, and the finish reason."""
         self._note_over()
         reason = completion.finish_reason
         if self._own_end is not None and reason == "length":

@@ -1,4 +1,4 @@
-"""The ASGI application: what answers which path, keys, and what becomes of errors."""
+"""The ASGI application: dispatch by path, access checks, and rendering of errors."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from kvarts.openai_api.workbench import Workbench
 __all__ = ["ABORT", "OpenAIApp", "Watcher"]
 
 ABORT = "kvarts.abort"
-"""The extension of a scope that closes the connection at once."""
+"""The extension of an ASGI scope that closes the connection at once."""
 
 BODIES_AT_ONCE = 4
-"""Bodies of the largest size that are read at once, or as many bytes of smaller ones."""
+"""Number of maximum-size bodies whose bytes may be read at once, in total."""
 FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
 LOG = logging.getLogger("kvarts.openai_api")
 MAX_ID_CHARS = 256
@@ -45,25 +45,23 @@ PREFLIGHT = (
     ),
     (b"access-control-max-age", b"600"),
 )
-"""What a browser is told that asks whether a page may send a request."""
+"""Headers of the answer to a browser's preflight request."""
 
 
 class Watcher:
-    """Is told of requests that generate. Does nothing itself."""
+    """Receives requests that generate. The base class ignores them."""
 
     def began(self, number: int, path: str, payload: bytes, headers: dict[bytes, bytes]) -> None:
-        """Note a request, by its number."""
+        """Record a request, by its number."""
 
     def ended(self, number: int, status: int, *, is_whole: bool) -> None:
-        """Note that it was answered with `status`: to the end, as far as the server wanted, or only until its client
-        went.
-        """
+        """Record its answer's `status`; `is_whole` is false if its client disconnected before the intended end."""
 
 
 class OpenAIApp:
-    """An ASGI application for what is served. `guard`: finds the owner of a request.
+    """An ASGI application for the served models. `guard`: finds the owner of a request.
 
-    `allows_failures`: requests may ask for failures of their own, and administrators for a script of them.
+    `allows_failures`: requests may ask for their own failures, and administrators may set a script.
     """
 
     def __init__(
@@ -117,11 +115,11 @@ class OpenAIApp:
         self._paths = {path for _, path in self._exact}
 
     def close(self) -> None:
-        """End what is done off the event loop."""
+        """Stop work off the event loop."""
         self._workbench.close()
 
     def set_script(self, script: FailureScript) -> None:
-        """Let things go wrong as `script` says, from now on. Raise ConfigError for transfers that there are not."""
+        """Set the script of failures from now on. Raise ConfigError if it fails transfers of models without tiers."""
         self._models.fail_transfers(script.transfer_fails if script.has_transfers else None)
         self.script = script
 
@@ -142,7 +140,7 @@ class OpenAIApp:
         if origin is not None and self._guard.shares_with(origin):
             response.extra_headers += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin")]
             if request.method == "OPTIONS" and request.header("access-control-request-method") is not None:
-                await response.whole(b"", headers=[*PREFLIGHT])  # it never has a key
+                await response.whole(b"", headers=[*PREFLIGHT])  # a preflight request never has a key
                 return
         try:
             await self._handle(request, response, request_id, started_s)
@@ -152,13 +150,13 @@ class OpenAIApp:
             if response.has_begun:
                 self._cut(scope, response)
             else:
-                # No name for it here: its traceback has this frame, and what it refused would wait for the collector.
+                # Do not bind the error: its traceback holds this frame, and its data would wait for the collector.
                 told = self._told(error)
                 body = error_body(told) if request.path.startswith(MESSAGES) else told.body
                 await response.error(told, body, without_body=request.method == "HEAD")
 
     def _told(self, error: Exception) -> ApiError:
-        """Return what a client is told of an error."""
+        """Return the error that the client receives."""
         if api_error(error).status == 500 and self._models.first.host.loop.is_alive:
             LOG.exception("an unexpected error")
             return ApiError(500, f"{type(error).__name__}: {error}")
@@ -219,7 +217,7 @@ class OpenAIApp:
         self._watcher.ended(number, response.status, is_whole=response.has_ended)
 
     def _route(self, request: HttpRequest) -> Route:
-        """Return what answers a request. Raise ApiError where nothing does."""
+        """Return the route of a request. Raise ApiError for an unknown path or method."""
         method = "GET" if request.method == "HEAD" else request.method
         path = request.path
         found = self._exact.get((method, path))
@@ -234,7 +232,7 @@ class OpenAIApp:
         raise ApiError(404, f"there is no {shown}")
 
     def _failure_of(self, request: HttpRequest) -> Failure:
-        """Return what goes wrong: what the request asks for itself, or what the script says."""
+        """Return the failure of a request: the one that it asks for, else the script's."""
         asked = request.header("x-kvarts-fail")
         status = request.header("x-return-error")
         failure = self.script.next()
@@ -264,7 +262,7 @@ class OpenAIApp:
         )
 
     async def _set_config(self, exchange: Exchange) -> None:
-        """Change what can be changed while the server runs: failures and the length of the queue."""
+        """Change settings of the running server: failures, health and the length of the queue."""
         try:
             asked: dict[str, Any] = msgspec.json.decode(exchange.payload or b"{}", type=dict[str, Any])
         except msgspec.DecodeError as error:
@@ -295,7 +293,7 @@ class OpenAIApp:
         await self._tell_config(exchange)
 
     def _cut(self, scope: Scope, response: HttpResponse) -> None:
-        """Close a connection that has not got its whole answer."""
+        """Close a connection whose answer is incomplete."""
         abort = (scope.get("extensions") or {}).get(ABORT)
         if abort is not None and not response.has_ended:
             abort["call"]()

@@ -1,6 +1,6 @@
-"""The bodies of requests: what is read of them, and what a request to the engine is made of.
+"""Request bodies: the supported fields, and their conversion to sampling parameters.
 
-Fields that are not known are left alone, and null is as good as nothing, because clients send both.
+Unknown fields are ignored, and null equals a missing field, because clients send both.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvarts.errors import ConfigError, parts_of
+from kvarts.hints import Hints
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
 __all__ = [
@@ -37,7 +39,7 @@ MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
 APART = "\x00"
-"""Is in no salt and in no name: what is put together with it can be taken apart."""
+"""Separates joined names and salts; neither can contain it, so the parts can be recovered."""
 
 NOT_DONE = (
     "logit_bias",
@@ -62,14 +64,14 @@ BodyT = TypeVar("BodyT")
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream says beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -105,6 +107,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
     kvarts_answer: Any = None
+    kvarts_hints: Hints | None = None
+    kv_hints: KvHints | None = None
+    nvext: NvExt | None = None
+    cache_control: CacheControl | None = None
     # What would change the answer, and is not done: refused, not left alone.
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -119,7 +125,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     watermarking: Any = None
 
     def check(self) -> None:
-        """Raise ApiError for what is asked for and not done: a client would believe that it was."""
+        """Raise ApiError for unsupported requests, which a client would otherwise believe to be fulfilled."""
         best_of = self.best_of if self.best_of not in (None, self.num_choices) else None
         for name in NOT_DONE:
             value = best_of if name == "best_of" else getattr(self, name, None)
@@ -140,7 +146,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"has at most {MAX_SALT_CHARS} characters", param="cache_salt")
 
     def structured(self, schema: dict[str, Any] | None) -> StructuredOutputs | None:
-        """Return what the text is to be, None for anything. `schema`: of the format of the response. Raise ApiError."""
+        """Return the constraints of the text; None without any. `schema`: from `response_format`. Raise ApiError."""
         asked: dict[str, Any] = dict(self.structured_outputs or {})
         legacy = {
             "json": self.guided_json,
@@ -160,9 +166,13 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         except (msgspec.ValidationError, ConfigError) as error:
             raise ApiError(400, str(error), param="structured_outputs") from error
 
+    def hints(self, *, may_prioritize: bool) -> Hints | None:
+        """Return the hints on how long its KV is worth keeping; None for none. Raise ApiError."""
+        return hints_of(self.kvarts_hints, self.kv_hints, self.nvext, self.cache_control, may_prioritize=may_prioritize)
+
     @property
     def num_choices(self) -> int:
-        """How many answers to a prompt. Raise ApiError for too few or many."""
+        """The number of answers per prompt. Raise ApiError if it is out of range."""
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_CHOICES:
             raise ApiError(400, f"n must be from 1 to {MAX_CHOICES}, got {n}", param="n")
@@ -170,7 +180,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens to return at each place of the prompt; None for no log-probabilities of it."""
+        """The number of likeliest tokens per position of the prompt; None: no log-probabilities of the prompt."""
         return self.prompt_logprobs
 
     def params(self, max_tokens: int, *, top_logprobs: int | None) -> SamplingParams:
@@ -222,7 +232,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     response_format: dict[str, Any] | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts. Raise ApiError for what is none."""
+        """Return the prompts. Raise ApiError for invalid ones."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -238,14 +248,14 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     @property
     def asked_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens to return at each place of the prompt: an echo has the log-probabilities, too."""
+        """The number of likeliest tokens per position of the prompt; `echo` includes the prompt's log-probabilities."""
         if self.echo and self.prompt_logprobs is None:
             return 0 if self.max_tokens == 0 and self.top_logprobs is None else self.top_logprobs
         return self.prompt_logprobs
 
     @property
     def top_logprobs(self) -> int | None:
-        """How many likeliest tokens to tell; None for no log-probabilities."""
+        """The number of likeliest tokens to return; None for no log-probabilities."""
         if self.logprobs is None or self.logprobs is False:
             return None
         return 0 if self.logprobs is True else self.logprobs
@@ -272,13 +282,13 @@ class ChatBody(GenerationBody, kw_only=True):
     echo: bool | None = None
 
     def check(self) -> None:
-        """Raise ApiError for what is asked for and not done; an echo is of completions alone."""
+        """Raise ApiError for unsupported requests; `echo` is for completions only."""
         super().check()
         if self.echo:
             raise ApiError(400, "echo is of completions: omit it", param="echo")
 
     def template_options(self) -> dict[str, Any]:
-        """Return what a template is told beside the messages."""
+        """Return the template variables other than the messages."""
         options: dict[str, Any] = {
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -292,12 +302,14 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def has_schema(self) -> bool:
-        """Whether it brings a JSON schema, of what its answer or the arguments of a tool are to be."""
+        """Whether the body contains a JSON schema, for the answer or for the arguments of a tool."""
         return bool(self.tools) or self.response_format is not None or self.structured_outputs is not None
 
     @property
     def asked_logprobs(self) -> int | None:
-        """How many likeliest tokens to tell; None for no log-probabilities. Raise ApiError for a number without."""
+        """The number of likeliest tokens to return; None for no log-probabilities. Raise ApiError if only a number is
+        given.
+        """
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "is of log-probabilities: ask for logprobs as well", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -308,7 +320,7 @@ class _NamedBody(msgspec.Struct):
 
 
 def model_in(payload: bytes) -> str | None:
-    """Return the model that a body names; None for a body that names none, or is none."""
+    """Return the model that a body names; None if it does not name one, or is invalid."""
     try:
         return msgspec.json.decode(payload, type=_NamedBody).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -316,7 +328,7 @@ def model_in(payload: bytes) -> str | None:
 
 
 def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
-    """Return a body. Raise ApiError for what is no JSON, has a field of a wrong type, or too many values."""
+    """Parse a body. Raise ApiError if it is not JSON, a field has the wrong type, or it has too many values."""
     budget.draw_json(payload)
     try:
         return msgspec.json.decode(payload or b"{}", type=kind)
@@ -330,7 +342,7 @@ def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
 
 
 def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> list[dict[str, Any]]:
-    """Return messages with their content as text: parts are joined. Raise ApiError for what is no conversation."""
+    """Return messages with their content as text: parts are joined. Raise ApiError for invalid messages."""
     if not messages:
         raise ApiError(400, "at least one message is needed", param=param)
     read = []

@@ -1,4 +1,4 @@
-"""What one request may cost. Whatever reads something of its size, or builds something for it, draws on this first."""
+"""The cost limit of one request. Code whose work grows with a request draws on it first."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from kvarts.openai_api.errors import ApiError
 __all__ = ["INLINE_BYTES", "MOST_MADE_BYTES", "MOST_MADE_VALUES", "MOST_VALUES", "Budget", "num_values"]
 
 INLINE_BYTES = 16 * 1024
-"""As much is read and built in the event loop, which takes a few milliseconds; more is done off it."""
+"""Up to this size, bodies are read and answers built in the event loop, within a few milliseconds; beyond it, off it.
+"""
 MOST_VALUES = 1_000_000
 """JSON values and prompt tokens of a request: about 100 MB while they are Python objects."""
 MOST_MADE_VALUES = 20_000
-"""JSON values that a mock makes for the schemas of a request, all choices together: about 20 ms."""
+"""JSON values that a mock makes for the schemas of a request, over all choices: about 20 ms."""
 MOST_MADE_BYTES = 4 * 1024 * 1024
 VALUE_BYTES = 64
-"""Making a value takes as long as reading so many bytes."""
+"""Bytes whose reading takes as long as making one value."""
 
 OBJECT_VALUES = 6
-"""An object takes as much memory as so many other values."""
+"""Values whose memory equals that of one object."""
 
 
 def num_values(payload: bytes) -> int:
-    """Return the most values that JSON text can have, keys included; an object counts as `OBJECT_VALUES`.
+    """Return an upper bound of the values in JSON text, keys included; an object counts as `OBJECT_VALUES`.
 
-    Marks within strings are counted as well, which is much quicker: prose has one in fifty characters.
+    Marks within strings are counted as well, which is much faster: prose has one in fifty characters.
     """
     return 1 + sum(map(payload.count, (b",", b":", b"["))) + OBJECT_VALUES * payload.count(b"{")
 
 
 class Budget:
-    """What is left to one request. `values`: JSON values and prompt tokens. `sequences`: prompts times choices.
+    """The remaining budget of one request. `values`: JSON values and prompt tokens. `sequences`: prompts times choices.
 
-    Every `draw` raises ApiError, before anything is made, where too little is left.
+    Every `draw` raises ApiError, before the work is done, if too little remains.
     """
 
     __slots__ = ("num_made", "num_made_bytes", "num_sequences", "num_values")
@@ -44,7 +45,7 @@ class Budget:
 
     @property
     def cost_bytes(self) -> int:
-        """What making values for JSON schemas costs, in bytes of a body that take as long to read."""
+        """The cost of values made for JSON schemas, as the bytes of a body that take as long to read."""
         return VALUE_BYTES * (MOST_MADE_VALUES - self.num_made) + MOST_MADE_BYTES - self.num_made_bytes
 
     def draw_json(self, payload: bytes) -> None:

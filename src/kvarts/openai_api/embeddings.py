@@ -1,4 +1,4 @@
-"""/v1/embeddings of a mock: unit vectors that depend on the tokens of a text alone, in the time of its prefill.
+"""/v1/embeddings of a mock: unit vectors that depend only on the tokens of a text, in the time of its prefill.
 
 A vector is a feature hash: each token and each pair of adjacent tokens adds +1 or -1 at a few hashed places. Equal
 texts have equal vectors, and the similarity of two texts grows with the words they share.
@@ -80,7 +80,7 @@ class Embeddings:
                 prompt=body.input,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                prompt_logprobs=0,  # the whole prompt is computed, and nothing is generated
+                prompt_logprobs=0,  # computes the whole prompt, and generates nothing
             )
             try:
                 given = asked.prompts()
@@ -99,7 +99,7 @@ class Embeddings:
                 raise
             return served, body, asks, [embedding(tokens, dimensions) for tokens in prompts]
 
-        # A thousand inputs are a short body.
+        # A short body may contain a thousand inputs.
         served, body, asks, vectors = await exchange.apart(read, num_bytes=INLINE_BYTES)
         num_tokens = sum(len(ask.tokens) for ask in asks)
         under_way = UnderWay(served, exchange, asks, None)

@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's API read them: one envelope for all of them."""
+"""Errors in the form that clients of OpenAI's API expect: one envelope for all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """What a request is refused with. `param`: the field that is wrong. `retry_after_s`: when to come again."""
+    """Refusal of a request. `param`: the field at fault. `retry_after_s`: when the client may retry."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -46,20 +46,20 @@ class ApiError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """What the envelope holds."""
+        """The content of the envelope."""
         kind = TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.status}
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The header that says when to come again, if that is known."""
+        """The Retry-After header, if the delay is known."""
         if self.retry_after_s is None:
             return []
         return [(b"retry-after", f"{self.retry_after_s:g}".encode())]
 
 
 def too_long(limit: int, num_prompt_tokens: int | None, max_tokens: int, *, param: str) -> ApiError:
-    """Return the error of a request that is longer than the context, in vLLM's words, which clients look for.
+    """Return the error of a request that exceeds the context, in vLLM's words, which clients search for.
 
     `num_prompt_tokens`: None for more than the context, uncounted.
     """
@@ -74,7 +74,7 @@ def too_long(limit: int, num_prompt_tokens: int | None, max_tokens: int, *, para
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of `error`."""
+    """Return the error that the client receives for `error`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):

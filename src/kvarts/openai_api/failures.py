@@ -1,15 +1,16 @@
-"""Failures on purpose: a script of what is to go wrong, with which request, and how.
+"""Failures on purpose: a script that states which requests fail, and how.
 
-A script is made of rules, parted by semicolons; the first rule that applies to a request decides:
+A script is a list of rules separated by semicolons; the first rule that applies to a request decides:
 
     first 2: 429 retry_after=1; every 10th: cut after 5 chunks; 7-9: stall 3s; rate 1%: bad chunk; rest: ok
 
-Requests are counted from 1, over all endpoints that generate. `rate` draws by the seed and the request's number, so the
-same script on the same sequence of requests fails the same ones. Rules that begin with `transfers` are of the engine:
+Requests are counted from 1, over all endpoints that generate. `rate` is drawn from the seed and the request's number,
+so the same script on the same sequence of requests fails the same ones. Rules that begin with `transfers` apply to the
+engine:
 
     transfers every 3rd: fail; transfers rate 5%: fail
 
-These are counted from 1 as well, from the transfer that begins next when the script is set.
+Transfers are counted from 1 as well, from the first one that begins after the script is set.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ GRAMMAR = (
 
 
 MAX_STALL_S = 300.0
-"""A stall holds a place: it has an end."""
+"""A stalled request holds a place, so stalls are bounded."""
 
 
 class Cut(Exception):  # noqa: N818  # the failure is the point
-    """The connection is to be closed, with the answer unfinished."""
+    """Request to close the connection with the answer unfinished."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to go wrong with one request."""
+    """The failure of one request."""
 
     text: str = "ok"
     status: int = 0
@@ -61,28 +62,28 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_any(self) -> bool:
-        """Whether chunks have to be looked at one by one."""
+        """Whether chunks must be handled one at a time."""
         return self.cut_after is not None or self.has_bad_chunk
 
     def before_request(self) -> None:
-        """Raise what the request is refused with, if it is."""
+        """Raise the refusal of the request, if there is one."""
         if self.status:
             raise ApiError(self.status, f"fails on purpose: {self.text}", retry_after_s=self.retry_after_s)
         if self.drops:
             raise Cut
 
     def before_answer(self) -> None:
-        """Raise what goes wrong with an answer that is not streamed."""
+        """Raise the failure of an answer that is not streamed."""
         if self.cut_after == 0:
             raise Cut
 
     async def stall(self) -> None:
-        """Wait, if that is what goes wrong."""
+        """Wait if the failure is a stall."""
         if self.stall_s:
             await asyncio.sleep(self.stall_s)
 
     async def write(self, response: HttpResponse, parts: Sequence[bytes]) -> None:
-        """Write chunks of a stream, as far as they are to come."""
+        """Write chunks of a stream up to the cut."""
         if not self.has_any:
             await response.more(b"".join(parts))
             return
@@ -95,7 +96,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
                 await response.more(b'data: {"id": "broken", "choices": [{\n\n' if is_bad else chunk)
 
     async def write_whole(self, response: HttpResponse, payload: bytes) -> None:
-        """Write an answer that is not streamed, whole or spoiled."""
+        """Write an answer that is not streamed, intact or damaged."""
         await self.stall()
         if self.has_bad_chunk:
             payload = payload[: len(payload) // 2]
@@ -122,7 +123,7 @@ _SIMPLE = {
 
 
 def parse_failure(text: str) -> Failure:
-    """Return what `text` says. Raise ConfigError for what is no failure."""
+    """Parse a failure. Raise ConfigError if `text` is not one."""
     text = " ".join(text.split())
     if text in _SIMPLE:
         return _SIMPLE[text]
@@ -161,7 +162,7 @@ _TRANSFERS = re.compile(r"transfers?\b")
 
 
 class FailureScript:
-    """What goes wrong, request by request. Owner of the count. Raises ConfigError for what is no script."""
+    """The failures of all requests. Owner of the request count. Raises ConfigError for an invalid script."""
 
     def __init__(self, text: str = "", *, seed: int = 0) -> None:
         self.text = text
@@ -172,7 +173,7 @@ class FailureScript:
         self._of_transfers = [_transfer_rule(part) for part in parts if _TRANSFERS.match(part)]
 
     def next(self) -> Failure:
-        """Count a request, and return what goes wrong with it."""
+        """Count a request, and return its failure."""
         self.num_requests += 1
         number = self.num_requests
         for rule in self._rules:
@@ -182,11 +183,11 @@ class FailureScript:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether any of it is of transfers."""
+        """Whether any rule applies to transfers."""
         return bool(self._of_transfers)
 
     def transfer_fails(self, number: int) -> bool:
-        """Return whether a transfer fails, by its number from 1."""
+        """Return whether transfer `number`, counted from 1, fails."""
         return any(self._applies(rule, number, "transfer ") for rule in self._of_transfers)
 
     def _applies(self, rule: _Rule, number: int, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""What answers look like on the wire: chunks of a stream, made by putting texts together, and whole answers."""
+"""Wire formats of answers: chunks of a stream, made by joining texts, and whole answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Whole:
-    """A choice that is complete: its text, tokens and log-probabilities, and why it ended."""
+    """A complete choice: its text, tokens, log-probabilities and finish reason."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -35,7 +35,7 @@ class Whole:
         self.finish_reason = ""
 
     def add(self, text: str) -> None:
-        """Add text. A long one is kept as one piece: a text of a few characters takes ten times their memory."""
+        """Add text. Pieces are joined now and then, because a short string takes ten times the memory of its text."""
         self.texts.append(text)
         if len(self.texts) > MOST_TEXTS:
             self.texts = ["".join(self.texts)]
@@ -47,7 +47,7 @@ class Whole:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes it is on the wire."""
+        """Approximate bytes on the wire."""
         num_values = sum(1 + len(top) for _, _, top in self.logprobs)
         if self.prompt_logprobs is not None:
             num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)
@@ -55,7 +55,7 @@ class Whole:
 
 
 class Form(Protocol):
-    """The form of one endpoint's answers."""
+    """The format of one endpoint's answers."""
 
     @property
     def answer_id(self) -> str:
@@ -63,7 +63,7 @@ class Form(Protocol):
 
     @property
     def tells_ids(self) -> bool:
-        """Whether the answer has the ids of its tokens."""
+        """Whether the answer contains the ids of its tokens."""
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the chunk before the first text of a choice, or nothing."""
@@ -77,26 +77,26 @@ class Form(Protocol):
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the chunk of a piece of a choice. `more`: its members beside the text, each after a comma."""
+        """Return the chunk of a piece of a choice. `more`: further members, each after a comma."""
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
-        """Return what comes after the last of the choices. `tells_usage`: whether the client asked for it."""
+        """Return the bytes after the last choice. `tells_usage`: whether the client asked for the usage."""
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the end of an answer that goes wrong after its beginning."""
+        """Return the end of an answer that fails after its beginning."""
 
     def whole(self, choices: Sequence[Whole], usage: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         """Return the body of an answer that is not streamed."""
 
 
 class _Chunks:
-    """What streams of completions and chat completions have in common. `facts`: of each chunk."""
+    """The common part of streams of completions and chat completions. `facts`: members of each chunk."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._chunk_facts = facts
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
-        """Return the chunk with the usage and without a choice, where asked for, and the end."""
+        """Return the usage chunk without choices, if requested, and the end."""
         last = encode({**self._chunk_facts, "choices": [], "usage": usage}) if tells_usage else None
         return DONE if last is None else b"data: %b\n\n%b" % (last, DONE)
 
@@ -123,11 +123,11 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class CompletionForm(_Chunks):
-    """/v1/completions. `echoes`: the prompt before each choice, where prompts are echoed.
+    """/v1/completions. `echoes`: the prompt before each choice, if prompts are echoed.
 
-    `prompts`: the tokens of each choice's prompt, where their log-probabilities are a field of the answer.
-    `has_logprobs`: those of an echo are told with those of the text. `ids_of`: the tokens of each choice's prompt,
-    where the answer has the ids of these and of its own. `skips_special_tokens`: these have no text. `names_ids`:
+    `prompts`: the tokens of each choice's prompt, if the answer contains their log-probabilities. `has_logprobs`: the
+    log-probabilities of an echo precede those of the text. `ids_of`: the tokens of each choice's prompt, if the answer
+    contains the ids of prompt and text. `skips_special_tokens`: omit the text of special tokens. `names_ids`:
     log-probabilities name tokens by their ids, as `token_id:7`.
     """
 
@@ -156,12 +156,12 @@ class CompletionForm(_Chunks):
         super().__init__(self._facts)
         self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
         self._places: dict[int, TextOffsets] = {}
-        """By choice."""
+        """Positions in the text, by choice."""
         self._told_prompts: set[int] = set()
-        """In a stream, the choices of which the ids of the prompt were told."""
+        """Choices of a stream whose prompt ids were sent."""
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
-        """Return a chunk with the prompt, if that is echoed."""
+        """Return a chunk with the prompt, if it is echoed."""
         if not self._echoes:
             return b""
         told = self._echoed(number, prompt_logprobs)
@@ -176,11 +176,11 @@ class CompletionForm(_Chunks):
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the chunk of a piece. The first of a choice has the ids of its prompt, where they are told."""
+        """Return the chunk of a piece. The first one of a choice contains the ids of its prompt, if requested."""
         if self._ids_of and number not in self._told_prompts:
             self._told_prompts.add(number)
             more += b',"prompt_token_ids":' + encode(list(self._ids_of[number]))
-        if finish_reason is None and usage is None and not logprobs and not more:  # most are such
+        if finish_reason is None and usage is None and not logprobs and not more:  # the most frequent case
             return b'%b%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n' % (self._head, number, encode(text))
         told = encode(self._logprobs(number, logprobs)) if logprobs else b"null"
         return self._piece(number, text, finish_reason, told, usage, more)
@@ -224,11 +224,11 @@ class CompletionForm(_Chunks):
         return encode({**self._facts, "choices": told, "usage": usage, **extra})
 
     def _echoed(self, number: int, logprobs: Logprobs | None) -> dict[str, Any] | None:
-        """Return the log-probabilities of a prompt that is echoed."""
+        """Return the log-probabilities of an echoed prompt."""
         if logprobs is None or not self._has_logprobs:
             return None
         echo, text = self._echoes[number], self._text
-        for skips in (True, False):  # of a prompt that was given as ids, special tokens are written out
+        for skips in (True, False):  # a prompt given as ids is echoed with its special tokens
             places = text.offsets(start=0, skip_special_tokens=skips)
             offsets = places.add(echo.tokens)
             if places.end == len(echo.text):
@@ -260,10 +260,10 @@ class CompletionForm(_Chunks):
 
 
 class ChatForm(_Chunks):
-    """/v1/chat/completions. `shape`: what each choice is made into; without, it is text.
+    """/v1/chat/completions. `shape`: the conversion of each choice; None: its text is the content.
 
-    `prompt`: its tokens, where their log-probabilities are a field of the answer. `ids_of`: the same, where the answer
-    has the ids of these and of its own. `names_ids`: as of CompletionForm.
+    `prompt`: its tokens, if the answer contains their log-probabilities. `ids_of`: its tokens, if the answer contains
+    the ids of prompt and text. `names_ids`: as in CompletionForm.
     """
 
     def __init__(
@@ -288,12 +288,12 @@ class ChatForm(_Chunks):
         super().__init__(chunk)
         self._head = b"data: " + encode(chunk)[:-1] + b',"choices":[{"index":'
         self._readers: dict[int, Reader] = {}
-        """With a shape, by choice."""
+        """Readers by choice, with a shape."""
         self._held: dict[int, list[TokenLogprob]] = {}
-        """With a shape, by choice: log-probabilities of tokens that were not told yet."""
+        """Log-probabilities of tokens that were not sent yet, by choice, with a shape."""
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
-        """Return the chunk that says the role, and the ids of the prompt, where they are told."""
+        """Return the chunk with the role, and with the ids of the prompt if requested."""
         ids = b',"prompt_token_ids":' + encode(list(self._ids_of)) if self._ids_of else b""
         return b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
             self._head, number, ids
@@ -308,9 +308,9 @@ class ChatForm(_Chunks):
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the chunk of a piece; nothing where it has nothing to tell yet."""
+        """Return the chunk of a piece; empty if the piece does not complete anything yet."""
         if self._shape is None:
-            if finish_reason is None and usage is None and not logprobs and not more:  # most are such
+            if finish_reason is None and usage is None and not logprobs and not more:  # the most frequent case
                 return b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n' % (
                     self._head, number, encode(text)
                 )  # fmt: skip
@@ -332,7 +332,7 @@ class ChatForm(_Chunks):
         )  # fmt: skip
 
     def _shaped(self, shape: Shape, number: int, text: str, *, is_last: bool) -> tuple[dict[str, Any], str | None]:
-        """Return what a piece adds to the message, and why the choice ended, where that is changed."""
+        """Return the change of the message by a piece, and the finish reason if the shape changes it."""
         reader = self._readers.get(number)
         if reader is None:
             reader = self._readers[number] = shape.reader(number)
@@ -393,7 +393,7 @@ class ChatForm(_Chunks):
 
 
 def _delta(part: Part) -> dict[str, Any]:
-    """Return what a part adds to a message, as a stream tells it."""
+    """Return the delta of a stream for a part of a message."""
     delta: dict[str, Any] = {"content": part.content} if part.content else {}
     if part.reasoning:
         delta |= {"reasoning": part.reasoning, "reasoning_content": part.reasoning}
@@ -412,7 +412,7 @@ def _call(call: CallPart) -> dict[str, Any]:
 
 
 def _token_text(text: TextModel, token: int) -> str:
-    """Return the text of one token; of a part of a character its bytes, as OpenAI's API writes them."""
+    """Return the text of one token; for a part of a character its bytes, in the notation of OpenAI's API."""
     own = text.bytes_of(token)
     try:
         return own.decode()
@@ -421,7 +421,7 @@ def _token_text(text: TextModel, token: int) -> str:
 
 
 def _prompt_entries(text: TextModel, tokens: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any] | None]:
-    """Return the log-probabilities of a prompt as vLLM does: at each place by token id; the first has none."""
+    """Return the log-probabilities of a prompt in vLLM's format: per position by token id; None at the first."""
     told: list[dict[str, Any] | None] = []
     for token, value, top, rank in zip(tokens, logprobs.values, logprobs.top, logprobs.ranks, strict=True):
         if value is None:

@@ -1,8 +1,8 @@
-"""The order in which requests of several owners enter an engine, so that none keeps the others out.
+"""The order in which requests of several owners enter an engine, so that no owner starves the others.
 
-An engine runs so many requests at once, and their KV fills so many tokens of memory. Both are shared among owners, see
-Shares. Requests wait here, by owner; the owner with the fewest tokens relative to its share is next. An engine gets
-only what it can begin, since requests that wait there are in one queue.
+An engine runs a limited number of requests at once, and their KV fills a limited number of tokens of memory. Owners
+share both, see Shares. Requests wait here, by owner; the owner with the fewest tokens relative to its share is next.
+Only requests that can begin are passed to the engine, because requests that wait in the engine share one queue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Entry", "Gate"]
 
 
 class Entry:
-    """One request: it waits, is inside, or has left. `begin` is told whether it runs on what its owner is guaranteed.
+    """One request: it waits, is inside, or has left. `begin` receives whether it runs within its owner's guarantee.
 
     `num_prompt_tokens` of its `num_tokens` are its prompt.
     """
@@ -43,8 +43,8 @@ class Entry:
 class Gate:
     """Owner of the requests that wait to enter one engine, and of those inside. For one event loop.
 
-    `num_seqs` run at once, with `num_tokens` of KV memory. `num_prefill`: of each owner, prompts of that many tokens,
-    or one longer prompt, are inside before they are computed.
+    `num_seqs` run at once, with `num_tokens` of KV memory. `num_prefill`: limit of each owner's uncomputed prompt
+    tokens inside; one longer prompt may enter if it is the only one.
     """
 
     def __init__(self, num_seqs: int, num_tokens: int, num_prefill: int, shares: Mapping[str, float]) -> None:
@@ -54,11 +54,11 @@ class Gate:
         self._num_prefill = num_prefill
         self._waiting: OrderedDict[str, deque[Entry]] = OrderedDict()
         self._prefilling: dict[str, int] = {}
-        """Prompt tokens that are inside and not computed yet, by owner."""
+        """Prompt tokens of requests inside that are not computed yet, by owner."""
         self._times: dict[str, float] = {}
         """Virtual time of each owner: its tokens so far, divided by its share."""
         self._now = 0.0
-        """The virtual time at which a request entered last: an owner that was away begins there."""
+        """Virtual time of the last entry; an owner that was idle starts from here."""
 
     @property
     def num_waiting(self) -> int:
@@ -66,7 +66,7 @@ class Gate:
         return sum(map(len, self._waiting.values()))
 
     def add(self, entry: Entry) -> None:
-        """Let a request wait, and in if it is its turn."""
+        """Queue a request, and admit it if it is its turn."""
         waiting = self._waiting.get(entry.owner)
         if waiting is None:
             waiting = self._waiting[entry.owner] = deque()
@@ -75,13 +75,13 @@ class Gate:
         self._let_in()
 
     def prefilled(self, entry: Entry) -> None:
-        """Note that the prompt of a request inside is computed."""
+        """Record that the prompt of a request inside has been computed."""
         if entry.is_inside and not entry.is_prefilled:
             self._note_prefilled(entry)
             self._let_in()
 
     def leave(self, entry: Entry, num_tokens: int) -> None:
-        """Note that a request is over, or not wanted any more, after `num_tokens` of it were known."""
+        """Remove a request that is over or no longer wanted; `num_tokens` of it were known at that point."""
         if entry.has_left:
             return
         entry.has_left = True
@@ -122,7 +122,7 @@ class Gate:
             entry.enter(is_guaranteed=self._seats.over(owner) <= 0 and self._tokens.over(owner) <= 0)
 
     def _next(self) -> str | None:
-        """Return the owner of the request that enters next; None if none can."""
+        """Return the owner of the next request to enter; None if none can."""
         in_turn = sorted(self._waiting, key=lambda owner: (self._times[owner], owner))
         is_owed = False
         for owner in in_turn:
@@ -151,7 +151,7 @@ class Gate:
         return not under_way or under_way + entry.num_prompt_tokens <= self._num_prefill
 
     def _charge(self, entry: Entry) -> int:
-        """Return the tokens of memory that a request takes from its owner's share: all of it, where it is longer."""
+        """Return the tokens charged to a request's owner: those of the request, at most the owner's guarantee."""
         return min(entry.num_tokens, max(1, self._tokens.guaranteed(entry.owner)))
 
     def _share(self, owner: str) -> float:

@@ -31,6 +31,7 @@ from kvarts.openai_api.errors import ApiError, api_error, too_long
 from kvarts.openai_api.failures import Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
+from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
@@ -43,7 +44,7 @@ from kvarts.sampling import SamplingParams, StructuredOutputs
 __all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""As of OpenAI's API, where nothing is said; a chat ends by itself."""
+"""The default of OpenAI's API for completions; a chat generates to its end."""
 
 T = TypeVar("T")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-dynamo-session-id")
@@ -52,7 +53,7 @@ ANSWER_HEADER = "x-kvarts-answer"
 
 
 class Exchange(msgspec.Struct, kw_only=True):
-    """One HTTP request on its way: what came, what goes out, and what is to go wrong."""
+    """One HTTP request with its response, its owner and budget, and a failure on purpose."""
 
     request: HttpRequest
     response: HttpResponse
@@ -61,20 +62,20 @@ class Exchange(msgspec.Struct, kw_only=True):
     started_s: float
     failure: Failure
     owner: Owner
-    """By the key that the request came with."""
+    """The owner of the key in the request."""
     budget: Budget
     workbench: Workbench
     read: Callable[[], object]
-    """Called once the payload is not needed any more."""
+    """Called once the payload is no longer needed."""
 
     def take_body(self, kind: type[BodyT]) -> BodyT:
         """Return the body, within the budget. Raise ApiError as `decoded` does."""
         return decoded(self.payload, kind, self.budget)
 
     async def apart(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
-        """Return what `work` makes of the payload, which is gone afterwards; off the event loop, where that is more.
+        """Return the result of `work` on the payload, which is dropped afterwards; large work runs off the event loop.
 
-        `num_bytes`: what `work` reads beside the payload.
+        `num_bytes`: bytes that `work` reads in addition to the payload.
         """
         try:
             return await self.work(work, num_bytes=num_bytes + len(self.payload))
@@ -83,12 +84,12 @@ class Exchange(msgspec.Struct, kw_only=True):
             self.read()
 
     async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
-        """Return what `work` returns, which does something to `num_bytes`; off the event loop where they are many."""
+        """Return the result of `work`, which processes `num_bytes`; above INLINE_BYTES it runs off the event loop."""
         return work() if num_bytes <= INLINE_BYTES else await self.workbench.run(self.owner.name, work)
 
 
 def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
-    """Return how many tokens an answer has that ends by itself: around the default, by the prompt and the seed."""
+    """Return the length of an answer without a requested length: around the default, drawn from prompt and seed."""
     most = served.limits.default_tokens
     assert most is not None
     tail = b"".join(token.to_bytes(8, "little") for token in tokens[-64:])
@@ -97,7 +98,7 @@ def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> i
 
 
 def salt_of(served: Served, body: GenerationBody, owner: Owner) -> tuple[str | None, str | None]:
-    """Return what sets the KV of a request apart: from that of all others, and among the requests of its owner."""
+    """Return the salts that separate the KV of a request: from all other requests, and among those of its owner."""
     adapter = served.adapter_of(body.model)
     tenant = body.cache_salt or None
     if adapter is not None:
@@ -118,14 +119,15 @@ def asks_of(
     has_end: bool,
     scripted: Sequence[ScriptedAnswer] = (),
 ) -> list[Ask]:
-    """Return a request for every choice of every prompt. Raise ApiError for what cannot be done.
+    """Return a request for every choice of every prompt. Raise ApiError for unsupported values.
 
     `has_end`: without a number of tokens, the answer goes on to its own end. `scripted`: the answer to each choice of a
     prompt, if a mock knows it beforehand.
     """
     body.check()
     if body.priority and not exchange.owner.may_prioritize:
-        raise ApiError(403, "the owner of this key may not set priorities: leave it out", param="priority")
+        raise ApiError(403, NO_PRIORITY, param="priority")
+    hints = body.hints(may_prioritize=exchange.owner.may_prioritize)
     if body.asked_prompt_logprobs is not None:
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
@@ -170,6 +172,7 @@ def asks_of(
                     tokens=tokens,
                     params=params,
                     priority=-(body.priority or 0),  # of vLLM: the lower, the earlier
+                    hints=hints,
                     salt=salt,
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
@@ -182,7 +185,7 @@ def asks_of(
 def completion_asks(
     served: Served, body: CompletionBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()
 ) -> tuple[list[Ask], list[Echo]]:
-    """Return the requests of a completion, and what goes before each choice, if prompts are echoed."""
+    """Return the requests of a completion, and the echo of each choice if prompts are echoed."""
     adds = body.add_special_tokens is not False
     given = body.prompts()
     exchange.budget.draw_sequences(len(given), body.num_choices)
@@ -234,7 +237,7 @@ class Wanted(msgspec.Struct, frozen=True):
     scripted: Sequence[ScriptedAnswer] = ()
 
     def of(self, asks: Sequence[Ask]) -> list[Ask]:
-        """Return the requests for it."""
+        """Return `asks` changed accordingly."""
         changes: dict[str, Any] = {}
         if self.structured is not None:
             changes["structured_outputs"] = self.structured
@@ -243,13 +246,13 @@ class Wanted(msgspec.Struct, frozen=True):
         if not changes:
             return list(asks)
         replace = msgspec.structs.replace
-        params = {id(ask.params): ask.params for ask in asks}  # shared by requests with the same
+        params = {id(ask.params): ask.params for ask in asks}  # requests with equal parameters share one object
         changed = {key: replace(each, **changes) for key, each in params.items()}
         return [replace(ask, params=changed[id(ask.params)]) for ask in asks]
 
 
 def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) -> Wanted:
-    """Return what a completion is to be. Raise ApiError for what cannot be had."""
+    """Return the form of a completion. Raise ApiError if it is not available."""
     schema = schema_of_format(body.response_format)
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
@@ -303,7 +306,7 @@ def _named(body: GenerationBody) -> str:
 
 
 def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
-    """Return what a chat completion is to be. Raise ApiError for what cannot be had."""
+    """Return the form of a chat completion. Raise ApiError if it is not available."""
     choice, tools = body.tool_choice, body.tools or []
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
@@ -379,7 +382,7 @@ def _drawn(
 
 
 async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> None:
-    """Compile the grammar of requests, which may take long, off the event loop. Raise ConfigError for a bad one."""
+    """Compile the grammar of requests off the event loop, because it may take long. Raise ConfigError for a bad one."""
     check = served.host.check_params
     if check is not None and asks and asks[0].params.structured_outputs is not None:
         await exchange.workbench.run(exchange.owner.name, partial(check, asks[0].params))
@@ -397,6 +400,8 @@ class UnderWay:
         else:
             if len(asks) > 1:
                 raise ApiError(400, "in a session there is one prompt, and one choice", param="n")
+            if asks[0].hints is not None:
+                raise ApiError(400, "in a session its own retention and ttl decide: omit hints", param="session_id")
             self.answer, self.choices = served.start(
                 asks,
                 exchange.owner,
@@ -413,7 +418,7 @@ class UnderWay:
         self.answer.wake()
 
     async def end(self) -> None:
-        """Note that it is over: written, or given up. What is under way ends, and frees its pages."""
+        """End the answer, whether it was written or abandoned. Requests under way end, which frees their pages."""
         self._served.finish(self.choices)
         if self._in_session is not None:
             self._in_session.cancel()
@@ -423,15 +428,15 @@ class UnderWay:
 
 
 def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> UnderWay:
-    """Begin requests, in the session that they name, if they do. Raise ApiError where they are not taken in.
+    """Begin requests, in the session that they name, if any. Raise ApiError if they are not admitted.
 
-    A header is a hint, which load generators and routers give whatever the request is: what no session can do is
-    answered without one. The field of a body is meant.
+    A session header is a hint, which load generators and routers add to any request: a request that a session cannot
+    answer is then answered without one. The body's field is binding: such a request is refused.
     """
     if session_id and served.why_no_sessions:
         raise ApiError(400, served.why_no_sessions, param="session_id")
     name = session_id
-    if not name and len(asks) == 1:
+    if not name and len(asks) == 1 and asks[0].hints is None:
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
@@ -439,7 +444,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
 
 
 class _Read(NamedTuple):
-    """A body that was read."""
+    """A parsed body."""
 
     served: Served
     body: GenerationBody
@@ -491,7 +496,7 @@ class Generating:
             body = exchange.take_body(ChatBody) if read_before is None else read_before
             return body, _chat_form
 
-        # A schema of a few bytes may take much longer than these say.
+        # Compiling a short schema may take much longer than its bytes suggest.
         num_bytes = INLINE_BYTES if read_before is not None and read_before.has_schema else 0
         await self.converse(exchange, read, num_bytes=num_bytes)
 
@@ -563,7 +568,7 @@ def _fail_as(scripted: ScriptedAnswer, exchange: Exchange, served: Served) -> No
 
 
 async def _collect(answer: Answer, wholes: list[Whole]) -> None:
-    """Wait for all pieces."""
+    """Collect all pieces until every choice has ended."""
     num_open = len(wholes)
     num_bytes = 0
     while num_open:
@@ -596,12 +601,12 @@ class _Usage:
     def of_all(self) -> dict[str, Any]:
         """The usage of all choices, once they have ended."""
         num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
-        # The cached tokens of each prompt once, although each of its copies may have found more.
+        # The cached tokens of each prompt are counted once, although each of its copies may have hit more.
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
         return self._overridden(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
 
     def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
-        """Return that of a choice under way."""
+        """Return the usage of a choice under way."""
         return usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
 
     def _overridden(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -640,13 +645,13 @@ class _Stream:
         self._tells_usage_always = bool(options.include_usage and options.continuous_usage_stats)
         self._begun: set[int] = set()
         self._num_ids: Counter[int] = Counter()
-        """By choice: of how many tokens the ids were told, where they are."""
+        """Number of token ids sent so far by choice, if ids are sent."""
         self._num_open = len(choices)
 
     async def write(self, answer: Answer) -> None:
-        """Write everything. What goes wrong after the first byte is told as an event."""
+        """Write the whole stream. An error after the first byte is sent as an event."""
         response, failure, take = self._exchange.response, self._exchange.failure, answer.take
-        pieces = await take()  # what is refused is refused before the first byte
+        pieces = await take()  # a refusal is raised here, before the first byte
         await failure.stall()
         await response.begin_stream()
         if response.direct is not None and not failure.has_any:
@@ -671,9 +676,9 @@ class _Stream:
         await response.end_stream()
 
     def _write_now(self, answer: Answer, direct: Direct) -> bool:
-        """Write pieces as they come: most of what a token costs is to wake the task that waits for it.
+        """Write pieces as they arrive, because waking the task that waits for them is most of the cost of a token.
 
-        Return whether that was all. Errors and ends are for the task.
+        Return whether all were written. Errors and last pieces are left to the task.
         """
         if not direct.is_ready:
             return False

@@ -1,4 +1,4 @@
-"""HTTP over ASGI, as little of it as this server needs: a request is read, and an answer sent or streamed."""
+"""The part of HTTP over ASGI that this server needs: requests are read, and answers sent or streamed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = b"application/json"
 DIRECT = "kvarts.direct"
-"""The extension of a scope that has a Direct, as `call`."""
+"""The extension of an ASGI scope that holds a Direct, as `call`."""
 
 
-class ClientGone(Exception):  # noqa: N818  # not an error: there is nothing left to tell
+class ClientGone(Exception):  # noqa: N818  # not an error: there is no client left to inform
     """The client has closed its connection."""
 
 
 class HttpRequest:
-    """A request that has begun to arrive."""
+    """A request whose head has arrived."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -42,11 +42,11 @@ class HttpRequest:
 
     @property
     def has_body(self) -> bool:
-        """Whether its head announces a body that is not empty."""
+        """Whether its head announces a non-empty body."""
         return b"transfer-encoding" in self.headers or (self.header("content-length") or "0").strip("0") != ""
 
     def is_json(self, *, unless_told: bool) -> bool:
-        """Return whether its head calls the body JSON. `unless_told`: what it is if the head says nothing."""
+        """Return whether its head declares the body to be JSON. `unless_told`: the result without a content type."""
         told = self.header("content-type")
         kind = (told or "").partition(";")[0].strip().lower()
         if not kind:
@@ -54,9 +54,9 @@ class HttpRequest:
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
     async def body(self, max_bytes: int, *, timeout_s: float, came: Callable[[int], object]) -> bytes:
-        """Return the body. `came` is told of each part how many bytes it has, and may raise.
+        """Return the body. `came` receives the size of each part, and may raise.
 
-        Raise ApiError for one that is too long or too late, and ClientGone for one cut off.
+        Raise ApiError if it is too long or too slow, and ClientGone if it is cut off.
         """
         length = self.header("content-length") or ""
         if length.isdecimal() and int(length) > max_bytes:
@@ -85,7 +85,7 @@ class HttpRequest:
                 return b"".join(parts)
 
     def when_gone(self, gone: Callable[[], object]) -> None:
-        """Call `gone` when the client closes its connection before `settle` is called. After the body was read."""
+        """Call `gone` if the client closes its connection before `settle`. To be called after the body was read."""
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -95,7 +95,7 @@ class HttpRequest:
         self._gone = asyncio.ensure_future(watch())
 
     async def settle(self) -> None:
-        """End what `when_gone` began."""
+        """Stop the watch that `when_gone` began."""
         if self._gone is not None:
             self._gone.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -104,18 +104,18 @@ class HttpRequest:
 
 
 class Direct(Protocol):
-    """A connection, without the tasks in between: for parts of a stream that has begun."""
+    """A connection without the tasks in between, for parts of a stream that has begun."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a part can be written now, and need not wait for its client to read."""
+        """Whether a part can be written now without waiting for the client to read."""
 
     def write(self, payload: bytes) -> None:
         """Write a part."""
 
 
 class HttpResponse:
-    """An answer on its way out. `extra_headers` go with every answer. `direct`: where the server has that."""
+    """An answer on its way out. `extra_headers` are sent with every answer. `direct`: set if the server provides it."""
 
     def __init__(self, send: Send, direct: Direct | None = None) -> None:
         self._send = send
@@ -125,7 +125,7 @@ class HttpResponse:
         self.has_ended = False
         self.status = 0
         self.num_chunks = 0
-        """Of a stream: chunks written, where they are counted."""
+        """Chunks written to a stream, if they are counted."""
 
     async def whole(
         self,
@@ -136,7 +136,7 @@ class HttpResponse:
         headers: list[tuple[bytes, bytes]] | None = None,
         without_body: bool = False,
     ) -> None:
-        """Send a whole answer. `without_body`: of a HEAD request, which is told what it would get."""
+        """Send a whole answer. `without_body`: for a HEAD request, whose headers describe the omitted body."""
         length = str(len(body)).encode()
         await self._begin(status, [(b"content-type", content_type), (b"content-length", length), *(headers or ())])
         await self._send({"type": "http.response.body", "body": b"" if without_body else body, "more_body": False})
@@ -159,7 +159,7 @@ class HttpResponse:
         )
 
     async def more(self, payload: bytes) -> None:
-        """Send a part of a stream. Waits while the client does not read."""
+        """Send a part of a stream, waiting while the client does not read."""
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
 
     async def end_stream(self) -> None:

@@ -1,4 +1,4 @@
-"""Bodies on their way in: how many bytes of them there may be, of all requests and of each owner."""
+"""Request bodies while they are read: limits of their bytes, in total and per owner."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from kvarts.owners.shares import Shares
 __all__ = ["Body", "Intake"]
 
 FREE_BYTES = 64 * 1024
-"""A body of so many bytes finds room where longer ones do not: a quarter of all is for the first bytes of bodies."""
+"""Up to this size, a body may use all of the room; a quarter of it is reserved for the first bytes of bodies."""
 STALLED_S = 1.0
-"""A body of which nothing has come for so long gives way to others when there is no room."""
+"""A body that has not progressed for this time is dropped if others lack room."""
 
 
 class Body:
-    """The bytes of one body, from its first until nothing needs them any more."""
+    """The bytes of one body, from its arrival until its release."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.num_bytes = 0
         self.moved_s = monotonic()
         self.reader: asyncio.Task[object] | None = None
-        """The task that reads it, as long as it is being read."""
+        """The task that reads it, while it is being read."""
         self.gave_way = False
 
 
 class Intake:
-    """Owner of the account of bytes of bodies that are read, or wait to be parsed. For one event loop.
+    """Owner of the byte count of bodies that are read, or wait to be parsed. For one event loop.
 
-    `num_bytes`: of all of them together. `shares`: of owners, see Shares.
+    `num_bytes`: limit of all bodies together. `shares`: shares of owners, see Shares.
     """
 
     def __init__(self, num_bytes: int, shares: Mapping[str, float] | None = None) -> None:
         self._shares = Shares(num_bytes, shares)
         self._reading: OrderedDict[Body, None] = OrderedDict()
-        """Those that are being read; what has moved least recently is the first."""
+        """The bodies that are being read, least recently progressed first."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held now."""
+        """Bytes held now."""
         return self._shares.num_used
 
     async def read(self, request: HttpRequest, body: Body, max_bytes: int, *, timeout_s: float) -> bytes:
-        """Return the body of a request, of which `body` holds the bytes until `drop`.
+        """Return the body of a request, whose bytes are counted in `body` until `drop`.
 
-        Raise ApiError for one that is too long, too late, or for which there is no room; ClientGone for one cut off.
+        Raise ApiError if it is too long, too slow, or lacks room; ClientGone if it is cut off.
         """
         body.reader = asyncio.current_task()
         self._reading[body] = None
@@ -65,12 +65,12 @@ class Intake:
             self._reading.pop(body, None)
 
     def drop(self, body: Body) -> None:
-        """Note that the bytes of a body are not needed any more."""
+        """Release the bytes of a body."""
         self._shares.give(body.owner, body.num_bytes)
         body.num_bytes = 0
 
     def _take(self, body: Body, count: int) -> None:
-        """Take room for `count` more bytes. Raise ApiError where there is none."""
+        """Reserve room for `count` more bytes. Raise ApiError if the room is exhausted."""
         body.moved_s = monotonic()
         self._reading.move_to_end(body)
         while not self._has_room(body, count):
@@ -86,7 +86,7 @@ class Intake:
         return count <= room
 
     def _make_room(self, body: Body) -> bool:
-        """Give up what has stalled for longest. Return whether there was such a body."""
+        """Drop the body that has stalled longest. Return whether one had stalled."""
         for other in self._reading:
             if monotonic() - other.moved_s < STALLED_S:
                 return False

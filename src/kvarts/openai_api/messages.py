@@ -177,7 +177,7 @@ class MessageForm:
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the events of a piece."""
+        """Return the events of a piece of text."""
         if finish_reason is not None:
             self._reason = finish_reason
         return b"".join(self._take(self._reader.add(text)))

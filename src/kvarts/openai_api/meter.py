@@ -1,4 +1,4 @@
-"""Counters of a server, moved by what happens, and read when metrics are asked for."""
+"""Counters of a server, updated by events, and read when metrics are requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_CHOICES = (1, 2, 5, 10, 20)
 
 
 class BucketCounts:
-    """A histogram: how many values are at most each bound, and above all of them."""
+    """A histogram: the number of values up to each bound, and above the last."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -33,7 +33,7 @@ class BucketCounts:
         self.total = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """Count `value`, so often."""
+        """Count `value`, `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
@@ -49,7 +49,7 @@ class ServedChoice(Protocol):
 
     @property
     def started_s(self) -> float:
-        """When its HTTP request came."""
+        """When its HTTP request arrived."""
 
     @property
     def request(self) -> Request | None:
@@ -57,9 +57,9 @@ class ServedChoice(Protocol):
 
 
 class Meter:
-    """An EventReader of one engine's steps, and the ChoiceMeter of its answers. For the thread of the engine.
+    """An EventReader of one engine's steps, and the ChoiceMeter of its answers. For the engine's thread.
 
-    `speedup`: of model time, over real time, in which durations are told.
+    `speedup`: ratio of model time to real time; durations are reported in real time.
     """
 
     wants_details = False
@@ -91,13 +91,13 @@ class Meter:
         self.num_steps = 0
         self.ended_by_reason = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
         self.num_refused = 0
-        """Requests for which the queue had no room."""
+        """Requests refused because the queue was full."""
         self.num_rejected = 0
-        """Requests that could never have their pages."""
+        """Requests that could never get their pages."""
         self.num_aborted = 0
-        """Requests that were ended because their client had gone."""
+        """Requests that were ended because their client disconnected."""
 
-    # Of steps ---------------------------------------------------------------------------------------------
+    # Steps ------------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:
         """Count steps."""
@@ -110,7 +110,7 @@ class Meter:
                 self.num_steps += len(event.durations_ns)
                 self.step_tokens.add(event.num_running, len(event.durations_ns))
 
-    # Of choices -------------------------------------------------------------------------------------------
+    # Choices ----------------------------------------------------------------------------------------------
 
     def first_token(self, waited_s: float) -> None:
         """Count a first token."""
@@ -118,12 +118,12 @@ class Meter:
         self.first_token_s.add(waited_s)
 
     def next_tokens(self, num_tokens: int, waited_s: float) -> None:
-        """Count tokens after the first, that long after those before them."""
+        """Count tokens after the first; they arrived `waited_s` after the previous ones."""
         self.num_generated_tokens += num_tokens
         self.next_token_s.add(waited_s / num_tokens, num_tokens)
 
     def prefilled(self, request: Request) -> None:
-        """Count a prompt that is computed, with what was found of it."""
+        """Count a prompt that has been computed, with its hits."""
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_queried_tokens += request.num_prompt_tokens
         self.num_hit_tokens += request.cached_tokens

@@ -1,4 +1,4 @@
-"""Metrics by the names, labels, types and buckets of vLLM 0.32, and kvarts' own; made when they are asked for."""
+"""Metrics with the names, labels, types and buckets of vLLM 0.32, and kvarts' own; made on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """What is told of all models: a Collector of what each of them has counted."""
+    """The metrics of all models: a Collector of the counts of each."""
 
     def __init__(self, models: Models) -> None:
         self._of_models = [ModelMetrics(served) for served in models]
@@ -30,10 +30,10 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def exposition(self) -> tuple[bytes, str]:
-        """Return metrics as a scraper reads them, and the type of that text.
+        """Return metrics in the format for scrapers, and its content type.
 
-        Whatever a scraper prefers, it is the text form: in OpenMetrics, Prometheus 2 has its names without colons, and
-        no query of a dashboard for vLLM finds them.
+        The format is always text, whatever the scraper prefers: under OpenMetrics, Prometheus 2 stores names without
+        colons, and the queries of dashboards for vLLM do not find them.
         """
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
@@ -49,7 +49,7 @@ class Metrics:
 
 
 class ModelMetrics:
-    """What a Served has counted."""
+    """The metrics of one Served."""
 
     def __init__(self, served: Served) -> None:
         self._served = served

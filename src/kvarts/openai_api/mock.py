@@ -1,12 +1,12 @@
-"""A mock of a model: the engine of a replay, moved step by step on a clock that keeps pace with real time.
+"""A mock of a model: the engine of a replay, advanced step by step on a clock that keeps pace with real time.
 
-What it decides about pages depends on its configuration, its arrivals and their order only, so a replay of recorded
-arrivals decides the same, at the same model time, event for event.
+Its decisions about pages depend only on its configuration, its arrivals and their order, so a replay of recorded
+arrivals makes the same decisions at the same model time, event for event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -21,6 +21,7 @@ from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.waiting import WaitingExecutor
+from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
@@ -34,14 +35,14 @@ __all__ = ["MockParts", "PacedEngine", "mock_model", "mock_parts"]
 
 
 class PacedEngine:
-    """A CoreEngine: a Replica that does one step at a time, and sleeps through its pauses."""
+    """A CoreEngine: a Replica that executes one step at a time, and sleeps through its pauses."""
 
     def __init__(self, replica: Replica, clock: Clock) -> None:
         self._replica = replica
         self._clock = clock
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request`, or return why it can never run. Transfers that have ended since the last step end first."""
+        """Queue `request`, or return why it can never run. Transfers that have ended meanwhile are finished first."""
         self._replica.run_until(now_ns, [])
         return self._replica.submit(request, now_ns)
 
@@ -50,9 +51,9 @@ class PacedEngine:
         self._replica.cancel(request)
 
     def step(self, now_ns: int) -> list[Request]:
-        """Do one step that starts at `now_ns`, or wait until one is possible. Return the requests that finished."""
+        """Execute one step that starts at `now_ns`, or wait until one is possible. Return finished requests."""
         replica = self._replica
-        if not replica.scheduler.has_work:  # transfers only, which have gone on meanwhile
+        if not replica.scheduler.has_work:  # transfers only, which have progressed meanwhile
             replica.run_until(now_ns, [])
             if replica.has_work:
                 self._clock.wait_until_ns(replica.now_ns)
@@ -69,10 +70,10 @@ class PacedEngine:
 
 
 class MockParts(msgspec.Struct, frozen=True):
-    """What a mock of one model is made of, alone or on a device that others share.
+    """The parts of a mock of one model, alone or on a shared device.
 
-    `executor` makes tokens, `detokenizing` words of them, `waiting` ends the step when its time has passed: an engine
-    is to be built on that. `seed`: of the tokens.
+    `executor` makes tokens, `detokenizing` turns them into words, and `waiting` ends the step when its time has passed;
+    the engine must be built on `waiting`. `seed` draws the tokens.
     """
 
     executor: MockExecutor
@@ -91,7 +92,7 @@ class MockParts(msgspec.Struct, frozen=True):
         max_positions: int | None,
         groups: GroupMemory | None,
     ) -> ModelHost:
-        """Return the model that `core` computes, moved by `loop`. The rest as of ModelHost."""
+        """Return the model that `core` computes, advanced by `loop`. Other arguments as for ModelHost."""
         return ModelHost(
             loop=loop,
             core=core,
@@ -112,7 +113,7 @@ class MockParts(msgspec.Struct, frozen=True):
 def mock_parts(
     config: EngineConfig, cost: CostModel, clock: Clock, *, seed: int, groups: GroupMemory | None, num_blocks: int
 ) -> MockParts:
-    """Return the parts of a mock. `groups`, `num_blocks`: of a model with KV groups, and the blocks of its memory."""
+    """Return the parts of a mock. `groups`, `num_blocks`: KV groups of the model, and the blocks of its memory."""
     put_off = PutOffClock(clock)
     executor = MockExecutor(
         config, cost, put_off, vocab_size=NUM_WORDS, seed=seed, vary=vary_words, groups=groups, num_blocks=num_blocks
@@ -134,10 +135,11 @@ def mock_model(
     audit: bool = False,
     clock: Clock | None = None,
     groups: GroupMemory | None = None,
+    make_order: Callable[[], EvictionOrder] = LruOrder,
 ) -> ModelHost:
-    """Return a model that takes as long as `cost` says, divided by `speedup`, and writes words.
+    """Return a model whose steps take the time of `cost`, divided by `speedup`, and which writes words.
 
-    `clock`: instead of one that keeps pace with real time. `groups`: of a model with KV groups. The rest as of
+    `clock`: replaces the clock that keeps pace with real time. `groups`: KV groups of the model. Other arguments as for
     `build_engine` and ModelHost.
     """
     paced = PacedClock(speedup=speedup)
@@ -152,6 +154,7 @@ def mock_model(
         readers=readers,
         audit=audit,
         offload=offload,
+        make_order=make_order,
         prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
         moves_pages=False,
     )

@@ -1,4 +1,4 @@
-"""The models of one server, by the names that requests call them."""
+"""The models of one server, by the names that requests use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ __all__ = ["Models"]
 
 
 class Models:
-    """One Served, or several on one device. The first one answers requests that name none. Raises ConfigError for a
-    name that two of them have.
+    """One Served, or several on one device.
+
+    The first one answers requests without a model. Raises ConfigError if two of them have the same name.
     """
 
     def __init__(self, served: Sequence[Served]) -> None:
@@ -34,7 +35,7 @@ class Models:
         return len(self._served)
 
     def of(self, model: str | None) -> Served:
-        """Return what is served as `model`, itself or as an adapter of it. Raise ApiError for another name."""
+        """Return the Served with the name or the adapter `model`. Raise ApiError for another name."""
         if model is None:
             return self.first
         for served in self._served:
@@ -44,14 +45,14 @@ class Models:
         raise ApiError(404, f"the model {brief(model)} does not exist; there is {there_are}", param="model")
 
     def by_own_name(self, name: str) -> Served:
-        """Return the model with this name of its own. Raise ApiError for another name."""
+        """Return the model whose first name is `name`. Raise ApiError for another name."""
         for served in self._served:
             if served.names[0] == name:
                 return served
         raise ApiError(404, f"there is no model {brief(name)}", param=name)
 
     def budget(self) -> Budget:
-        """Return what one request may cost: prompt tokens for a context twice, requests for every place there is."""
+        """Return the budget of one request: prompt tokens for a context twice, and sequences for all places."""
         return Budget(
             values=max(MOST_VALUES, 2 * max(served.limits.max_model_len for served in self._served)),
             sequences=max(served.max_live for served in self._served),
@@ -61,46 +62,46 @@ class Models:
 
     @property
     def num_live(self) -> int:
-        """Requests that are in the engines, running or waiting."""
+        """Requests in the engines, running or waiting."""
         return sum(served.num_live for served in self._served)
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a model that has not died."""
+        """Whether any model is alive."""
         return any(served.is_alive for served in self._served)
 
     @property
     def most_late_ns(self) -> int:
-        """How late a step of a mock ended, the most of all; 0 for a model that runs."""
+        """The largest delay of a mock's step; 0 for real models."""
         return max(getattr(served.host.clock, "most_late_ns", 0) for served in self._served)
 
     def open(self) -> None:
-        """Let requests come from the event loop that runs now."""
+        """Accept requests from the running event loop."""
         for served in self._served:
             served.open()
 
     def set_starting(self, *, is_starting: bool) -> None:
-        """Say that nothing is taken in yet, or that it is."""
+        """Set whether the server is still starting, and therefore refuses requests."""
         for served in self._served:
             served.is_starting = is_starting
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; return whether that came in time."""
+        """Wait until all requests have ended; return whether they did in time."""
         return all(await asyncio.gather(*(served.drained(timeout_s) for served in self._served)))
 
     def fail_transfers(self, fails: Callable[[int], bool] | None) -> None:
-        """Say which transfers fail from now on, of each model with tiers. Raise ConfigError where there are none."""
+        """Set which transfers fail from now on, in each model with tiers. Raise ConfigError without tiers."""
         with_tiers = [served for served in self._served if served.host.core.tiers is not None]
         for served in with_tiers or self._served:
             served.fail_transfers(fails)
 
     def abort_all(self) -> None:
-        """End what is under way."""
+        """End all requests under way."""
         for served in self._served:
             served.abort_all()
 
     async def close(self) -> None:
-        """Write what sessions are to keep. Nothing is under way any more."""
+        """Write durable state of sessions, after all requests have ended."""
         for served in self._served:
             if served.sessions is not None:
                 await served.sessions.close()

@@ -1,4 +1,4 @@
-"""Puts a server together: a model or a mock, its text, its metrics, and the application around them."""
+"""Assembly of a server: a model or a mock, its text, its metrics, and the application around them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ DEFAULT_TOKENS = 128
 
 
 class Door(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server over HTTP is to be, whatever it serves.
+    """Settings of a server over HTTP that do not depend on its model.
 
-    `keys`: one of them is asked for; None: none is. `shares_prefix_cache`: several owners find each other's KV.
-    `origins` and `hosts`: see Guard. `fail`: a script of failures, drawn by `seed`. `allows_failures`: requests may ask
-    for failures as well.
-    `is_recording`: note what arrives. `answers`: of mocks, to requests that they are for.
+    `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
+    and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
+    failures. `is_recording`: record arrivals. `answers`: rules for the answers of mocks.
     """
 
     names: tuple[str, ...] = ()
@@ -54,7 +53,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened:
-    """A server that has no socket yet."""
+    """A server before its socket is opened."""
 
     def __init__(self, app: OpenAIApp, models: Models, routes: Routes) -> None:
         self.app = app
@@ -68,7 +67,7 @@ class Opened:
 
     @property
     def recorder(self) -> ArrivalRecorder | None:
-        """What notes arrivals at that model."""
+        """The recorder of arrivals at that model."""
         return self.served.recorder
 
 
@@ -83,9 +82,9 @@ def open_mock(
     clock: Clock | None = None,
     watcher: Watcher | None = None,
 ) -> Opened:
-    """Return a mock of the engine that `config` describes. `readers`: of all of its events.
+    """Return a mock of the engine that `config` describes. `readers` receive all of its events.
 
-    `max_model_len` of the limits is cut to what the pages hold.
+    `max_model_len` of the limits is reduced to the tokens that the pages can hold.
     """
     limits = mock_limits(door, config)
     meter = Meter(max_model_len=limits.max_model_len, speedup=speedup)
@@ -101,6 +100,7 @@ def open_mock(
         audit=config.audit,
         clock=clock,
         groups=None if config.kv_groups == "off" else config.memory,
+        make_order=config.eviction,
     )
     facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
     served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
@@ -108,7 +108,7 @@ def open_mock(
 
 
 def mock_limits(door: Door, config: ReplayConfig) -> Limits:
-    """Return the limits of a mock: a context that its pages hold, and answers that end."""
+    """Return the limits of a mock: a context that fits in its pages, and a default length of answers."""
     most = door.limits.max_model_len
     if config.kv_groups == "off":
         most = min(most, config.pool_tokens)
@@ -131,9 +131,9 @@ def open_model(
     tool_call_parser: str = "auto",
     **settings: Any,
 ) -> Opened:
-    """Return the model in `path`, with `settings` of kvarts.LLM. Raise what that raises.
+    """Return the model in `path`, with `settings` of kvarts.LLM. Raise the errors of kvarts.LLM.
 
-    `tool_call_parser`: how the model writes calls of tools, see kvarts.openai_api.tool_calls.
+    `tool_call_parser`: the model's format of calls, see kvarts.openai_api.tool_calls.
     """
     llm = from_room("llm.llm", "LLM", field="model")(path, readers=readers, **settings)
     host = llm.host()
@@ -161,7 +161,7 @@ def make_served(
     sharing: Sharing | None = None,
     adapters: Sequence[str] | None = None,
 ) -> Served:
-    """Return one model as it is served. `adapters`: those of the door, unless given."""
+    """Return a served model. `adapters`: those of the door, unless given."""
     return Served(
         host,
         text,
@@ -183,7 +183,7 @@ def make_served(
 def open_app(
     served: Sequence[Served], door: Door, *, speedup: float | None = None, watcher: Watcher | None = None
 ) -> Opened:
-    """Return the application around what is served."""
+    """Return the application around the served models."""
     models = Models(served)
     routes = Routes(models, speedup=speedup)
     script = FailureScript(door.fail, seed=door.seed)

@@ -1,4 +1,4 @@
-"""What a served model makes of text: tokens of a prompt, and the prompt of a conversation."""
+"""Prompts of a served model: tokens of a text, and the text of a conversation."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ __all__ = ["HubText", "Message", "TextModel", "WordText"]
 Message = Mapping[str, Any]
 MAX_POWER = 1000
 MAX_RENDERED_CHARS = 32 * 1024 * 1024
-"""What a template of a request may write: as much as a body may have."""
+"""Limit of the output of a template in a request: as much as a body may have."""
 
 
 class TextModel(Protocol):
-    """Text to tokens and back, for one model. Promises to be a function of its arguments."""
+    """Text to tokens and back, for one model. Promises that its results depend only on its arguments."""
 
     @property
     def generation_tokenizer(self) -> Any:
-        """What a Generation makes text with; None if no text can be made."""
+        """The tokenizer with which a Generation makes text; None if no text can be made."""
 
     @property
     def call_format(self) -> CallFormat:
-        """How the model writes calls of tools."""
+        """The model's format of tool calls."""
 
     @property
     def max_chars_per_token(self) -> int:
-        """The most characters of a text that one token stands for."""
+        """The most characters of a text that one token represents."""
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens with which the model may end by itself."""
+        """Tokens with which the model may end its answer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
-        """Return the tokens of `text`, or of a beginning of it that has more than `most`."""
+        """Return the tokens of `text`, or of a prefix of it that has more than `most`."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""
@@ -52,18 +52,18 @@ class TextModel(Protocol):
         """Return the bytes of one token, which may be a part of a character."""
 
     def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
-        """Return what finds the places of tokens in their text, which begins at `start`."""
+        """Return an object that finds the positions of tokens in their text, which begins at `start`."""
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """Return the prompt of a conversation.
 
         `options`, all optional: chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message,
-        tools. Raise ApiError for messages that the template does not take.
+        tools. Raise ApiError for messages that the template rejects.
         """
 
 
 class WordText:
-    """The text of a mock: a word is a token, and conversations are written as ChatML."""
+    """The text of a mock: each word is a token, and conversations are written as ChatML."""
 
     call_format = FORMATS["hermes"]
     max_chars_per_token = MAX_CHARS_PER_WORD
@@ -76,15 +76,15 @@ class WordText:
         self.bytes_of = self._words.bytes_of
 
     def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
-        """Return what finds the places of tokens in their text."""
+        """Return an object that finds the positions of tokens in their text."""
         return TextOffsets(self.bytes_of, start=start)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
-        """Return the tokens of `text`, `most` and one more at most; there are no others to add."""
+        """Return at most `most` + 1 tokens of `text`; a mock does not add special tokens."""
         return array("Q", islice(self._words.tokens(text), most + 1))
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Return the prompt of a conversation, as ChatML or by the template that is asked for."""
+        """Return the prompt of a conversation, as ChatML or by the requested template."""
         if options.get("chat_template"):
             return _rendered(options["chat_template"], messages, options)
         parts = []
@@ -102,7 +102,7 @@ class WordText:
 
 
 class HubText:
-    """The text of a model of transformers, with its tokenizer."""
+    """The text of a transformers model, by its tokenizer."""
 
     def __init__(self, tokenizer: Any, end_ids: Iterable[int] = (), *, tool_call_parser: str = "auto") -> None:
         template = getattr(tokenizer, "chat_template", None)
@@ -115,7 +115,7 @@ class HubText:
 
     @cached_property
     def max_chars_per_token(self) -> int:
-        """The most characters of a text that one token stands for: those of the longest token, written in bytes."""
+        """The most characters that one token represents: those of the longest entry of the vocabulary."""
         return 1 if self._tokenizer is None else max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> list[int]:
@@ -127,7 +127,7 @@ class HubText:
         return "" if self._tokenizer is None else str(self._tokenizer.decode(list(tokens)))
 
     def offsets(self, *, start: int, skip_special_tokens: bool) -> TextOffsets:
-        """Return what finds the places of tokens in their text."""
+        """Return an object that finds the positions of tokens in their text."""
         return TextOffsets(
             self.bytes_of,
             start=start,
@@ -136,9 +136,9 @@ class HubText:
         )
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Return the prompt of a conversation by the model's template, or by the one that is asked for.
+        """Return the prompt of a conversation by the requested template, else by the model's.
 
-        Without any, a message is its text and the end of a line.
+        Without either, each message becomes its text and a newline.
         """
         told = [_with_arguments(message) for message in messages]
         text = self._rendered(told, options, options.get("tools") or None)
@@ -168,7 +168,7 @@ class HubText:
             )
         except ApiError:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any exception
             raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
 
     def _need(self) -> Any:
@@ -178,7 +178,7 @@ class HubText:
 
 
 def _with_arguments(message: Message) -> Message:
-    """Return a message with the arguments of its calls as objects, which templates write in their own way."""
+    """Return a message with its calls' arguments as objects, so that templates can format them."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -198,7 +198,7 @@ def _with_arguments(message: Message) -> Message:
 
 
 def _calls(message: Message) -> str:
-    """Return the calls of a message as a mock writes them, so that they are found in the cache."""
+    """Return the calls of a message as a mock writes them, so that they are hit in the cache."""
     texts: list[str] = []
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
@@ -225,7 +225,7 @@ def _rendered(template: str, messages: Sequence[Message], options: Mapping[str, 
     calculate = environment.call_binop
 
     def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return the product, or the power, of numbers and texts that are not too large."""
+        """Return the product or power of two values, if they are not too large."""
         sizes = [value if type(value) in (int, float) else len(value) for value in (left, right)]
         most = MAX_RENDERED_CHARS if operator == "*" else MAX_POWER
         if any(abs(size) > most for size in sizes) or abs(sizes[0] * sizes[1]) > MAX_RENDERED_CHARS:
@@ -247,6 +247,6 @@ def _rendered(template: str, messages: Sequence[Message], options: Mapping[str, 
             if num_chars > MAX_RENDERED_CHARS:
                 raise ValueError(f"it writes more than {MAX_RENDERED_CHARS:,} characters")
             parts.append(part)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise any exception
         raise ApiError(400, f"the chat template does not take these messages: {error}", param="messages") from error
     return "".join(parts)

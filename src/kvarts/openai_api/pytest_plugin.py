@@ -1,4 +1,4 @@
-"""A pytest plugin: the fixture `kvarts_server`, a stand-in for a vLLM server with a cache and a queue that are true."""
+"""A pytest plugin: the fixture `kvarts_server`, a stand-in for a vLLM server with a real cache and queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["kvarts_server", "pytest_configure"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the markers."""
     config.addinivalue_line(
         "markers",
         "kvarts(answers, model, pages, page_size, cost, seed, speedup, fail, ...): how `kvarts_server` is set up; "
@@ -25,10 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def kvarts_server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    """A mock of a vLLM server on a free port, set up by the marker `kvarts`.
+    """A mock of a vLLM server on a free port, configured by the marker `kvarts`.
 
-    The test fails if its client left a stream unread, or took a refusal that asks to come again for good, unless it
-    excuses that: `kvarts_server.excuse("missing retry")`.
+    The test fails if its client left a stream unread, or did not retry after a refusal that asks for it, unless the
+    test excuses that: `kvarts_server.excuse("missing retry")`.
     """
     from kvarts.openai_api.running import RunningServer
 

@@ -1,7 +1,7 @@
-"""A record of what arrived at a live engine, and when: a trace that `kvarts replay` reads.
+"""A record of the arrivals at a live engine, with their times: a trace that `kvarts replay` reads.
 
-Times are those of the engine, which keeps the time between two steps still. So a replay of the record puts every
-request before the same step.
+Times are those of the engine, whose clock does not move between two steps. A replay of the record therefore places
+every request before the same step.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ __all__ = ["ArrivalRecorder"]
 
 
 class ArrivalRecorder:
-    """Notes requests in the thread of the engine. Owner of the rows, in arrival order.
+    """Records requests, in the engine's thread. Owner of the rows, in arrival order.
 
-    A row without an end is of a request that is under way; `num_cancelled` counts those that were ended from outside,
-    which a replay lets run to their last token.
+    A row's `ended` is the state of its request when the rows are made. A request that was ended from outside is
+    replayed with the tokens that it had received.
     """
 
     def __init__(self) -> None:
         self._arrived: list[tuple[Request, SamplingParams]] = []
 
     def arrived(self, request: Request, params: SamplingParams) -> None:
-        """Note a request that was queued."""
+        """Record a request that was queued."""
         self._arrived.append((request, params))
 
     def rejected(self, request: Request, params: SamplingParams) -> None:
-        """Note a request that could never run."""
+        """Record a request that could never run."""
         self._arrived.append((request, params))
 
     def rows(self) -> list[RecordedRow]:
-        """Return what arrived so far, with the tokens that were generated."""
+        """Return the arrivals so far, with the generated tokens."""
         return [_row(request) for request, _ in self._arrived]
 
     @property
@@ -46,9 +46,9 @@ class ArrivalRecorder:
         return min((request.arrival_ns for request, _ in self._arrived), default=None)
 
     def write(self, path: Path, *, began_ns: int | None = None) -> None:
-        """Write the rows to a file, one a line. Raise OutputError.
+        """Write the rows to a file, one per line. Raise OutputError.
 
-        `began_ns`: when the run began, of which other models have records as well.
+        `began_ns`: start of the run, if other models of the same run are recorded as well.
         """
         encoder = msgspec.json.Encoder()
         rows = self.rows()
@@ -70,6 +70,7 @@ def _row(request: Request) -> RecordedRow:
         max_tokens=request.max_tokens,
         priority=request.priority,
         tenant=content.salt,
+        hints=msgspec.UNSET if content.hints is None else content.hints,
         request_id=request.request_id,
         ended=request.state.name.lower(),
     )

@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation that is kept here, and gone on with by the id of its last answer."""
+"""/v1/responses: conversations that the server keeps; a request continues one by the id of its last response."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["Responses"]
 
 MAX_STORED = 10_000
 MAX_STORED_BYTES = 32 * 1024 * 1024
-"""So many responses are kept, of so many bytes of memory. The oldest go first, of the owner that has most beyond its
-share.
+"""Limits of the stored responses, by count and memory. Beyond them, the oldest response is dropped, of the owner that
+exceeds its share by most.
 """
 
 OVERHEAD_BYTES = 8 * 1024
-"""Of a stored response, whatever it holds."""
+"""Memory of a stored response in addition to its content."""
 
 PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text.format"}
-"""What is called otherwise in completions."""
+"""Fields whose names differ from those of completions."""
 
 encode = msgspec.json.encode
 
@@ -46,16 +46,17 @@ class _Stored(msgspec.Struct):
     messages: list[dict[str, Any]]
     body: dict[str, Any]
     num_bytes: int
-    """Of memory, for the request and the answer. Those before it are counted with theirs, and may go before it."""
+    """Memory of its request and answer. Earlier messages count for their own response, which may be dropped first.
+    """
 
 
 class Responses:
-    """Owner of the responses that were given, with the conversation that led to each. Owners see their own alone."""
+    """Owner of the stored responses, with the conversation that led to each. Owners of keys see only their own."""
 
     def __init__(self, generating: Generating, shares: Mapping[str, float]) -> None:
         self._generating = generating
         self._stored: dict[str, OrderedDict[str, _Stored]] = {}
-        """By owner and id, the oldest first."""
+        """By owner and id, oldest first."""
         self._num_stored = Shares(MAX_STORED, shares)
         self._num_bytes = Shares(MAX_STORED_BYTES, shares)
 
@@ -88,7 +89,7 @@ class Responses:
             return chat, partial(_form, body)
 
         try:
-            # A conversation that goes on is as long as a context may be.
+            # A continued conversation can be as long as a context.
             form = await self._generating.converse(
                 exchange, read, num_bytes=INLINE_BYTES if self._may_be_much(exchange) else 0
             )
@@ -130,7 +131,7 @@ class Responses:
         return stored
 
     def _before(self, body: ResponsesBody, owner: Owner) -> list[dict[str, Any]]:
-        """Return the conversation so far."""
+        """Return the conversation before this request."""
         if body.previous_response_id is None:
             return []
         return self._of(owner, body.previous_response_id, "previous_response_id").messages
@@ -329,7 +330,7 @@ class ResponseForm:
         usage: Mapping[str, Any] | None,
         more: bytes = b"",
     ) -> bytes:
-        """Return the events of a piece."""
+        """Return the events of a piece of text."""
         if finish_reason is not None:
             self._reason = finish_reason
         return b"".join(self._take(self._reader.add(text)))

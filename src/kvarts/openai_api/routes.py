@@ -1,4 +1,4 @@
-"""Everything but generating: health, models, metrics, tokens, what vLLM tells of itself, and its switches."""
+"""All routes that do not generate: health, models, metrics, tokens, vLLM's information routes, and switches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["TOKENIZED_BYTES", "Routes"]
 
 TOKENIZED_BYTES = 4 * 1024 * 1024
-"""Of a text that is only made into tokens."""
+"""Size limit of a text that is only tokenized."""
 MOST_TOKENIZED = 500_000
-"""Tokens of such a text: more than a context, so that a client hears by how much its text is too long."""
+"""Token limit of such a text: more than a context, so that a client learns by how much its text is too long."""
 MAX_ADAPTERS = 1024
 encode = msgspec.json.encode
 
@@ -54,18 +54,18 @@ class _AdapterBody(msgspec.Struct, kw_only=True):
 
 
 class Routes:
-    """Answers these of what is served; where one model is meant and none is named, of the first."""
+    """Answers the routes that do not generate; a request that names no model concerns the first."""
 
     def __init__(self, models: Models, *, speedup: float | None = None) -> None:
         self._models = models
         self._metrics: Metrics | None = None
-        """Made when they are first asked for: what they need takes longer to import than most of a mock."""
+        """Created on first use, because the import takes longer than most of a mock's start."""
         self.speedup = speedup
         self.event_sources: list[dict[str, Any]] = []
-        """What /kv_event_sources tells: where KV events of each rank are published."""
+        """The answer of /kv_event_sources: where the KV events of each rank are published."""
 
     def table(self) -> list[Route]:
-        """Return what answers which method and path."""
+        """Return the routes: method, path, handler, access and limits."""
         of_text = {"max_body_bytes": TOKENIZED_BYTES}
         rows: list[tuple[str, str, Handler, Access, dict[str, Any]]] = [
             ("GET", "/health", self.health, Access.OPEN, {}),
@@ -96,10 +96,10 @@ class Routes:
             for method, path, handler, access, limits in rows
         ]
 
-    # Is it there ------------------------------------------------------------------------------------------
+    # Status -----------------------------------------------------------------------------------------------
 
     async def health(self, exchange: Exchange) -> None:
-        """Answer 200 if requests are taken in, and 503 while the server starts, drains, or its engine is dead."""
+        """Answer 200 if requests are admitted, and 503 while the server starts or drains, or if its engine is dead."""
         served = self._models.first
         if not self._models.is_alive:
             raise ApiError(503, "the engine has stopped after an error")
@@ -108,19 +108,19 @@ class Routes:
         await exchange.response.whole(b"", without_body=exchange.request.method == "HEAD")
 
     async def version(self, exchange: Exchange) -> None:
-        """Tell the version of kvarts, and of the vLLM that it follows."""
+        """Return the version of kvarts, and the version of vLLM that it follows."""
         await self._tell(exchange, {"version": "0.32.0", "kvarts": __version__})
 
     async def load(self, exchange: Exchange) -> None:
-        """Tell how many requests are under way."""
+        """Return the number of requests under way."""
         await self._tell(exchange, {"server_load": self._models.num_live})
 
     async def metrics(self, exchange: Exchange) -> None:
-        """Tell the metrics."""
+        """Return the metrics."""
         if self._metrics is None:
             self._metrics = await asyncio.to_thread(_metrics_of, self._models)
         of = self._metrics
-        # In turn, and off the event loop: others do not wait for a client that asks for metrics all the time.
+        # In turn, and off the event loop: a client that requests metrics continuously does not delay the others.
         payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
         await exchange.response.whole(
             payload, content_type=content_type.encode(), without_body=exchange.request.method == "HEAD"
@@ -132,7 +132,7 @@ class Routes:
         await self._tell(exchange, {"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, exchange: Exchange) -> None:
-        """Tell one of these."""
+        """Return one of these models."""
         name = exchange.request.path.removeprefix("/v1/models/")
         await self._tell(exchange, self._model(name))
 
@@ -151,14 +151,14 @@ class Routes:
         }
 
     async def server_info(self, exchange: Exchange) -> None:
-        """Tell what the engine is made of; of several models, all of them, the first one twice."""
+        """Return the configuration of the engine; with several models, of each engine, and the first one twice."""
         told = [_facts_of(served) for served in self._models]
         await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
 
     async def tell_event_sources(self, exchange: Exchange) -> None:
-        """Tell where KV events are published: by rank, as vLLM does; as a list, which other consumers read, if asked.
+        """Return where KV events are published: as a map by rank, like vLLM, or on request as a list.
 
-        Of several models, each is at the rank of its place.
+        The list is for consumers other than vLLM's. With several models, each model has the rank of its position.
         """
         form = parse_qs(exchange.request.query).get("form", ["map"])[0]
         if form not in ("map", "list"):
@@ -234,13 +234,13 @@ class Routes:
     # Switches ---------------------------------------------------------------------------------------------
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
-        """Forget every cached page. Pages in use stay."""
+        """Evict every cached page. Pages in use stay."""
         for served in self._models:
             await served.forget_cached()
         await exchange.response.whole(b"")
 
     async def sleep(self, exchange: Exchange) -> None:
-        """Take in nothing, and forget what is cached, until /wake_up."""
+        """Evict the cache, and refuse requests until /wake_up."""
         level = parse_qs(exchange.request.query).get("level", ["1"])[0]
         if level not in ("0", "1", "2"):
             raise ApiError(400, f"level must be 0, 1 or 2, got {level!r}", param="level")
@@ -250,13 +250,13 @@ class Routes:
         await exchange.response.whole(b"")
 
     async def wake_up(self, exchange: Exchange) -> None:
-        """Take in requests again."""
+        """Admit requests again."""
         for served in self._models:
             served.sleep_level = 0
         await exchange.response.whole(b"")
 
     async def is_sleeping(self, exchange: Exchange) -> None:
-        """Tell whether it sleeps."""
+        """Return whether the server sleeps."""
         await self._tell(exchange, {"is_sleeping": bool(self._models.first.sleep_level)})
 
     async def abort_requests(self, exchange: Exchange) -> None:
@@ -265,7 +265,7 @@ class Routes:
         await exchange.response.whole(b"")
 
     async def load_adapter(self, exchange: Exchange) -> None:
-        """Give a model, by default the first, one more name, with KV of its own."""
+        """Add a name to a model, by default the first; requests by that name have separate KV."""
         body = exchange.take_body(_AdapterBody)
         name, adapters = body.lora_name, self._models.of(body.model).adapters
         if not name or APART in name:
@@ -281,7 +281,7 @@ class Routes:
         await exchange.response.whole(told, content_type=b"text/plain; charset=utf-8")
 
     async def unload_adapter(self, exchange: Exchange) -> None:
-        """Take such a name away."""
+        """Remove such a name."""
         name = exchange.take_body(_AdapterBody).lora_name
         for served in self._models:
             if name in served.adapters:

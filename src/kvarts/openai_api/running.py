@@ -1,4 +1,4 @@
-"""A mock server in a thread of this process, for tests: what came, what was hit, and whether the client behaved."""
+"""A mock server in a thread of this process, for tests: the requests, the cache hits, and the client's mistakes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ START_S = 30.0
 
 
 class SeenRequest(msgspec.Struct, kw_only=True):
-    """One request that generates, as it came. `status`: what it was answered with; 0: not yet, or by a closed line.
+    """One request that generates, as received. `status`: of its answer; 0 before it, or if the connection was closed.
 
-    `is_whole`: the answer was written as far as the server wanted.
+    `is_whole`: the answer was written as far as the server intended.
     """
 
     number: int
@@ -51,13 +51,13 @@ class SeenRequest(msgspec.Struct, kw_only=True):
 
 
 class _Seen(Watcher):
-    """Owner of the requests that came."""
+    """Owner of the received requests."""
 
     def __init__(self) -> None:
         self.requests: list[SeenRequest] = []
 
     def began(self, number: int, path: str, payload: bytes, headers: dict[bytes, bytes]) -> None:
-        """Note a request."""
+        """Record a request."""
         try:
             body = msgspec.json.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -67,20 +67,20 @@ class _Seen(Watcher):
         self.requests.append(SeenRequest(number=number, path=path, body=body, headers=told, digest=digest))
 
     def ended(self, number: int, status: int, *, is_whole: bool) -> None:
-        """Note its end."""
+        """Record the end of a request."""
         seen = self.requests[number - 1]
         seen.status, seen.is_whole, seen.has_ended = status, is_whole, True
 
 
 class RunningServer:
-    """A mock with a free port on the loopback address, until `stop`.
+    """A mock on a free port of the loopback address, until `stop`.
 
-    `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: of the engine, by default with steps of
-    a millisecond. `seed`: of texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own. `answers`: rules of its answers, as objects or in a file. `api_key`: one, several, or their
-    owners. `speedup`: steps take an Xth of their time. `settings`: more of ReplayConfig. `readers`: of all events of
-    the engine. `several`: a SharingConfig; then its models are served by their names, and it says what `model` and the
-    settings of an engine say otherwise. `sessions`: a SessionsConfig; then requests may name sessions.
+    `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
+    millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
+    their own failures. `answers`: rules of the answers, as objects or as a file. `api_key`: one key, several, or keys
+    with their owners. `speedup`: divides the time of steps. `settings`: further fields of ReplayConfig. `readers`
+    receive all events of the engine. `several`: a SharingConfig, which replaces `model` and the settings of the engine;
+    its models are served under their names. `sessions`: a SessionsConfig, which allows requests to name sessions.
     """
 
     def __init__(
@@ -161,54 +161,54 @@ class RunningServer:
         self._thread = threading.Thread(target=self._run, name="kvarts-server", daemon=True)
         self._thread.start()
         self.url = self._started.result(START_S)
-        """Of the server: http://127.0.0.1:PORT."""
+        """URL of the server: http://127.0.0.1:PORT."""
 
     @property
     def base_url(self) -> str:
-        """What an SDK of OpenAI's is pointed at."""
+        """The base URL for OpenAI's SDKs."""
         return f"{self.url}/v1"
 
-    # What happened ----------------------------------------------------------------------------------------
+    # Observations -----------------------------------------------------------------------------------------
 
     @property
     def requests(self) -> list[SeenRequest]:
-        """The requests that generate, in the order in which they came."""
+        """The requests that generate, in order of arrival."""
         return list(self._seen.requests)
 
     def cache_hits(self) -> int:
-        """Return how many prompt tokens were found in the cache."""
+        """Return the number of prompt tokens that were hit in the cache."""
         return self._between_steps(lambda: sum(served.meter.num_hit_tokens for served in self.opened.models))
 
     def timeline(self) -> list[dict[str, int]]:
-        """Return the steps so far, of one model: when each began, how long it took, pages, requests and tokens."""
+        """Return the steps so far, of a single model: start, duration, pages, requests and tokens of each."""
         return self._between_steps(lambda: list(self._steps.rows))
 
     def assert_conserved(self) -> None:
-        """Assert that every page is accounted for, and, if no request is under way, that none is in use."""
+        """Assert that every page is accounted for and, without requests under way, that none is in use."""
 
         def check() -> None:
             for served in self.opened.models:
                 scheduler = served.host.core.scheduler
                 scheduler.check()
                 if not scheduler.has_work:
-                    num_held = scheduler.cache.num_used - scheduler.cache.num_reserved  # of sessions
+                    num_held = scheduler.cache.num_used - scheduler.cache.num_reserved  # minus those of sessions
                     assert num_held == 0, "no request runs, and pages are in use"
 
         self._between_steps(check)
 
     def fail_next(self, script: str) -> None:
-        """Let things go wrong from now on, as `script` says, counted from the next request."""
+        """Set the script of failures from the next request on; `script` counts from that request."""
         self.opened.app.set_script(FailureScript(script, seed=self.seed))
 
-    # Whether the client behaved ---------------------------------------------------------------------------
+    # Mistakes of the client -------------------------------------------------------------------------------
 
     def excuse(self, what: str) -> None:
-        """Say that this test's client may do `what`: "unread stream" or "missing retry"."""
+        """Permit `what` in this test: "unread stream" or "missing retry"."""
         assert what in ("unread stream", "missing retry"), what
         self._excused.add(what)
 
     def complaints(self) -> list[str]:
-        """Return what was wrong with the client: streams that it did not read, and refusals that it took for good."""
+        """Return the client's mistakes: streams that it did not read, and refusals without a retry."""
         self.settle()
         told = []
         requests = self._seen.requests
@@ -223,15 +223,15 @@ class RunningServer:
         return told
 
     def settle(self, timeout_s: float = 1.0) -> None:
-        """Wait until nothing is under way any more: what a client has left just now is noticed a moment later."""
+        """Wait until all requests have ended, because a disconnection is noticed only after a moment."""
         deadline = monotonic() + timeout_s
         while monotonic() < deadline and not all(seen.has_ended for seen in self._seen.requests):
             sleep(0.005)
 
-    # Its life ---------------------------------------------------------------------------------------------
+    # Life cycle -------------------------------------------------------------------------------------------
 
     def stop(self, drain_s: float = 0.2) -> None:
-        """Stop serving; what is under way is given up after `drain_s`."""
+        """Stop serving; requests under way are aborted after `drain_s`."""
         if self._loop is None or not self._thread.is_alive():
             return
         self._drain_s = drain_s
@@ -288,7 +288,7 @@ class _Steps:
         self.rows: list[dict[str, int]] = []
 
     def observe(self, events: Sequence[Any]) -> None:
-        """Note steps."""
+        """Record steps."""
         for event in events:
             if hasattr(event, "num_admitted"):
                 self.rows.append(

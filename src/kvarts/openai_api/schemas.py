@@ -1,4 +1,4 @@
-"""Values that a JSON schema allows: the simplest ones, with words where a text is asked for."""
+"""Values that a JSON schema allows: the simplest ones, with words in place of free text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["value_of"]
 
 MAX_DEPTH = 24
 MOST_BYTES_PER_CHAR = 6
-"""Of JSON: a character may have to be written as an escape."""
+"""Bytes of JSON per character: a character may have to be written as an escape."""
 NOT_MADE = ("pattern", "multipleOf", "not", "if", "patternProperties", "propertyNames", "contains", "dependentSchemas")
-"""Keywords that are beyond what is made here."""
+"""Unsupported keywords."""
 FORMATS = {
     "date-time": "2026-01-01T00:00:00Z",
     "date": "2026-01-01",
@@ -32,9 +32,9 @@ FORMATS = {
 
 
 def value_of(schema: Any, text: str, *, param: str, budget: Budget) -> Any:
-    """Return a value that `schema` allows, with `text` where a text is asked for, as far as the budget goes.
+    """Return a value that `schema` allows, with `text` in place of free texts, as far as the budget allows.
 
-    Raise ApiError, for the field `param`, for a schema that is beyond this, or of which the value would be too much.
+    Raise ApiError, for the field `param`, if the schema is not supported or its value would be too large.
     """
     maker = _Maker(schema, "", param, budget)
     value = maker.made()
@@ -53,23 +53,23 @@ class _Maker:
         self._param = param
         self._budget = budget
         self._sizes: dict[int, int] = {}
-        """Of values that stand in the schema, by identity: their bytes as JSON."""
+        """JSON sizes of values that the schema contains, by identity."""
         self.num_texts = 0
-        """Texts that were made."""
+        """Number of texts that were made."""
 
     def made(self) -> Any:
         """Return a value of the whole schema."""
         try:
             return self.value(self._root, 0)
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            # A keyword with a value of a type that it cannot have, wherever that is noticed.
+            # A keyword's value has an invalid type, wherever that was noticed.
             raise ApiError(400, f"this is no JSON schema: {brief(str(error))}", param=self._param) from error
 
     def _draw(self, count: int = 1, num_bytes: int = 0) -> None:
         self._budget.draw_made(count, num_bytes, self._param)
 
     def _given(self, value: Any) -> Any:
-        """Return a value that stands in the schema."""
+        """Return a value that the schema contains, and draw its size."""
         size = self._sizes.get(id(value))
         if size is None:
             size = self._sizes[id(value)] = len(msgspec.json.encode(value))
@@ -165,13 +165,13 @@ class _Maker:
         return self._written().ljust(least, "x")[:most]
 
     def _written(self) -> str:
-        """Return the text, for one of the places that ask for one."""
+        """Return the text, for one free text of the schema."""
         self.num_texts += 1
         self._draw(0, MOST_BYTES_PER_CHAR * len(self._text))
         return self._text
 
     def _resolved(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """Return a schema with what it refers to, and the first of what it leaves open, put in."""
+        """Return the schema with `$ref`s resolved and the first alternative chosen."""
         self._draw(len(schema))
         merged = dict(schema)
         for _ in range(MAX_DEPTH):
@@ -206,7 +206,7 @@ class _Maker:
         return place
 
     def _both(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what two schemas say together."""
+        """Return the conjunction of two schemas."""
         self._draw(len(one) + len(other))
         merged = {**one, **other}
         for keyword in ("properties", "required"):

@@ -1,4 +1,4 @@
-"""A model that is served: the loop that owns its engine, its text, its names, and what it may be asked for."""
+"""A served model: the loop that owns its engine, its text, its names, and its limits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.hints import Hints
 from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
@@ -42,23 +43,23 @@ Health = Literal["healthy", "degraded", "dead"]
 DEAD = "the model has died"
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MOST_HELD_TOKENS = 16_000_000
-"""Prompt tokens of all requests that run or wait: 128 MB. More, where four times as many fit the pages."""
+"""Limit of the prompt tokens of all requests: 128 MB, or four times the tokens of the pages if that is more."""
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
-"""About the memory of all answers: what their clients have not read, or what is kept until they are whole."""
+"""Approximate limit of the memory of all answers: text that clients have not read, or that is kept until the end."""
 GUARANTEED = 1 << 32
-"""Added to the priority of a request that runs on what its owner is guaranteed: it goes before what is borrowed."""
+"""Added to the priority of a request within its owner's guarantee, which precedes requests on borrowed capacity."""
 
 
 class CountsOfSessions(Protocol):
-    """All sessions of one model together."""
+    """Counts of all sessions of one model."""
 
     @property
     def num_sessions(self) -> int:
-        """How many there are."""
+        """The number of sessions."""
 
     @property
     def num_reserved_pages(self) -> int:
-        """Pages that are reserved for them, whether they are full or not."""
+        """Pages that are reserved for sessions, whether full or not."""
 
     @property
     def num_history_tokens(self) -> int:
@@ -66,50 +67,50 @@ class CountsOfSessions(Protocol):
 
     @property
     def ended_by_reason(self) -> Mapping[str, int]:
-        """How many have ended, by why."""
+        """The number of ended sessions, by reason."""
 
 
 class InSessions(Protocol):
     """The sessions of one model. For one event loop."""
 
     def counts(self) -> CountsOfSessions | None:
-        """Return what they hold now; None as long as no request has named one."""
+        """Return the counts of the sessions now; None until a request has named one."""
 
     async def close(self) -> None:
-        """End what is under way, and write what is to be kept."""
+        """End requests under way, and write durable state."""
 
     def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
-        """Have `choice` told what the session `name` of `owner` says to `ask`. Cancelling the task ends that."""
+        """Run `ask` in session `name` and stream the answer to `choice`. Cancelling the task ends the request."""
 
 
 Begin = Callable[["Ask", Choice], object]
 
 
 class Sharing(Protocol):
-    """The device of a model beside others. For the thread of the engine."""
+    """One model's view of a shared device. For the engine's thread."""
 
     def assign(self, index: int) -> None:
-        """Note that request `index`, which is about to be queued, is for this model."""
+        """Assign request `index`, which is about to be queued, to this model."""
 
     def set_health(self, health: Health) -> None:
         """Set the health of this model, between steps."""
 
     def loans(self) -> list[tuple[str, int]]:
-        """Return the memory that it uses and others are guaranteed: the other, and how many bytes."""
+        """Return the memory that this model uses out of others' guarantees: each lender, and the bytes."""
 
     @property
     def num_reclaimed(self) -> int:
-        """Its requests that were preempted for other models."""
+        """Requests of this model that were preempted for other models."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server takes in.
+    """Limits of the requests that a server accepts.
 
-    `max_queued`: requests beyond those that may run at once; more are refused with 429. `retry_after_s`: what these are
-    told. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: of one HTTP request, which has to come
-    within `body_timeout_s`. `default_tokens`: tokens after which a mock's answers end, about; None: a model ends them.
-    `trust_request_chat_template`: render templates that requests bring, which are programs of clients that may compute
-    for ever.
+    `max_queued`: requests beyond those that may run at once; further ones are refused with 429, and with
+    `retry_after_s`. `max_model_len`: tokens of a prompt and its answer. `max_body_bytes`: body of one HTTP request,
+    which must arrive within `body_timeout_s`. `default_tokens`: approximate length of a mock's answers; None: the model
+    ends them. `trust_request_chat_template`: render templates in requests, which are programs of clients with unbounded
+    computing time.
 
     Raises ConfigError for a value out of range.
     """
@@ -132,12 +133,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request to the engine. `own_end`: the finish reason at `max_tokens`, if the answer ends there by itself.
 
-    `salt` sets its KV apart from that of all others, `tenant` from that of other requests of its owner.
+    `salt` separates its KV from that of all other requests, `tenant` from that of its owner's other requests.
     """
 
     tokens: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    hints: Hints | None = None
     salt: str | None = None
     tenant: str | None = None
     request_id: str | None = None
@@ -176,27 +178,27 @@ class Served:
         self._places = Shares(config.max_num_seqs + limits.max_queued, shares)
         self._held_tokens = Shares(max(MOST_HELD_TOKENS, 4 * config.pool_tokens), shares)
         self._gate: Gate | None = None
-        """None with one owner: its requests wait in the engine."""
+        """None with one owner, whose requests wait in the engine."""
         self._entries: dict[Choice, Entry] = {}
-        """Of the requests at the gate or inside, until they are over."""
+        """Entries of the requests at the gate or inside, until they are over."""
         if len(shares) > 1:
             self._gate = Gate(config.max_num_seqs, config.pool_tokens, config.max_num_batched_tokens, shares)
         self.text = text
         self.names = tuple(names)
         self.adapters: OrderedDict[str, int] = OrderedDict((name, index + 1) for index, name in enumerate(adapters))
-        """Names of LoRA adapters, with their numbers. Their KV is kept apart."""
+        """Names of LoRA adapters with their numbers. Each has separate KV."""
         self.limits = limits
         self.meter = meter
         self.recorder = recorder
         self.facts = dict(facts or {})
-        """What /server_info tells beside the engine."""
+        """Facts for /server_info in addition to those of the engine."""
         self.sessions: InSessions | None = None
-        """Where requests go that name a session; without, a name is of no account."""
+        """Handles requests that name a session; None: the name is ignored."""
         self.why_no_sessions = ""
-        """Why there can be none, where that is so: what a request is told that asks for one by its body."""
+        """Why sessions are unavailable, if they are: the error for a request whose body names one."""
         self.outbox = Outbox()
         self.late_s = BucketCounts(LATE_S)
-        """Of what was written after a step of a mock: how long after it was due."""
+        """Delay of writes after a mock's step, relative to the time at which the step was due."""
         host.loop.held.append(self.outbox)
         since_due_ns: Callable[[], int] | None = getattr(host.clock, "since_due_ns", None)
         if since_due_ns is not None:
@@ -204,7 +206,7 @@ class Served:
             self.outbox.on_late = self.late_s.add
         self.created_s = int(time())
         self.health: Health = "healthy"
-        """Of a model that shares its device: a degraded one admits nothing, a dead one has lost its requests."""
+        """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
         self.is_draining = False
         self.is_starting = False
@@ -220,19 +222,19 @@ class Served:
         return tokens or (NOTHING,)
 
     def open(self) -> None:
-        """Let requests come from the event loop that runs now."""
+        """Accept requests from the running event loop."""
         self.outbox.open(asyncio.get_running_loop())
 
-    # What it is asked for ----------------------------------------------------------------------------------
+    # Requests ----------------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:
-        """Requests that are in the engine, running or waiting."""
+        """Requests in the engine, running or waiting."""
         return len(self._live)
 
     @property
     def max_live(self) -> int:
-        """The most of these."""
+        """The largest allowed `num_live`."""
         return self.host.config.max_num_seqs + self.limits.max_queued
 
     def adapter_of(self, model: str | None) -> str | None:
@@ -246,9 +248,9 @@ class Served:
     def encode(
         self, text: str, budget: Budget, *, add_special_tokens: bool, most_tokens: int | None = None
     ) -> array[int]:
-        """Return the tokens of a text. Raise ApiError for more than `most_tokens`, by default those of the context.
+        """Return the tokens of a text. Raise ApiError above `most_tokens`, by default those of the context.
 
-        A text that can only be longer is not made into tokens.
+        A text that is certainly longer is not tokenized.
         """
         most = self.limits.max_model_len if most_tokens is None else most_tokens
         tokens: Sequence[int] = ()
@@ -263,7 +265,7 @@ class Served:
         return array("Q", tokens)
 
     def checked(self, tokens: Sequence[int]) -> array[int]:
-        """Return token ids that a request brought. Raise ApiError for those that the model does not have."""
+        """Return the token ids of a request. Raise ApiError if any is not in the vocabulary."""
         if tokens and (max(tokens) >= self.host.vocab_size or min(tokens) < 0):
             raise ApiError(400, f"token ids must be from 0 to {self.host.vocab_size - 1}", param="prompt")
         return array("Q", tokens)
@@ -280,7 +282,7 @@ class Served:
         return self.text.conversation(messages, options)
 
     def ready(self) -> None:
-        """Raise ApiError where nothing new is taken in."""
+        """Raise ApiError if new requests are not accepted."""
         if self.is_starting:
             raise ApiError(503, "the server is starting", retry_after_s=1.0)
         if self.is_draining:
@@ -293,10 +295,10 @@ class Served:
     def start(
         self, asks: Sequence[Ask], owner: Owner = ANYONE, *, started_s: float | None = None, begin: Begin | None = None
     ) -> tuple[Answer, list[Choice]]:
-        """Begin requests; return what their answers come through. Raise ApiError where they are not taken in.
+        """Begin requests; return the Answer that receives the results. Raise ApiError if they are not accepted.
 
-        What the engine refuses comes as an error through the answer. `begin`: has one of them answered, by default by
-        the engine.
+        A refusal by the engine arrives as an error in the answer. `begin`: starts one request, by default in the
+        engine.
         """
         answer, choices = self._admit(asks, owner, started_s=started_s)
         begin = self._begin if begin is None else begin
@@ -330,7 +332,7 @@ class Served:
         gate.add(entry)
 
     def _leave(self, choice: Choice) -> None:
-        """Give back what a request has of the engine, or its turn."""
+        """Release a request's capacity in the engine, or its turn at the gate."""
         entry = self._entries.pop(choice, None)
         if entry is not None and self._gate is not None:
             self._gate.leave(entry, choice.num_held_tokens + choice.num_tokens)
@@ -338,7 +340,7 @@ class Served:
     def _admit(
         self, asks: Sequence[Ask], owner: Owner, *, started_s: float | None = None
     ) -> tuple[Answer, list[Choice]]:
-        """Return what the answers to requests are to come through. Raise ApiError where they are not taken in."""
+        """Reserve capacity and return the Answer for requests. Raise ApiError if there is too little."""
         self.ready()
         num_tokens = sum(len(ask.tokens) for ask in asks)
         places, held = self._places, self._held_tokens
@@ -366,7 +368,7 @@ class Served:
         return answer, choices
 
     def _bound_answers(self) -> None:
-        """End the largest answer of the owner with the most, if all hold too much. In the thread of the engine."""
+        """Cut the largest answer of the owner with the most memory if all exceed the limit. In the engine's thread."""
         owners = {choice.answer: choice.owner for choice in list(self._live)}
         if sum(answer.num_bytes for answer in owners) <= MOST_ANSWER_BYTES:
             return
@@ -378,7 +380,7 @@ class Served:
         largest.cut(ApiError(503, "answers that are not read, or not streamed, take too much memory: stream, and read"))
 
     def finish(self, choices: Sequence[Choice]) -> None:
-        """Note that an answer is over: written, or given up. What is under way ends, and frees its pages."""
+        """Release an answer that was written or abandoned. Requests under way end, which frees their pages."""
         for choice in choices:
             if choice in self._live:
                 self._live.remove(choice)
@@ -400,7 +402,7 @@ class Served:
                 self.host.loop.end(choice.index)
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; return whether that came in time."""
+        """Wait until all requests have ended; return whether they did in time."""
         self.is_draining = True
         if self._live:
             self._idle = asyncio.Event()
@@ -411,12 +413,12 @@ class Served:
         return True
 
     def assign(self, index: int) -> None:
-        """Say that request `index` is for this model, before it is queued."""
+        """Assign request `index` to this model, before it is queued."""
         if self.sharing is not None:
             self.sharing.assign(index)
 
     def abort_all(self) -> None:
-        """End what is under way."""
+        """End all requests under way."""
         under_way = [choice for choice in self._live if not choice.is_over]
         for choice in under_way:
             if choice.in_session is not None:
@@ -428,24 +430,24 @@ class Served:
         self.host.loop.post(lambda _: self._cancel(under_way))
 
     def live_adapters(self) -> list[str]:
-        """Return the adapters that requests under way are for."""
+        """Return the adapters of requests under way."""
         salts = {choice.request.content.salt for choice in list(self._live) if choice.request is not None}
         names = {salt.partition(APART)[0] for salt in salts if salt and APART in salt}
         return [name for name in self.adapters if name in names]
 
     async def forget_cached(self) -> None:
-        """Forget every cached page that is not in use."""
+        """Evict every cached page that is not in use."""
         await self.between_steps(lambda _: self.host.core.clear_cache())
 
     @property
     def told_health(self) -> Health:
-        """What is told of its health: that of the engine as well."""
+        """The reported health, which includes that of the engine."""
         return self.health if self.host.loop.is_alive else "dead"
 
     async def set_health(self, health: Health) -> None:
-        """Set the health of a model that shares its device. The requests of one that dies fail.
+        """Set the health of a model on a shared device. The requests of a dying model fail.
 
-        Raise ApiError for a model that has its engine for itself: that one can only die, and for good.
+        Raise ApiError for a model with a separate engine, which can only die, permanently.
         """
         sharing = self.sharing
         if sharing is None:
@@ -469,9 +471,9 @@ class Served:
         await self.between_steps(change)
 
     def fail_transfers(self, fails: Callable[[int], bool] | None) -> None:
-        """Say which transfers to and from tiers fail from now on, by their numbers from 1; None: none.
+        """Set which transfers to and from tiers fail from now on, by their numbers from 1; None: none.
 
-        Raise ConfigError where there are no tiers.
+        Raise ConfigError if the model lacks tiers.
         """
         tiers: Any = self.host.core.tiers
         if tiers is None:
@@ -488,7 +490,7 @@ class Served:
         self.host.loop.post(change)
 
     def kill(self) -> None:
-        """Let the model die: beside others on its device alone, or else with its engine, as by an error in a step."""
+        """Kill the model: alone if it shares its device, else with its engine, as an error in a step would."""
         if self.sharing is not None:
             self.health = "dead"
             self._dying = asyncio.ensure_future(self.set_health("dead"))
@@ -500,17 +502,17 @@ class Served:
         self.host.loop.post(die)
 
     async def between_steps(self, task: Callable[[LLMEngine], T]) -> T:
-        """Return what `task` returns, which runs between two steps."""
+        """Return the result of `task`, which runs between two steps."""
         return await asyncio.wrap_future(self.host.loop.post(task))
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine has not died of an error, and the model not on its own."""
+        """Whether neither the engine nor the model has died."""
         return self.host.loop.is_alive and self.health != "dead"
 
 
 class _Begin:
-    """Begins one request in the thread of the engine."""
+    """Begins one request in the engine's thread."""
 
     def __init__(self, ask: Ask, choice: Choice, served: Served) -> None:
         self._ask = ask
@@ -518,7 +520,7 @@ class _Begin:
         self._served = served
 
     def __call__(self, engine: LLMEngine) -> int | None:
-        """Submit the request; return its index, or None if it is not wanted any more."""
+        """Submit the request; return its index, or None if it is no longer wanted."""
         ask, choice, served = self._ask, self._choice, self._served
         if choice.is_unwanted:
             return None
@@ -528,7 +530,7 @@ class _Begin:
             served.assign(index)
             request = Request(
                 index,
-                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt),
+                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt, hints=ask.hints),
                 num_prompt_tokens=len(ask.tokens),
                 max_tokens=max(1, ask.params.max_tokens),
                 arrival_ns=now_ns,

@@ -1,4 +1,4 @@
-"""The server around the application: uvicorn, a socket, signals, and an end without loose ends."""
+"""The server around the application: uvicorn, a socket, signals, and an orderly end."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 64
 MAX_BETWEEN_BYTES = 64 * 1024
-"""Of what stands between the parts of a body, or after the last one: sizes, extensions, trailers."""
+"""Limit of the bytes between the parts of a body, or after the last one: sizes, extensions, trailers."""
 FREE_PARTS = 4096
 LEAST_PART_BYTES = 64
-"""Parts of a body beyond FREE_PARTS have so many bytes on average."""
+"""Required average size of a body's parts beyond FREE_PARTS."""
 HEAD_TIMEOUT_S = 75.0
-"""So long a connection may have sent nothing, or half of a head."""
+"""Time limit of a connection that has sent nothing, or an incomplete head."""
 
 UPGRADE = re.compile(rb"\r\n(?i:upgrade)[ \t]*:[^\r\n]*")
 LATE_S = 0.1
-"""A mock that is later than this says so."""
+"""A mock reports a lag above this."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a server listens; port 0: a free one. `tls_cert` and `tls_key`: PEM files, to encrypt.
+    """Where a server listens; port 0: a free one. `tls_cert` and `tls_key`: PEM files for encryption.
 
     `insecure`: how often --insecure was given, see kvarts.reach. Raises ConfigError for an address that other machines
-    reach without protection, and MissingFileError or InputError for the files of a certificate and its key.
+    can reach without protection, and MissingFileError or InputError for the files of a certificate and its key.
     """
 
     host: str = "127.0.0.1"
@@ -74,11 +74,11 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether it has TLS."""
+        """Whether the server uses TLS."""
         return self.tls_cert is not None
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens. Raise ConfigError where that is not possible."""
+        """Return a listening socket. Raise ConfigError if the address is not available."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listening = socket.socket(family)
         try:
@@ -96,7 +96,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Direct:
-    """A Direct: what uvicorn does with a part of a body, and no more."""
+    """A Direct: writes a part of a body as uvicorn does, and nothing else."""
 
     def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
         self._cycle = cycle
@@ -115,30 +115,30 @@ class _Direct:
 
 
 class _Protocol(HttpToolsProtocol):
-    """HTTP that can be cut off by the application, for failures on purpose, with errors in the envelope.
+    """HTTP that the application can cut off, for failures on purpose, with errors in the envelope.
 
-    The head of a request has an end and comes in time, and so do the trailers of a body in parts. Requests to change
-    the protocol are left alone, as HTTP says of a server that does not: the body is read. Where several requests came
-    at once, all of them hear that their client has gone. Of requests that come before those before them are answered,
-    so many wait; one more ends the connection.
+    The head of a request is bounded in size and time, and so are the trailers of a chunked body. Requests to change the
+    protocol are ignored, as HTTP prescribes for a server that does not support it: the body is read. If a client
+    disconnects, all of its pipelined requests are notified. At most MAX_PIPELINED requests wait for the answers to
+    earlier ones; a further one ends the connection.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request."""
+        """Start the timeout of the first request."""
         super().connection_made(transport)
         self._under_way: deque[RequestResponseCycle] = deque()
-        """Requests that are not answered yet, in their order, and perhaps some before these that are."""
+        """Unanswered requests in order, possibly after answered ones."""
         self._is_full = False
-        """Whether too many came: the rest is not read, and the connection ends after the last answer."""
+        """Whether there were too many: further data is not read, and the connection ends after the last answer."""
         self._num_head_bytes = 0
-        """Of the head that is being read, with what came beside it."""
+        """Bytes of the head that is being read, including data received with it."""
         self._num_between_bytes = 0
-        """Of the body that is being read: bytes that came since its last part."""
+        """Bytes of the body that is being read, received since its last part."""
         self._num_parts = self._num_part_bytes = 0
         self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let all requests know, of which uvicorn knows the last one only."""
+        """Notify all requests; uvicorn notifies only the last one."""
         super().connection_lost(exc)
         self._in_time.cancel()
         for cycle in self._under_way:
@@ -147,7 +147,7 @@ class _Protocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Read what has come, of which a head may be a part."""
+        """Parse received data, which may contain part of a head."""
         if self._is_full:
             return
         is_head, num_parts = self._is_in_head, self._num_parts
@@ -163,18 +163,18 @@ class _Protocol(HttpToolsProtocol):
             self._refuse(ApiError(431, f"the head of a request has {MAX_HEAD_BYTES} bytes at most"))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse data that is not HTTP."""
         if not self._is_full:
             self._refuse(ApiError(400, msg))
 
     def on_message_begin(self) -> None:
-        """Begin to read a head."""
+        """Start the timeout of a head."""
         super().on_message_begin()
         self._in_time.cancel()
         self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def on_headers_complete(self) -> None:
-        """Let the application know how, before it is called."""
+        """Add the extensions to the scope before the application is called."""
         self._is_in_head = False
         self._in_time.cancel()
         self._num_between_bytes = self._num_parts = self._num_part_bytes = 0
@@ -193,7 +193,7 @@ class _Protocol(HttpToolsProtocol):
         extensions[DIRECT] = {"call": _Direct(self.cycle, self.flow, self.transport)}
 
     def on_message_complete(self) -> None:
-        """Wait for the next head."""
+        """Expect the next head."""
         if self._is_full:
             return
         super().on_message_complete()
@@ -201,7 +201,7 @@ class _Protocol(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Read a part of a body."""
+        """Read a part of a body, and check the average size of parts."""
         if self._is_full:
             return
         self._num_parts += 1
@@ -212,7 +212,7 @@ class _Protocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """Begin with the next request, or refuse those that were too many."""
+        """Continue with the next request, or refuse the excess ones."""
         super().on_response_complete()
         if self._is_full:
             self.flow.pause_reading()
@@ -220,10 +220,10 @@ class _Protocol(HttpToolsProtocol):
                 self._refuse(ApiError(429, f"at most {MAX_PIPELINED} requests of a connection wait for their turn"))
 
     _is_in_head = True
-    """Whether what comes next is of a head."""
+    """Whether the next bytes belong to a head."""
 
     def _break(self, error: ApiError) -> None:
-        """End a connection in the midst of a body. Nothing more of it is read."""
+        """End a connection within a body; the rest of the body is not read."""
         self._is_full = True
         self._refuse(error)
 
@@ -231,7 +231,7 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(ApiError(408, f"a request begins within {HEAD_TIMEOUT_S:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Close the connection, and say why, unless an answer is half written."""
+        """Close the connection with an error, or without one if an answer is incomplete."""
         if self.transport.is_closing():
             return
         if any(not cycle.response_complete and (cycle.response_started or cycle is not self.cycle)
@@ -245,25 +245,25 @@ class _Protocol(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """Return what has come without the header that asks for another protocol: with it, the parser reads no body."""
+    """Return the data without the Upgrade header, with which the parser would not read a body."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return UPGRADE.sub(b"", head) + end + rest if b"pgrade" in head.lower() else data
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals alone, and stops as soon as it is told to."""
+    """A uvicorn server that does not handle signals, and stops without delay on `tell_to_stop`."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._told = asyncio.Event()
 
     def tell_to_stop(self) -> None:
-        """Let the main loop end."""
+        """Make the main loop end."""
         self.should_exit = True
         self._told.set()
 
     async def main_loop(self) -> None:
-        """Do, ten times a second, what is to be done so often, until it is told to stop."""
+        """Call `on_tick` every 100 ms until shutdown."""
         counter = 0
         while not await self.on_tick(counter):
             counter = (counter + 1) % 864_000
@@ -272,7 +272,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing."""
+        """Do nothing, because the caller handles signals."""
         yield
 
 
@@ -304,7 +304,7 @@ class OpenAIServer:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to take connections."""
+        """Start accepting connections."""
         self._models.open()
         self._running = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
@@ -314,7 +314,7 @@ class OpenAIServer:
             await asyncio.sleep(0.001)
 
     async def stop(self, drain_s: float = 30.0) -> bool:
-        """Take in nothing more, wait for what is under way, and close. Return whether all of it came to its end."""
+        """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
         is_whole = await self._models.drained(drain_s)
         if not is_whole:
             self._models.abort_all()
@@ -336,10 +336,10 @@ async def serve_until_signal(
     drain_s: float = 30.0,
     say: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, and then drain; a second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once.
 
-    `listening` is called with the URL once clients may come. Until `startup_delay_s` is over, the server answers that
-    it is starting. `say` is told of lag.
+    `listening` is called with the URL once the server accepts connections. Until `startup_delay_s` is over, requests
+    are answered with 503. `say` receives messages about lag.
     """
     stopping = asked_to_stop()
     models.set_starting(is_starting=startup_delay_s > 0)
@@ -364,7 +364,7 @@ async def _start_later(models: Models, delay_s: float) -> None:
 
 
 async def _watch_lag(models: Models, say: Callable[[str], object]) -> None:
-    """Say it when a mock is later than its own clock, and again when it got worse by half."""
+    """Report a mock's lag above LATE_S, and again when it has grown by half."""
     told_ns = 0
     while True:
         await asyncio.sleep(1.0)

@@ -79,7 +79,7 @@ class Plain:
     """A Shape and its Reader: all text is content."""
 
     def reader(self, number: int) -> Reader:
-        """Return itself: it keeps nothing."""
+        """Return itself, because it is stateless."""
         return self
 
     def add(self, text: str) -> Part:
@@ -87,12 +87,12 @@ class Plain:
         return Part(text)
 
     def end(self) -> tuple[Part, str | None]:
-        """Return nothing."""
+        """Return an empty part."""
         return Part(), None
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A stretch of text of one kind; of arguments, those of a call of the tool `name`."""
+    """Text of one kind; arguments belong to a call of the tool `name`."""
 
     kind: Kind
     text: str
@@ -174,7 +174,7 @@ def read_whole(shape: Shape, number: int, text: str) -> Message:
 
 
 def schema_of_format(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema that a `response_format` asks for; None for text. Raise ApiError for another."""
+    """Return the JSON schema of a `response_format`; None for text. Raise ApiError for another format."""
     kind = "text" if response_format is None else response_format.get("type")
     if kind == "text":
         return None

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model, as each family writes them, and the JSON of calls that are enforced."""
+"""Tool calls in the text of a model, in the format of each family, and the JSON of enforced calls."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Call = tuple[str, dict[str, Any]]
 
 
 class CallFormat(msgspec.Struct, frozen=True):
-    """How a family writes calls. `marks`: texts with which calls begin, anywhere in an answer.
+    """A family's format of calls. `marks`: texts that start calls anywhere in an answer.
 
-    `starts`: texts with which an answer begins that is nothing but calls. `read` returns the calls of a text from its
-    mark on, and raises ValueError for others. `has_special_tokens`: marks are special tokens.
+    `starts`: texts that start an answer consisting only of calls. `read` returns the calls of a text from its mark on,
+    and raises ValueError for other texts. `has_special_tokens`: marks are special tokens.
     """
 
     name: str
@@ -50,7 +50,7 @@ class _Written(msgspec.Struct):
 
     @property
     def call(self) -> Call:
-        """The call, of whichever of the two names."""
+        """The call, whichever of the two fields holds its arguments."""
         return self.name, (self.parameters if self.arguments is None else self.arguments) or {}
 
 
@@ -80,7 +80,7 @@ def _json_or_text(value: str) -> Any:
 
 
 def _objects(text: str) -> list[Call]:
-    """Return calls of Llama 3: JSON objects, perhaps after a tag, with semicolons between."""
+    """Return calls of Llama 3: JSON objects, optionally after a tag, separated by semicolons."""
     text = text.removeprefix("<|python_tag|>").strip()
     text = re.sub(r"\A```(?:json)?\s*|\s*```\Z", "", text)
     calls, place = [], 0
@@ -99,7 +99,7 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def _after_mark(text: str) -> list[Call]:
-    """Return calls of Mistral: a list of JSON, or, as of 2025, names with `[ARGS]` and JSON."""
+    """Return calls of Mistral: a JSON list, or since 2025 names with `[ARGS]` and JSON."""
     calls = []
     for part in map(str.strip, text.split("[TOOL_CALLS]")[1:]):
         named = re.match(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]", part)
@@ -113,7 +113,7 @@ def _after_mark(text: str) -> list[Call]:
 
 
 def _of_gemma(text: str) -> list[Call]:
-    """Return calls of FunctionGemma's tags, of Python in a block, or of JSON as Gemma's documentation asks for."""
+    """Return calls of Gemma: FunctionGemma's tags, Python in a block, or the JSON of Gemma's documentation."""
     if "<start_function_call>" in text:
         return [_tagged(part) for part in text.split("<start_function_call>")[1:]]
     block = re.search(r"```tool_code\s*\n(.*?)(?:```|\Z)", text, re.DOTALL)
@@ -142,7 +142,7 @@ def _quoted_name(found: re.Match[str]) -> str:
 
 
 def _python(text: str) -> list[Call]:
-    """Return the calls of an expression of Python with literal arguments: a call, or a list of them."""
+    """Return the calls of a Python expression with literal arguments: a call, or a list of calls."""
     try:
         body = ast.parse(text.strip(), mode="eval").body
         parts = body.elts if isinstance(body, ast.List) else [body]
@@ -167,11 +167,11 @@ FORMATS = {
         CallFormat("gemma", ("<start_function_call>", "```tool_code"), _of_gemma, ("{", "[", "```json"), True),
     )
 }
-"""By the name of vLLM's parser, where there is one. Qwen writes as Hermes does."""
+"""By the name of vLLM's parser, if there is one. Qwen uses the format of Hermes."""
 
 
 def format_of(template: str) -> CallFormat:
-    """Return the format that a chat template tells of; that of Hermes if of none."""
+    """Return the format that a chat template mentions; by default that of Hermes."""
     signs = {
         "hermes": ("<tool_call>",),
         "mistral": ("[TOOL_CALLS]",),
@@ -182,7 +182,7 @@ def format_of(template: str) -> CallFormat:
 
 
 class ToolCallsInText:
-    """A Shape: calls as a model of a family writes them. What is no such call, or of no tool in `names`, is text.
+    """A Shape: calls in the format of the model's family. Other text, and calls of tools not in `names`, stay text.
 
     Calls in the Hermes format are parsed incrementally, those of other formats at the end of the text.
     """
@@ -197,7 +197,7 @@ class ToolCallsInText:
 
 
 class RequiredCalls:
-    """A Shape: the text is a list of calls in JSON."""
+    """A Shape: the text is a JSON list of calls."""
 
     def reader(self, number: int) -> Reader:
         """Return the reader of a choice."""
@@ -205,7 +205,7 @@ class RequiredCalls:
 
 
 class NamedCall(msgspec.Struct, frozen=True):
-    """A Shape: the text is the arguments of one tool."""
+    """A Shape: the text is the arguments of one tool's call."""
 
     name: str
 
@@ -341,7 +341,7 @@ class _JsonCalls:
         held = "".join(self._texts)
         try:
             written = self._read(held.rstrip())
-        except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):  # it looks like a call, at most
+        except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):  # it only looks like a call
             written = []
         if written and (self._names is None or all(name in self._names for name, _ in written)):
             calls = [
@@ -418,9 +418,9 @@ _NOWHERE = ("\0",)
 
 
 def calls_schema(functions: Sequence[Mapping[str, Any]], *, in_parallel: bool) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls of these tools. `in_parallel`: of more than one call.
+    """Return the JSON schema of a list of calls of these tools. `in_parallel`: allow more than one call.
 
-    Definitions of parameters move to the root, which references are to. Raise ApiError where two differ.
+    Definitions of parameters move to the root, where references point. Raise ApiError if two definitions differ.
     """
     definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     items = []
@@ -454,7 +454,7 @@ def _json(value: Any) -> str:
 
 
 def format_named(name: str, template: str) -> CallFormat:
-    """Return the format of that name, `auto` for the one that a template tells of. Raise ConfigError for another."""
+    """Return the format `name`; for `auto`, the one that the template mentions. Raise ConfigError if it is unknown."""
     if name == "auto":
         return format_of(template)
     if name not in FORMATS:

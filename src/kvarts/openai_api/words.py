@@ -1,8 +1,8 @@
-"""The tokens of a mock: words, and pieces of what is no word of its own.
+"""The tokens of a mock: words, and pieces of everything else.
 
-Text and tokens are the same thing in two forms: `decode(encode(text)) == text` for any text, without a file. What the
-mock itself writes are common English words in lower case, with a space before each but the first. Byte-level and
-SentencePiece vocabularies read such text back unchanged, and have nearly all of these words as single tokens.
+Tokens and text correspond one to one: `decode(encode(text)) == text` for any text, without a file. The mock writes
+common English words in lower case, with a space before each but the first. Byte-level and SentencePiece vocabularies
+encode such text and decode it unchanged, and have nearly all of these words as single tokens.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TEXT = """
     profit loss
 """
 WORDS = tuple(TEXT.split())
-"""What a mock writes."""
+"""The words that a mock writes."""
 
 NUM_WORDS = len(WORDS)
 BARE = NUM_WORDS
-"""A word is a token with a space before it, or `BARE` later, without."""
+"""The token of a word without a space before it is `BARE` above the token of the same word with a space."""
 
 SPECIALS = 2 * NUM_WORDS
 SPECIAL_TEXTS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -54,15 +54,15 @@ NOTHING = SPECIALS + 15
 """A token without text, for an answer without text."""
 
 BYTES = SPECIALS + 16
-"""One byte, then two, then three: ids are those of their big-endian values in turn. A character of four bytes is one
-token as well.
+"""Pieces of one byte, then of two, then of three, numbered by their big-endian values. A character of four bytes is one
+token, too.
 """
 
 PAIRS = BYTES + 256
 TRIPLES = PAIRS + 256**2
 CHARACTERS = TRIPLES + 256**3
 VOCABULARY_SIZE = 1 << 32
-"""Ids that a mock accepts in prompts: what clients and routers keep in 32 bits. Those past the pieces have no text."""
+"""The number of ids that a mock accepts in prompts: clients and routers store ids in 32 bits. Higher ids lack text."""
 
 _SPLIT = re.compile(r"<\|im_start\|>|<\|im_end\|>|<\|endoftext\|>| ?[A-Za-z]+| ?[0-9]{1,3}|\s|[^\sA-Za-z0-9]+")
 _SPACED = {f" {word}": index for index, word in enumerate(WORDS)}
@@ -73,14 +73,14 @@ _KNOWN = {
 }
 _PIECES = tuple(f" {word}" for word in WORDS) + WORDS
 MAX_CHARS_PER_WORD = max(map(len, _KNOWN))
-"""The most characters of a token: pieces that are no words are shorter."""
+"""The most characters of a token: other pieces are shorter than the longest word."""
 _BASES = (BYTES, PAIRS, TRIPLES)
 _FIRST_CHARACTER = 0x10000
 _END = CHARACTERS + 0x110000 - _FIRST_CHARACTER
 
 
 class WordTokenizer:
-    """Text to tokens and back. Every text has tokens, and every token below 2**32 is one, if perhaps of no text."""
+    """Text to tokens and back. Every text has tokens, and all ids below 2**32 are tokens, possibly without text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`."""
@@ -144,7 +144,7 @@ def _tokens_of_characters(text: str) -> Iterator[int]:
 
 
 def vary_words(before: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return `drawn` words, each with a space before it unless what is before ends a line or is a mark."""
+    """Return `drawn` words, with a space before each unless the previous token is white space or special."""
     if not (before >= SPECIALS).any():
         return drawn
     has_no_space = np.isin(before, _STARTS)
@@ -152,7 +152,7 @@ def vary_words(before: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) ->
 
 
 def _starts() -> Sequence[int]:
-    """Return the tokens after which a text begins."""
+    """Return the tokens after which a word is written without a space."""
     spaces = [BYTES + code for code in b" \n\t\r"]
     return [*range(SPECIALS, BYTES), *spaces]
 

@@ -1,4 +1,4 @@
-"""Work that grows with what a request brought: done in threads, so that the event loop goes on meanwhile."""
+"""Work that grows with the size of a request: done in threads, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ T = TypeVar("T")
 
 
 class Workbench:
-    """Some threads, for which owners take turns. For one event loop.
+    """Worker threads that owners use in turn. For one event loop.
 
-    One thread is enough: it holds the interpreter's lock for most of its time, and what it makes takes memory. That
-    lock lets the event loop run every few milliseconds while a thread runs Python; the size of bodies bounds the time
-    of one call into C.
+    One thread is enough: it holds the interpreter's lock most of the time, and its results take memory. The interpreter
+    lets the event loop run every few milliseconds while a thread runs Python; the size limit of bodies bounds each call
+    into C.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvarts-reading")
         self._num_free = num_threads
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Waiting work, by owner, in the order of their turns."""
+        """Waiting work by owner, in the order of the owners' turns."""
 
     async def run(self, owner: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which runs in a thread once it is the turn of `owner`."""
+        """Return the result of `work`, which runs in a thread once it is the turn of `owner`."""
         await self._take_turn(owner)
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        # A thread is free when its work is done, even if the request has gone.
+        # A thread is free when its work is done, even if the client has disconnected.
         running.add_done_callback(lambda _: self._free())
         try:
             return await running
         finally:
-            # An error has a traceback with this frame: what the work had made would wait for the garbage collector.
+            # An error's traceback references this frame: without `del`, results would wait for the garbage collector.
             del running
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _take_turn(self, owner: str) -> None:
@@ -52,7 +52,7 @@ class Workbench:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came, and is another's now
+            if turn.done() and not turn.cancelled():  # it had its turn, which now passes to another
                 self._free()
             raise
 
@@ -61,7 +61,7 @@ class Workbench:
             owner, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # behind those of the others
+                self._waiting[owner] = turns  # behind the other owners
             if not turn.done():
                 turn.set_result(None)
                 return

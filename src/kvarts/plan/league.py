@@ -17,6 +17,7 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import queues
 from kvarts.plan.cache import CachePlan
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, ToolTtlOrder
 from kvarts.plan.learned import AutoOrder
 from kvarts.plan.published import TailOptimisedOrder, WorkloadAwareOrder
 from kvarts.plan.replays import share_kept
@@ -38,8 +39,11 @@ POLICIES: dict[str, MakeOrder] = {
     "w-tinylfu": queues.TinyLfuOrder,
     "tail-optimised": TailOptimisedOrder,
     "workload-aware": WorkloadAwareOrder,
+    "tool-ttl": ToolTtlOrder,
+    "soonest-return": SoonestReturnOrder,
+    "hinted": HintedOrder,
 }
-"""Policies that need no information beyond the calls of `EvictionOrder`, by their command-line names."""
+"""Policies that need nothing beyond the calls of `EvictionOrder` and the hints of requests, by command-line names."""
 
 SESSION_AWARE = "session-aware"
 ALL_POLICIES = (*POLICIES, SESSION_AWARE)
@@ -116,13 +120,19 @@ class League:
         }
 
 
-def find_policy(name: str, trace: Trace) -> MakeOrder:
+def find_policy(name: str, trace: Trace | None) -> MakeOrder:
     """Return the factory of an order: a name of POLICIES, or `module:Class`. Raise ConfigError for anything else.
 
-    The session-aware order takes the ends of sessions from `trace`.
+    The session-aware order takes the ends of sessions from `trace`; None where requests are not known beforehand.
     """
-    if name == SESSION_AWARE:
+    if name == SESSION_AWARE and trace is not None:
         return finishing(trace)
+    if name == SESSION_AWARE:
+        raise ConfigError(
+            f"{name!r} needs a trace, which has the ends of sessions",
+            field="policy",
+            hint="Give hinted, and let clients send a ttl.",
+        )
     if name in POLICIES:
         return POLICIES[name]
     known = ", ".join(ALL_POLICIES)
@@ -148,6 +158,7 @@ def serial_hits(trace: Trace, page_size: int, num_pages: int, make_order: MakeOr
         content = trace.content(request, page_size=page_size, owner=owner)
         computed = (request.num_prompt_tokens + request.num_output_tokens - 1) // page_size
         known = min(content.num_known_pages, computed, num_pages)
+        cache.set_time(request.arrival_ns)
         match = cache.match(content, known)
         hits += min(match.num_pages, (request.num_prompt_tokens - 1) // page_size)
         holding = cache.open(match)

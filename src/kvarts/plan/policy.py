@@ -43,12 +43,15 @@ def check_policy(given: Given) -> None:
         _find(given, Trace([]))
 
 
-def with_policy(config: ReplayConfig, given: Given, trace: Trace) -> ReplayConfig:
-    """Return `config` with the policy that was given, if any. Raise ConfigError if it is not a policy."""
+def with_policy(config: ReplayConfig, given: Given, trace: Trace | None) -> ReplayConfig:
+    """Return `config` with the policy that was given, if any. Raise ConfigError if it is not a policy.
+
+    `trace`: the requests, where they are known beforehand.
+    """
     return msgspec.structs.replace(config, eviction=_find(given, trace)) if KEY in given else config
 
 
-def _find(given: Given, trace: Trace) -> Any:
+def _find(given: Given, trace: Trace | None) -> Any:
     from kvarts.plan.league import find_policy
 
     if ":" in given[KEY] and given.source_of(KEY).path is not None:

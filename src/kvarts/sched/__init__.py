@@ -1,1 +1,1 @@
-"""Scheduling: from the state of requests and pages, a plan for the next step."""
+"""Scheduling: plans the next step from the state of requests and pages."""

@@ -1,11 +1,11 @@
-"""Drafts: tokens that may follow those of the decodes, computed beside them, and counted as far as they are right.
+"""Drafts: guessed tokens after those of the decodes, computed in the same step and accepted as far as they are right.
 
-A decode computes the token that was sampled last, and samples the next. Where that next one can be guessed, and those
-after it, one step computes them all: what is sampled after each says whether the guess after it was right. So a step
-may count several tokens of a request, each of them the one that it would have sampled without a draft.
+A decode computes the token that was sampled last, and samples the next. If the next tokens can be guessed, one step
+computes them all: the token sampled at each position shows whether the guess that follows was right. So a step may
+count several tokens of a request, each of them the one that would have been sampled without a draft.
 
-Drafts come last in a step. Of tokens and pages they take what is left, and no request is preempted for them. When the
-step ends, accepted tokens are counted, and pages in which only rejected ones are go back.
+Drafts come last in a step. They take only tokens and pages that are left, and no request is preempted for them. At the
+end of the step, accepted tokens are counted, and pages that contain only rejected ones are released.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ __all__ = ["DraftTotals", "Drafter", "Drafts"]
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on. Promises: to depend on nothing but what it is asked and told, in that order."""
+    """Guesses how sequences continue. Promises: to depend only on the calls of its methods, in their order."""
 
     def draft(self, request: Request, num_most: int, batch: Batch) -> Tokens:
         """Return tokens that may follow the known ones of `request`, at most `num_most`, perhaps none.
 
-        All known tokens are in the content of the request. `batch`: the step, with what was drafted for others so far.
+        All known tokens are in the content of the request. `batch`: the step, with the tokens drafted so far for other
+        requests.
         """
 
     def judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Take note of how many of the tokens that were drafted for `request` were right."""
+        """Record how many of the tokens that were drafted for `request` were right."""
 
 
 class DraftTotals(msgspec.Struct, frozen=True):
-    """What was drafted so far: how often, how many tokens, and how many of these were accepted."""
+    """Totals of drafts so far: drafts, drafted tokens, and accepted tokens."""
 
     num_drafts: int = 0
     num_drafted_tokens: int = 0
@@ -60,7 +61,7 @@ class DraftTotals(msgspec.Struct, frozen=True):
 
 
 class Drafts:
-    """Owner of the drafts of the scheduled step: from the pages that they take to the tokens that they leave."""
+    """Owner of the drafts of the scheduled step, from the allocation of their pages to the accepted tokens."""
 
     def __init__(
         self,
@@ -82,18 +83,18 @@ class Drafts:
         self._taken: list[tuple[Request, Tokens]] = []
         self._new_pages: list[NewPage] = []
         self._ahead: list[Request] = []
-        """Requests of which more than one token was counted in the step."""
+        """Requests with more than one token counted in the step."""
         self._num_drafts = self._num_drafted = self._num_accepted = 0
 
     def totals(self) -> DraftTotals:
-        """Return what was drafted so far."""
+        """Return the totals so far."""
         return DraftTotals(self._num_drafts, self._num_drafted, self._num_accepted)
 
     def take(self, decodes: DecodeRows, batch: Batch, token_budget: int) -> tuple[DraftRows | None, DecodeRows]:
-        """Draft for `decodes`, of the step that `batch` is, within what is left of its budget.
+        """Draft for `decodes` of the step `batch`, within the rest of its budget.
 
-        Return the drafts, None without any, and the decodes with the pages that drafts took. Requests with pages of
-        their own are passed over: what these drop cannot be taken back.
+        Return the drafts, None if there are none, and the decodes with the pages that drafts took. Requests that bring
+        their own pages are skipped: dropped tokens of theirs cannot be restored.
         """
         wheel = self._wheel
         step, taken = wheel.step, self._taken
@@ -105,7 +106,7 @@ class Drafts:
             if request is None or (holding := request.holding) is None:
                 continue
             end = wheel.num_computed(request) + 1
-            # The last token that it may generate is sampled, and not computed.
+            # The last token that the request may generate is sampled, and not computed.
             num_most = min(num_left, self._num_room(end), request.stop_step - step)
             if num_most <= 0:
                 continue
@@ -134,7 +135,7 @@ class Drafts:
         return drafts, replace(decodes, new_blocks=(*decodes.new_blocks, *new_pages))
 
     def judge(self, result: StepResult) -> None:
-        """Count what was accepted and give back what was not: the step has ended, and the wheel has not turned yet."""
+        """Count accepted drafts and release the pages of others. The step has ended; the wheel has not turned yet."""
         accepted = dict(result.accepted)
         for request, tokens in self._taken:
             num_accepted = accepted.pop(request.row, 0)
@@ -160,7 +161,7 @@ class Drafts:
     # Pages ------------------------------------------------------------------------------------------------
 
     def _num_room(self, end: int) -> int:
-        """Return how many tokens from `end` on have a place in pages that a request holds or that are free."""
+        """Return how many tokens from `end` on fit in pages that a request holds or that are free."""
         num_free = self._cache.num_free // self._cache.page_blocks
         return (-(-end // self._page_size) + num_free) * self._page_size - end
 
@@ -171,7 +172,7 @@ class Drafts:
             self._new_pages.append(self._batch.new_page(request, page))
 
     def _keep_pages(self, request: Request, before: int, end: int) -> None:
-        """Keep the pages of `end` computed tokens; requests may find those that were filled since `before`."""
+        """Keep the pages of `end` computed tokens; those that were filled since `before` become findable."""
         page_size, holding = self._page_size, request.holding
         assert holding is not None
         self._cache.shrink(holding, -(-end // page_size))
@@ -184,6 +185,6 @@ class Drafts:
             self._ahead.append(request)
 
     def take_ahead(self) -> list[Request]:
-        """Return the requests that were more than a token ahead in the step that has ended, and still decode."""
+        """Return the requests with more than one token counted in the step that has ended, if they still decode."""
         ahead, self._ahead = self._ahead, []
         return [request for request in ahead if request.state is RequestState.DECODING]

@@ -16,7 +16,7 @@ __all__ = ["GroupBatch"]
 
 
 class GroupBatch(InputBatch):
-    """An InputBatch with plans that name the blocks of every page table, and of states, which are of one group."""
+    """An InputBatch whose plans name the blocks of every page table and of states, which form one group."""
 
     __slots__ = ("_cache", "_snapshots", "has_states")
 
@@ -26,7 +26,7 @@ class GroupBatch(InputBatch):
         self.has_states = cache.memory.has_states
         assert sum(group.is_state for group in cache.memory.groups) <= 1, "a model that runs has one group of states"
         self._snapshots: list[tuple[int, int, PartRun]] = []
-        """Those of the step: the row, the tokens after which, and the part."""
+        """Snapshots of the step: the row, the number of tokens before the snapshot, and the part."""
 
     def chunk(self, request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
         """Return a chunk of `request` that names its row, tokens, page tables and state."""
@@ -40,9 +40,10 @@ class GroupBatch(InputBatch):
         return replace(chunk, state=state, begins_from=begins_from)
 
     def take_snapshots(self) -> tuple[Snapshot, ...]:
-        """Return the snapshots to be made in the step.
+        """Return the snapshots to make in the step.
 
-        Of one that was evicted in the same step for another the blocks have another owner, and no chunk begins from it.
+        A snapshot that was evicted in the same step for another is left out: its blocks have a new owner, and no chunk
+        begins from it.
         """
         made = tuple(Snapshot(row, count, part.blocks) for row, count, part in self._snapshots if part.is_found)
         self._snapshots.clear()

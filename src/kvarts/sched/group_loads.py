@@ -18,18 +18,18 @@ __all__ = ["GroupLoads", "GroupTiers"]
 
 
 class GroupTiers(LowerTiers, Protocol):
-    """The tiers below a device with KV groups. A load is of all that was offered, or of nothing."""
+    """The tiers below a device with KV groups. A load covers all that was offered, or nothing."""
 
     def offered(self, request: int) -> RunMatch:
-        """Return how far every group can go on with what was offered to `request`."""
+        """Return the longest prefix that every group could resume from with the parts offered to `request`."""
 
 
 class GroupLoads(Loads):
     """Loads of a cache with KV groups.
 
-    A request that waits for a load holds what it begins with. What it may take beside that, while the rest of its known
-    tokens is computed, is promised to it. A load that did not end well is of no use as it is: the request looks again,
-    and finds what did arrive.
+    A request that waits for a load holds its match and the loaded parts. The further blocks that it may need while the
+    rest of its known tokens is computed are promised to it. If a load does not arrive completely, the request is
+    matched again, and hits the parts that did arrive.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class GroupLoads(Loads):
         return self._needs.to_admit(start, num_known, min(num_known, start + self._needs.most_new), held)
 
     def _fits(self, request: Request, num_known: int) -> bool:
-        """Return whether all that `request` may hold at a time is free."""
+        """Return whether the most blocks that `request` may hold at a time are free."""
         return self._wanted(request, num_known) <= self._parts.num_free
 
     def _num_held(self, request: Request, num_known: int) -> int:
-        """Return the blocks that `request` holds from then on, and those that are promised to it."""
+        """Return the blocks that `request` holds from the start of its load, plus those that are promised to it."""
         found = self._group_tiers.offered(request.index)
         return self._parts.num_held_while_loading(found, self._wanted(request, num_known))
 
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
-        """Hold what the device has, take parts for what is loaded, and have the rest promised."""
+        """Hold the device's match, allocate parts for the load, and promise the rest."""
         num_wanted = self._wanted(request, num_known)
         return self._parts.open_offered(request.content, self._group_tiers.offered(request.index), num_wanted)
 
@@ -65,20 +65,20 @@ class GroupLoads(Loads):
         return loaded.num_pages == load.end
 
     def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
-        """Return a load of which `request` needs all: windows are loaded for the end of it only."""
+        """Return a load that `request` needs completely: a load brings windows for its end only."""
         leader, awaited = super()._leader(request, start, limit)
         if leader is None or awaited is None or start + awaited.num_pages < leader.end:
             return None, None
         return leader, awaited
 
     def resume(self, request: Request, loaded: Loaded) -> int:
-        """Count the loaded tokens of `request`, which begins to run; return the tokens that need no computing."""
+        """Count the loaded tokens of `request`, which starts to run; return the tokens that need no computing."""
         assert request.holding is not None
         self._parts.end_promise(request.holding)
         return super().resume(request, loaded)
 
     def _release(self, request: Request) -> None:
-        """Give back all that `request` holds, which never ran."""
+        """Release everything that `request` holds; it never ran."""
         holding = request.holding
         assert holding is not None
         self._parts.end_promise(holding)

@@ -1,7 +1,7 @@
 """Requests that two engines work on: one computes the prompt, and the other generates.
 
-Where the prompt is computed, its pages stay in use, *held*, until the other engine has copied them. There, pages are
-*reserved* before, and the request waits for its place with them when the copy is complete.
+The pages of the prompt stay in use on the first engine, *held*, until the second has copied them. On the second, pages
+are *reserved* before the copy, and the request waits for a place with them when the copy is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOADED: Final = RequestState.LOADED
 
 
 class Handoffs:
-    """What an engine has of requests that it shares with another one. Written by the scheduler, and between steps.
+    """An engine's requests that are shared with another engine. Written by the scheduler, and between steps.
 
     `connect` must follow. The cache counts whole pages.
     """
@@ -29,29 +29,29 @@ class Handoffs:
     def __init__(self, cache: Cache) -> None:
         self._cache = cast(PageCache, cache)
         self.held: dict[int, Request] = {}
-        """Requests with a prompt that was computed here and is not copied yet, by index."""
+        """Requests whose prompt was computed here and is not copied yet, by index."""
         self.reserved: dict[int, Request] = {}
         """Requests with pages here that are not filled yet, by index."""
         self.is_gated = False
         """Whether only requests that other engines have computed are admitted."""
         self.passes_blocked = True
-        """Whether these are admitted before a request that lacks pages."""
+        """Whether such requests are admitted before a request that lacks pages."""
         self.join_tokens = 1
-        """Tokens of the budget that each of these takes in the step that admits it."""
+        """Tokens of the budget that each such request takes in the step that admits it."""
         self._joined: list[Request] = []
         self.late: list[Request] = []
         """Requests that joined in a step without tokens left for them."""
         self.resumed: list[Request] = []
-        """Requests that were stalled, and get a token in this step."""
+        """Requests that were stalled and get a token in this step."""
 
     def connect(self, running: Running, waiting: WaitingQueue) -> None:
-        """Hand in what the scheduler has made."""
+        """Provide the objects that the scheduler has made."""
         self._running = running
         self._waiting = waiting
 
     @property
     def has_any(self) -> bool:
-        """Whether pages are in use here of requests that neither run nor wait."""
+        """Whether pages here are in use by requests that neither run nor wait."""
         return bool(self.held or self.reserved)
 
     # Where the prompt is computed ---------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Handoffs:
         self.held[request.index] = request
 
     def release(self, request: Request) -> None:
-        """Give back the pages of `request`, which are copied or no longer wanted."""
+        """Release the pages of `request`, which are copied or no longer wanted."""
         del self.held[request.index]
         holding = request.holding
         assert holding is not None
@@ -78,7 +78,7 @@ class Handoffs:
     def reserve(self, request: Request) -> bool:
         """Take pages for the prompt of `request`, which is new here; return whether there are enough.
 
-        Full pages that are resident are taken as they are. The others cannot be found before `activate`.
+        Full pages that are resident are shared. The others cannot be found before `activate`.
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
         match = cache.match(request.content, num_tokens // request.content.page_size)
@@ -91,7 +91,7 @@ class Handoffs:
         return True
 
     def activate(self, request: Request) -> None:
-        """Queue `request`, the prompt of which is complete in its pages; these can be found from now on."""
+        """Queue `request`, whose prompt is complete in its pages; these can be found from now on."""
         del self.reserved[request.index]
         holding = request.holding
         assert holding is not None
@@ -101,7 +101,7 @@ class Handoffs:
         self._waiting.push(request)
 
     def give_up(self, request: Request) -> None:
-        """Give back the pages of `request`, whether they are filled or not; it can be queued as any other."""
+        """Release the pages of `request`, whether they are filled or not; it can be queued like any other."""
         num_filled = request.hit_tokens
         if request.state is LOADED:
             self._waiting.remove(request)
@@ -116,7 +116,7 @@ class Handoffs:
         self.renew(request)
 
     def renew(self, request: Request) -> None:
-        """Let `request`, which has no pages any more, be as a new one that knows the tokens generated so far."""
+        """Reset `request`, which has no pages any more, to a new one that knows the tokens generated so far."""
         request.hit_tokens = request.num_computed = 0
         request.cancelled_ns = -1
         request.state = RequestState.NEW
@@ -132,7 +132,7 @@ class Handoffs:
         self._joined.append(request)
 
     def take_joined(self) -> tuple[int, int]:
-        """Return how many requests have joined in this step, and how many tokens they know."""
+        """Return the number of requests that joined in this step, and of their known tokens."""
         joined = self._joined
         if not joined:
             return 0, 0
@@ -140,9 +140,10 @@ class Handoffs:
         return len(joined), sum(request.num_prompt_tokens for request in joined)
 
     def stall(self, end_ns: int) -> None:
-        """Note at the end of a step which requests had no tokens to compute, and which had some again.
+        """Record, at the end of a step, the requests that got no tokens, and those that got tokens again.
 
-        What joined after a request that has used up the budget gets none before that is through, as in Dynamo's mocker.
+        A request that joined after one that used up the budget gets no tokens until that one's prefill is complete, as
+        in Dynamo's mocker.
         """
         running = self._running
         for request in self.resumed:
@@ -159,7 +160,7 @@ class Handoffs:
     # Laws -----------------------------------------------------------------------------------------------------
 
     def holdings(self) -> Iterator[tuple[Holding, int]]:
-        """Return what is held, reserved or waits with its pages. Assert that states fit."""
+        """Return the holdings of requests that are held, reserved, or wait with their pages. Assert that states fit."""
         for requests, state in ((self.held, RequestState.HELD), (self.reserved, RequestState.LOADING)):
             for request in requests.values():
                 assert request.state is state, f"{request!r} should be {state.name}"

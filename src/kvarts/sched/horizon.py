@@ -1,4 +1,4 @@
-"""How many steps from now on are certain to be alike."""
+"""The number of coming steps that are certain to be identical."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Horizon:
         self._page_size = running.wheel.page_size
         self._follows = cache.follows_decodes
         self._is_stepwise = cache.settles and not cache.follows_decodes
-        """Whether it is known only step by step what decodes release."""
+        """Whether the releases of decodes can only be determined step by step."""
 
     def num_steps(self, now_ns: int, blocked: Blocked, blocked_head: Request | None, num_wanted: int) -> int:
         """Return the number of steps; 0 if the step at `now_ns` has to be scheduled.
 
-        `blocked`: why `blocked_head` waits, which was the head when the queue was last looked at. `num_wanted`: the
-        blocks that it waits for.
+        `blocked`: why `blocked_head`, the head when the queue was last examined, waits. `num_wanted`: the blocks that
+        it waits for.
         """
         running, loads = self._running, self._loads
         cache = self._cache
@@ -101,7 +101,7 @@ class Horizon:
         return num_steps
 
     def _can_leap(self, blocked: Blocked, num_wanted: int) -> bool:
-        """Return whether the next step is alike in a cache that follows decodes, which itself ends a leap in time."""
+        """Return whether the next step is identical, in a cache that follows decodes and ends leaps in time."""
         cache, running, loads = self._cache, self._running, self._loads
         if loads is not None and loads.tiers.pages_to_spare() is None:
             return False
@@ -113,7 +113,7 @@ class Horizon:
         return num_wanted > num_left and not (running.num_sharing and cache.fills_known_page())
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
-        """Return for how many of the next `num_steps` steps `num_free` pages are enough."""
+        """Return how many of the next `num_steps` steps `num_free` pages suffice for."""
         for index, num_due in enumerate(self._running.wheel.pages_due_by_step(num_steps)):
             num_free -= num_due
             if num_free < 0:

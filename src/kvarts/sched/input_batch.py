@@ -1,7 +1,7 @@
 """The rows of a live batch: the request in each row, and the tokens sampled for it.
 
-A step of 256 decodes changes every row. State that changes alike is kept as arrays over rows and written at once; a
-request is touched only when it enters, fills a page or leaves.
+A step of 256 decodes changes every row. State that changes in every row is kept in arrays over rows and written at
+once; a request is touched only when it enters, fills a page or leaves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class InputBatch:
     )
 
     def __init__(self, max_num_seqs: int, page_size: int) -> None:
-        import numpy as np  # a replay, which has no batch of rows, does not wait for it
+        import numpy as np  # not imported for a replay, which has no batch of rows
 
         self.requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs))
@@ -91,18 +91,18 @@ class InputBatch:
         )
 
     def start_decoding(self, request: Request) -> None:
-        """Let `request` compute one token a step from the next step on."""
+        """Let `request` compute one token per step from the next step on."""
         self._bases[request.row] = request.wheel_base
         self._decoding[request.row] = True
         self._rows = None
 
     def stop_decoding(self, request: Request) -> None:
-        """Let `request`, all sampled tokens of which are in its content, compute nothing until it starts again."""
+        """Let `request` compute nothing until it starts again; all its sampled tokens are in its content."""
         self._decoding[request.row] = False
         self._rows = None
 
     def skip(self, request: Request, tokens: npt.NDArray[np.uint64]) -> None:
-        """Append accepted tokens of `request`: all before are known, and its base has moved on by as many."""
+        """Append accepted tokens of `request`; all before them are known, and its base has advanced by their number."""
         request.content.append(tokens.tobytes())
         self._bases[request.row] = request.wheel_base
 
@@ -116,7 +116,7 @@ class InputBatch:
         self.append_all_sampled([request], [num_known], step)
 
     def append_all_sampled(self, requests: Sequence[Request], nums_known: Sequence[int], step: int) -> None:
-        """Do what `append_sampled` does for several requests, at the cost of about one."""
+        """Do the same as `append_sampled` for several requests, at about the cost of one."""
         import numpy as np
 
         counts = [known - request.content.num_known_tokens for request, known in zip(requests, nums_known, strict=True)]
@@ -138,8 +138,8 @@ class InputBatch:
     ) -> DecodeRows:
         """Return the decodes of `step`, each of which sampled a token in the step before.
 
-        `with_new_page`: the requests that got a page for this step. `with_new_table`: those with pages of their own
-        that changed.
+        `with_new_page`: the requests that got a page for this step. `with_new_table`: those that bring their own pages,
+        where these changed.
         """
         import numpy as np
 
@@ -160,11 +160,11 @@ class InputBatch:
         )
 
     def new_page(self, request: Request, page: int) -> NewPage:
-        """Return a page that `request` got, as a plan names it: its row, the page, and its block in each table."""
+        """Return the entry of a plan for a page that `request` got: its row, the page, and its block in each table."""
         return request.row, page, self._blocks_of(request, page)
 
     def _page_tables(self, request: Request, end: int) -> tuple[PageTable, ...]:
-        """Return the page tables of the first `end` tokens of a request without pages of its own."""
+        """Return the page tables of the first `end` tokens of a request that does not bring its own pages."""
         holding = request.holding
         assert holding is not None and holding.page_ids is not None
         return (PageTable(tuple(holding.page_ids)),)
@@ -176,7 +176,7 @@ class InputBatch:
         return (holding.page_ids[page],)
 
     def take_snapshots(self) -> tuple[Snapshot, ...]:
-        """Return the snapshots of states to be made in the step: none, since every layer keeps its tokens."""
+        """Return the snapshots of states to make in the step: none, since every layer keeps its tokens."""
         return ()
 
     def take_left(self) -> tuple[int, ...]:

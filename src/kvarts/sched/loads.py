@@ -2,7 +2,7 @@
 
 A waiting request for which a tier has pages is LOADING: it has all pages of its known tokens and a place among the
 running requests, and waits for a transfer to fill the first pages. It is never a victim, since its pages could not be
-given away before the transfer ends. Then it is LOADED, and admitted before the waiting requests.
+reused before the transfer ends. Then it is LOADED, and is admitted before the waiting requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["LoadUnderWay", "Loads", "LowerTiers"]
 
 
 class LowerTiers(Protocol):
-    """The tiers below one device, as scheduler and engine know them.
+    """The tiers below one device, as used by scheduler and engine.
 
     Promises: pages that a transfer reads or writes are held until it ends, even if its request is cancelled; every load
     that was started is returned by `take_loaded` once.
@@ -32,7 +32,7 @@ class LowerTiers(Protocol):
 
     tier_names: tuple[str, ...]
     full_prompt_hits: bool
-    """Whether a load may cover a whole prompt, of which only the last token is then computed again."""
+    """Whether a load may cover a whole prompt; only its last token is then computed again."""
 
     num_transfers: int
     """The number of transfers begun so far, which is also the number of the next."""
@@ -47,49 +47,50 @@ class LowerTiers(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether something is to be stored, or passed on to the next tier, whatever becomes of the device."""
+        """Whether pages must be stored, or spilled to the next tier, whatever happens on the device."""
 
     @property
     def next_ns(self) -> int:
         """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
 
     def num_pages(self) -> tuple[int, ...]:
-        """Return pages used and cached in each tier, one pair after the other."""
+        """Return the used and cached pages of each tier, as consecutive pairs."""
 
     def totals(self) -> TransferTotals:
-        """Return what moved so far."""
+        """Return the totals of transfers so far."""
 
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores of the step that starts at `now_ns`."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Take note that the first `num_pages` pages of `content`, in `holding`, are complete."""
+        """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
-        """Pin and return what the tiers have of `content` in pages [start, limit); None if they have nothing."""
+        """Pin and return the pages [start, limit) of `content` that the tiers have; None if there are none."""
 
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
     ) -> Weighed:
-        """Return what to load of `offer` from page `start` on, for a request of `num_known` tokens.
+        """Return the part of `offer` to load from page `start` on, for a request of `num_known` tokens.
 
-        `num_behind`: requests that wait behind it. `awaited`: what another load brings of the same pages, if one does.
+        `num_behind`: requests that wait behind it. `awaited`: the load under way that brings some of the same pages, if
+        one does.
         """
 
     def forget(self, request: int) -> None:
-        """End the pins of what was offered to `request`."""
+        """Release the pins of the offer to `request`."""
 
     def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
         """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
 
-        Return when that should end.
+        Return when the load should end.
         """
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
-        """Take note of how long a step of a real executor took, transfers apart; `num_tokens`: of prompts."""
+        """Record the duration of a real executor's step without transfers; `num_tokens`: computed prompt tokens."""
 
     def follow(self, transfer: int) -> None:
-        """Take note that one more request waits for a load that is under way."""
+        """Record that one more request waits for a load that is under way."""
 
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
@@ -98,19 +99,19 @@ class LowerTiers(Protocol):
         """Return the loads that ended since the last call, in that order."""
 
     def pages_to_spare(self) -> int | None:
-        """Return how many pages can be taken in steps alike before the tiers must act; None: in the next step."""
+        """Return the pages that identical steps can take before the tiers must act; None if they must in the next."""
 
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
 
     def expire(self, now_ns: int) -> None:
-        """End transfers as failed that no executor has reported before their deadline."""
+        """End as failed the transfers that no executor has reported before their deadline."""
 
     def report(self, reports: Sequence[TransferReport], now_ns: int) -> None:
-        """Take in the reports of an executor on transfers at `now_ns`."""
+        """Process an executor's reports on transfers at `now_ns`."""
 
     def holds(self) -> list[HeldPages]:
-        """Return what transfers hold on the device."""
+        """Return the pages of the device that transfers hold."""
 
     def reset(self) -> None:
         """Forget the pages that the tiers hold."""
@@ -135,8 +136,8 @@ class LoadUnderWay:
 class Loads:
     """Owner of requests between waiting and running: their load is under way, or it has ended.
 
-    Owner also of requests that wait for the load of another, which brings what they would load; then they go back to
-    `waiting`.
+    Owner also of requests that wait for the load of another request, because it brings the pages that they would load;
+    after that they return to `waiting`.
     """
 
     def __init__(
@@ -150,27 +151,27 @@ class Loads:
         self._loading: dict[int, LoadUnderWay] = {}
         """Loads under way by the index of their request, in the order of admission, ABANDONED ones included."""
         self._followers: dict[int, list[Request]] = {}
-        """Requests that wait for a load under way, by the index of its request."""
+        """Requests that wait for a load under way, by the index of that load's request."""
         self.num_following = 0
-        """Requests that wait for the load of another; they have neither pages nor a place."""
+        """Requests that wait for another request's load; they have neither pages nor a place."""
         self.loaded: list[tuple[Request, Loaded]] = []
-        """Requests with their loads that have ended, in that order."""
+        """Requests whose loads have ended, with these, in the order of the ends."""
         self._num_abandoned = 0
         self._confirmed: list[tuple[Content, int, Holding]] = []
-        """Contents that get full pages in the scheduled step, how many they have then, and their holdings."""
+        """Contents that get full pages in the scheduled step, their numbers of full pages then, and their holdings."""
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait for a load, or have waited for one that ended since the last step."""
+        """The number of requests that wait for their load, or whose load ended since the last step."""
         return len(self._loading) - self._num_abandoned + len(self.loaded)
 
     @property
     def num_waiting(self) -> int:
-        """Requests here: they wait for a load of their own, have waited for one, or wait for that of another."""
+        """The number of requests here: with a load under way or ended, or waiting for another request's load."""
         return self.num_requests + self.num_following
 
     def __iter__(self) -> Iterator[Request]:
-        """Return the requests here that were not cancelled: those that wait for a load, then loaded ones."""
+        """Iterate over the requests here that were not cancelled: loading ones, then loaded ones, then followers."""
         for load in self._loading.values():
             if load.request.state is RequestState.LOADING:
                 yield load.request
@@ -178,13 +179,14 @@ class Loads:
         yield from self.following()
 
     def following(self) -> list[Request]:
-        """Return the requests that wait for the load of another."""
+        """Return the requests that wait for another request's load."""
         return [request for requests in self._followers.values() for request in requests]
 
     def try_start(self, request: Request, match: Match, num_known: int, num_behind: int) -> bool:
-        """Begin to load pages that the tiers have for `request` after `match`, or to wait for a load that brings them.
+        """Begin to load the pages after `match` that the tiers have for `request`, or to wait for a load of them.
 
-        Return False if it is to be computed: they have none, or computing is sooner. `num_behind` requests wait.
+        Return False if the pages are to be computed: the tiers do not have them, or computing is faster. `num_behind`
+        requests wait.
         """
         tiers = self.tiers
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // self._page_size
@@ -211,7 +213,7 @@ class Loads:
             tiers.forget(request.index)
             return False
         if self._tell is not None:
-            # Reported before the evictions that make room for it.
+            # Emitted before the evictions that make room for it.
             by_tier = self._named(weighed.by_tier)
             num_held = self._num_held(request, num_known)
             self._tell(LoadStarted(tiers.num_transfers, request.index, request.content, start, num_held, by_tier))
@@ -224,25 +226,25 @@ class Loads:
         return True
 
     def _fits(self, request: Request, num_known: int) -> bool:
-        """Return whether there is room to load what was offered to `request`: it fits, wherever its pages come from."""
+        """Return whether there is room to load the offer to `request`: always, as it needs no more than computing."""
         return True
 
     def _num_held(self, request: Request, num_known: int) -> int:
-        """Return the pages that `request` has from the beginning of its load on."""
+        """Return the number of pages that `request` has from the start of its load."""
         return -(-num_known // self._page_size)
 
     def _open(self, request: Request, match: Match, num_known: int) -> Holding:
-        """Take what `request` needs for its known tokens, beside `match`, which the device has."""
+        """Take the pages that `request` needs for its known tokens, in addition to `match`, which is on the device."""
         return self._cache.open_to_load(match, num_known)
 
     def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
-        """Make what was loaded findable; return whether its request can be computed from there on."""
+        """Make the loaded pages findable; return whether the request can compute from there on."""
         assert load.request.holding is not None
         self._cache.publish_loaded(load.request.holding, loaded.num_pages)
         return True
 
     def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
-        """Return the load that brings the most pages of `request` from page `start` on, and what it brings."""
+        """Return the load that brings the most pages of `request` from page `start` on, and those pages."""
         content = request.content
         best, most = None, start
         for load in self._loading.values():
@@ -254,7 +256,7 @@ class Loads:
         return (None, None) if best is None else (best, Awaited(most - start, best.end_ns))
 
     def take_ended(self) -> None:
-        """Take in the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
+        """Process the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
         for loaded in self.tiers.take_loaded():
             load = self._loading.pop(loaded.request)
             request = load.request
@@ -277,9 +279,9 @@ class Loads:
                 self._waiting.push(request)
 
     def resume(self, request: Request, loaded: Loaded) -> int:
-        """Count the loaded tokens of `request`, which begins to run; return the tokens that need no computing."""
+        """Count the loaded tokens of `request`, which starts to run; return the tokens that need no computing."""
         page_size = self._page_size
-        # Where the whole prompt was found, its last token is computed again.
+        # If the whole prompt was found, its last token is computed again.
         hit_tokens = min(loaded.num_pages * page_size, request.num_known - 1)
         below = []
         start = (loaded.num_pages - sum(loaded.by_tier)) * page_size
@@ -311,17 +313,17 @@ class Loads:
             self._close(request)
 
     def add_computed(self, content: Content, num_full: int, holding: Holding) -> None:
-        """Take note that the first `num_full` pages of `content` are complete when the scheduled step ends."""
+        """Record that the first `num_full` pages of `content` are complete when the scheduled step ends."""
         self._confirmed.append((content, num_full, holding))
 
     def confirm(self) -> None:
-        """Tell the tiers which pages are complete: the scheduled step has ended."""
+        """Confirm complete pages to the tiers: the scheduled step has ended."""
         for content, num_full, holding in self._confirmed:
             self.tiers.confirm(content, num_full, holding)
         self._confirmed.clear()
 
     def by_name(self, loaded: Loaded) -> tuple[tuple[str, int], ...]:
-        """Return the name of each tier with the number of pages that came from it."""
+        """Return the name of each tier with the number of pages loaded from it."""
         return self._by_name(loaded.by_tier)
 
     def holdings(self) -> list[tuple[Holding, int]]:
@@ -329,7 +331,7 @@ class Loads:
         return [(holding, holding.num_pages) for request in self.requests() if (holding := request.holding) is not None]
 
     def requests(self) -> list[Request]:
-        """Return the requests here that have pages, or get them from a load."""
+        """Return the requests here that have pages, or get them from their load."""
         return [*(load.request for load in self._loading.values()), *(request for request, _ in self.loaded)]
 
     def _named(self, by_tier: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
@@ -339,7 +341,7 @@ class Loads:
         return tuple(zip(self.tiers.tier_names, by_tier, strict=True))
 
     def _close(self, request: Request) -> None:
-        """Give back all pages of `request`, which never ran; pages found or loaded stay cached."""
+        """Release all pages of `request`, which never ran; pages found or loaded stay cached."""
         request.become(RequestState.CANCELLED)
         self._release(request)
 

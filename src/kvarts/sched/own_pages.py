@@ -1,4 +1,4 @@
-"""Pages that requests bring along, in the steps of a scheduler; and the reserve that they are taken from."""
+"""Pages that requests bring along, in the steps of a scheduler, and the reserve from which they are taken."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["OwnPagesInUse"]
 
 
 class OwnPagesInUse:
-    """The pages that running requests brought along. `reserve`: where these come from.
+    """The pages that running requests brought along. `reserve`: the source of these pages.
 
-    Decodes with pages of their own get and drop pages only in steps that compute a token at certain places of a page:
-    the first place, and the place that their window has in its page. So no other decode is touched.
+    Decodes that bring their own pages get and drop pages only in steps that compute a token at certain places of a
+    page: the first place, and the places at which their window leaves a page. So no other decode is touched.
     """
 
     def __init__(self, cache: Cache, tell: Tell | None) -> None:
         self.reserve = PageReserve(cache, tell)
         self.computed: list[tuple[OwnPages, int]] = []
-        """Pages with a chunk in this step, and the position of its last token."""
+        """Holders of pages with a chunk in this step, and the position of its last token."""
         self._copying: list[OwnPages] = []
 
     def compute(self, own: OwnPages, start: int, end: int) -> None:
@@ -36,13 +36,13 @@ class OwnPagesInUse:
         self._copying.append(own)
 
     def settle(self) -> None:
-        """Drop what no token after the chunks of this step can see. The last token may be computed again."""
+        """Drop the pages that no token after the chunks of this step can see. The last token may be computed again."""
         for own, last in self.computed:
             own.settle(last)
         self.computed.clear()
 
     def turn(self, wheel: DecodeWheel) -> Sequence[Request]:
-        """Get and drop pages for the decodes of the next step; return those with other pages than before."""
+        """Get and drop pages for the decodes of the next step; return those whose pages changed."""
         if not wheel.window_places:
             return ()
         changed = []
@@ -58,7 +58,7 @@ class OwnPagesInUse:
         return changed
 
     def take_copies(self) -> tuple[tuple[PageId, PageId], ...]:
-        """Return the copies of pages that this step begins with."""
+        """Return the copies of pages to make at the start of this step."""
         copies: list[tuple[PageId, PageId]] = []
         for own in self._copying:
             copies += own.take_copies()

@@ -1,4 +1,4 @@
-"""The source of a scheduler's pages and tokens: a pool of its own, or a part of a device that models share."""
+"""The source of a scheduler's pages and tokens: a separate pool, or a part of a device that models share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OnePool", "PageSource"]
 class PageSource(Protocol):
     """Pages and tokens for a scheduler.
 
-    Promises: the answers change only between steps, or by what the scheduler itself takes and gives back.
+    Promises: the values change only between steps, or when the scheduler itself takes and releases pages.
     """
 
     token_budget: int
@@ -38,13 +38,13 @@ class PageSource(Protocol):
         """Return how many pages are free for a request that is to be admitted with `num_pages` pages."""
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Ask others for pages until `num_pages` can be taken for `request`; return whether they can."""
+        """Request pages from other models until `num_pages` can be taken for `request`; return whether they can."""
 
 
 class OnePool:
     """A PageSource of all pages of one pool, and `token_budget` tokens in every step.
 
-    `pins`: pages that are kept in use for later, and are given up for requests that run or wait.
+    `pins`: pages that are kept in use for later, and are unpinned when running or waiting requests need them.
     """
 
     __slots__ = ("_cache", "is_alone", "is_draining", "num_most", "num_withheld", "pins", "token_budget")
@@ -59,9 +59,9 @@ class OnePool:
         self.pins = pins
 
     def num_free_to_admit(self, num_pages: int) -> int:
-        """Return how many pages are free."""
+        """Return the number of free pages."""
         return self._cache.num_free
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Give up pins until `num_pages` can be taken; return whether they can."""
+        """Unpin pages until `num_pages` can be taken; return whether they can."""
         return self.pins is not None and self.pins.num_pins > 0 and self.pins.give_up(num_pages)

@@ -1,7 +1,7 @@
 """The plan of a step: a frozen value, and the only thing an executor sees.
 
-A plan names *rows*: places in the executor's batch, one for each running request, in [0, max_num_seqs). The fields
-that name pages, rows and tokens are filled for executors that need them, and empty in virtual time.
+A plan names *rows*: places in the executor's batch, one for each running request, in [0, max_num_seqs). The fields that
+name pages, rows and tokens are filled for executors that need them, and empty in virtual time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "Snapshot", "StepPlan", 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Consecutive known tokens of one sequence, computed in one step, of a prompt or of a recompute.
 
-    Tokens [start, start + num_tokens) are computed; `num_known_tokens` is where known tokens end, and the first
+    Tokens [start, start + num_tokens) are computed; known tokens end at `num_known_tokens`, and the first
     `num_prompt_tokens` of them are the prompt. A chunk that reaches the end of the known tokens samples the next.
     """
 
@@ -40,13 +40,13 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     samples: bool = True
     """Whether a token is sampled where known tokens end."""
     keeps: SinkWindow | None = None
-    """Which tokens the sequence retains; None for all."""
+    """The tokens that the sequence retains; None for all."""
     tables: tuple[PageTable, ...] = ()
     """All page tables of the sequence: one for each block of a page."""
     state: tuple[PageId, ...] = ()
-    """Of a model with states: its blocks, where the chunk leaves it, and decodes after it."""
+    """The blocks of the state, for a model with states: the chunk leaves its state there, and later decodes do."""
     begins_from: tuple[PageId, ...] = ()
-    """The blocks of the state before the chunk: `state`, or those of a snapshot; none before the first token."""
+    """The blocks of the state before the chunk: `state`, or those of a snapshot; empty before the first token."""
 
     @property
     def end(self) -> int:
@@ -54,7 +54,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.num_tokens
 
     def as_seen(self) -> Chunk:
-        """Return the chunk as a cost model should see it: of a sequence that has only what this one retains."""
+        """Return the chunk as a cost model should see it: as if the sequence had only the tokens that it retains."""
         if self.keeps is None:
             return self
         shift = max(0, self.start - self.keeps.sink - self.keeps.window)
@@ -75,9 +75,9 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 class Batch(msgspec.Struct, frozen=True, gc=False):
     """The work of a step, as a cost model sees it.
 
-    `num_decodes` sequences compute one token each; together they know `decode_known_tokens` tokens, these included.
-    `pool_tokens`: the capacity of the KV pool, in tokens. `num_drafted`: tokens that are computed beside these because
-    they may follow those of the decodes; only executors of real models are given any.
+    `num_decodes` sequences compute one token each; together they know `decode_known_tokens` tokens, including these.
+    `pool_tokens`: the capacity of the KV pool, in tokens. `num_drafted`: additional tokens that may follow those of the
+    decodes; only plans for real models have any.
     """
 
     chunks: tuple[Chunk, ...]
@@ -87,7 +87,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     num_drafted: int = 0
 
     def as_seen(self) -> Batch:
-        """Return the batch as a cost model should see it, see Chunk.as_seen."""
+        """Return the batch as a cost model should see it, with each chunk as by Chunk.as_seen."""
         chunks = tuple(chunk.as_seen() for chunk in self.chunks)
         return Batch(chunks, self.num_decodes, self.decode_known_tokens, self.pool_tokens)
 
@@ -100,10 +100,10 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     """The decodes of a step, row by row; all arrays have shape [num_decodes].
 
-    `positions`: of the token that is computed. `tokens`: its id. `new_blocks`: (row, page, its block in each page
-    table) of every page that a decode got in this step, those of drafted tokens last; a page that was named before has
-    other blocks now. `new_tables`: (row, all page tables) of every decode with pages of its own that got or dropped
-    one.
+    `positions` and `tokens`: the position and the id of each computed token. `new_blocks`: (row, page, its block in
+    each page table) for every page that a decode got in this step, pages of drafted tokens last; an entry for a page
+    that was named before replaces its blocks. `new_tables`: (row, all page tables) for every decode that brings its own
+    pages and got or dropped one.
     """
 
     rows: npt.NDArray[np.int64]
@@ -116,8 +116,8 @@ class DecodeRows(msgspec.Struct, frozen=True, gc=False):
 class DraftRows(msgspec.Struct, frozen=True, gc=False):
     """The drafted tokens of a step; all arrays have shape [drafted tokens], those of a row together, in order.
 
-    `positions`: those after the position of the row's decode. A drafted token is accepted if it is the one that is
-    sampled after the token before it, and all drafted ones before it are accepted.
+    `positions`: those after the position of the row's decode. A drafted token is accepted if it equals the token
+    sampled after the token before it, and all drafted tokens before it are accepted.
     """
 
     rows: npt.NDArray[np.int64]
@@ -126,7 +126,7 @@ class DraftRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class Snapshot(msgspec.Struct, frozen=True, gc=False):
-    """A copy of the state of the chunk of `row` as it is after `num_tokens` tokens of its sequence, kept in `blocks`.
+    """A copy of the state of the chunk of `row` after `num_tokens` tokens of its sequence, kept in `blocks`.
 
     A later chunk of the same step may begin from it.
     """
@@ -139,11 +139,12 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step. `admitted`: request indices, in order. `preemptions`: in order.
 
-    `left_rows`: rows left by requests that finished, were cancelled or were preempted since the last plan.
-    `transfers`: to be begun with this step; what they read is complete before it, and what they write is not read
-    before they are reported. `page_copies`: (from, to) of pages to be copied before anything is written. `drafts`:
-    tokens that may follow those of the decodes; None without any. `snapshots`: to be made of states, on the way.
-    `num_joined`: of the decodes, those that had none in the step before: another engine has computed their prompts.
+    `left_rows`: rows vacated by requests that finished, were cancelled or were preempted since the last plan.
+    `transfers`: to begin with this step; the pages they read are complete before it, and the pages they write are not
+    read before the transfers are reported. `page_copies`: (from, to) of pages to copy before anything is written.
+    `drafts`: tokens that may follow those of the decodes; None without any. `snapshots`: snapshots of states to make
+    during the step. `num_joined`: the decodes that were not decodes in the step before: another engine has computed
+    their prompts, or they were stalled.
     """
 
     step: int
@@ -160,12 +161,11 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """The result of a step. `duration_ns`: how long the step took.
+    """The result of a step. `duration_ns`: its duration.
 
-    `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time.
-    `stopped_rows`: rows with a token that ended its sequence. `transfer_reports`: transfers that ended since the last
-    step. `accepted`: (row, how many of its drafted tokens were accepted) of every row with any; the row's token in
-    `tokens` is the one after these.
+    `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time. `stopped_rows`:
+    rows with a token that ended its sequence. `transfer_reports`: transfers that ended since the last step. `accepted`:
+    (row, number of accepted drafted tokens) for every row with any; the row's token in `tokens` follows these.
     """
 
     duration_ns: int

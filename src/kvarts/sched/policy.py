@@ -1,4 +1,4 @@
-"""Which waiting request is admitted next."""
+"""The order in which waiting requests are admitted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NEVER_NS = 1 << 62
 
 
 class AdmissionPolicy(Protocol):
-    """The order in which waiting requests are admitted, and until when its answer holds.
+    """The order in which waiting requests are admitted, and how long its head stays certain.
 
     Promises: the same calls give the same answers, in any process. While requests wait there is a head. The head
-    changes only when a request is pushed or removed, or at a time that `holds_until_ns` has named: steps that are alike
+    changes only when a request is pushed or removed, or at a time that `holds_until_ns` has returned: identical steps
     are done at once up to that time, with the same outcome as one by one.
     """
 
@@ -30,13 +30,13 @@ class AdmissionPolicy(Protocol):
         """Remove `request`, which was admitted or cancelled."""
 
     def head(self, now_ns: int) -> Request:
-        """Return the request to be admitted next. At least one request waits."""
+        """Return the request to admit next. At least one request waits."""
 
     def holds_until_ns(self, now_ns: int) -> int:
-        """Return the first time after `now_ns` at which another request may be the head; NEVER_NS if there is none."""
+        """Return the first time after `now_ns` at which the head may change; NEVER_NS if time does not change it."""
 
     def num_ahead(self, request: Request) -> int:
-        """Return how many requests go before `request`, which was just pushed."""
+        """Return the number of requests ahead of `request`, which was just pushed."""
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all waiting requests, in a fixed order."""
@@ -44,9 +44,9 @@ class AdmissionPolicy(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PriorityPolicy:
-    """Larger priorities first; among equals those that were the head before, the last put back first; then by arrival.
+    """Larger priorities first; within a priority former heads, the last returned first; then in order of arrival.
 
-    These were preempted, or have waited for the load of another request.
+    Former heads were preempted, or waited for another request's load.
     """
 
     __slots__ = ("_by_priority", "_top")
@@ -56,7 +56,7 @@ class PriorityPolicy:
         self._top: deque[Request] | None = None
 
     def push(self, request: Request) -> None:
-        """Add `request` after those of its priority; one that was the head before in front of them."""
+        """Add `request` after those of its priority; a former head before them."""
         queue = self._by_priority.get(request.priority)
         if queue is None:
             queue = self._by_priority[request.priority] = deque()
@@ -87,7 +87,7 @@ class PriorityPolicy:
         return NEVER_NS
 
     def num_ahead(self, request: Request) -> int:
-        """Return how many requests go before `request`, which was just pushed and is new."""
+        """Return the number of requests ahead of `request`, which was just pushed and is new."""
         return sum(len(queue) for priority, queue in self._by_priority.items() if priority >= request.priority) - 1
 
     def __iter__(self) -> Iterator[Request]:
@@ -98,7 +98,8 @@ class PriorityPolicy:
 class WaitingQueue:
     """Requests that wait to be admitted, in the order of `policy`. Owner of their number.
 
-    `blocks_of`: returns the blocks that a request with so many known tokens needs, where other models ask for the sum.
+    `blocks_of`: returns the blocks that a request with a given number of known tokens needs; set if other models use
+    the sum.
     """
 
     __slots__ = (
@@ -121,7 +122,7 @@ class WaitingQueue:
         self.num_waiting_tokens = 0
         """Known tokens of all waiting requests."""
         self.num_waiting_blocks = 0
-        """The blocks that these need, each request for itself; 0 without `blocks_of`."""
+        """The sum of the blocks that each of these requests needs; 0 without `blocks_of`."""
         self._blocks_of = blocks_of
 
     def push(self, request: Request) -> None:

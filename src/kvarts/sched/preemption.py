@@ -1,4 +1,4 @@
-"""Pages for running requests, and which request loses its pages when they are short."""
+"""Pages for running requests, and the choice of the request that loses its pages when they are short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DECODING: Final = RequestState.DECODING
 
 
 class Planned:
-    """A chunk that is to be computed in the step that is planned: up to token `end`, with `num_blocks` more blocks.
+    """A chunk to compute in the step being planned: up to token `end`, with `num_blocks` more blocks.
 
     `num_blocks`: -1 until they are counted.
     """
@@ -90,7 +90,8 @@ class Preemptor:
         return True
 
     def take_turns(self, unsettled: Sequence[Request], now_ns: int) -> bool:
-        """Let the decodes in `unsettled` release at their turn what they no longer need, and take what is due.
+        """Take the due pages in turn; decodes in `unsettled` first release, at their turn, the parts they no longer
+        need.
 
         Return whether more can be planned in this step.
         """
@@ -102,7 +103,7 @@ class Preemptor:
         """Preempt until `num_pages` can be taken for a chunk of `asker`; return False if `asker` itself was preempted.
 
         The decodes have taken their pages for this step. `planned`: chunks of this step that have not, by admission;
-        those of requests that are preempted are removed.
+        those of preempted requests are removed.
         """
         while True:
             num_asked = num_pages + sum(self._blocks_of(chunk) for chunk in planned.values())
@@ -127,7 +128,7 @@ class Preemptor:
     def give_way(self, num_victims: int, model: str, asker: int, num_pages: int) -> list[Request]:
         """Preempt the next `num_victims` victims, between steps, for request `asker` of `model`; return them.
 
-        `num_pages`: how many pages of this pool would be enough for that request.
+        `num_pages`: the number of pages of this pool that would suffice for that request.
         """
         running = self._running
         victims = []
@@ -179,8 +180,8 @@ class Preemptor:
         is_decoding = victim.state is DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
-            victim.last_token_ns = now_ns  # it sampled a token in the step that ended now
-            # It took a page for the step, which it no longer takes part in.
+            victim.last_token_ns = now_ns  # it sampled a token in the step that has just ended
+            # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
         preemption = Preemption(
@@ -191,7 +192,7 @@ class Preemptor:
         return victim
 
     def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
-        """Put `victim`, which is off the wheel, back into the waiting queue."""
+        """Return `victim`, which is off the wheel, to the waiting queue."""
         if self._tell is not None:
             self._tell(preemption)
         self._running.release(victim, num_unused)
@@ -202,6 +203,6 @@ class Preemptor:
 
 
 def holding_of(request: Request) -> Holding:
-    """Return what running `request` holds."""
+    """Return the holding of running `request`."""
     assert request.holding is not None
     return request.holding

@@ -17,7 +17,7 @@ __all__ = ["Prefill"]
 
 
 class Prefill:
-    """Known tokens that are computed off the wheel, of requests that were admitted."""
+    """Known tokens of admitted requests that are computed off the wheel."""
 
     __slots__ = (
         "_batch",
@@ -46,7 +46,7 @@ class Prefill:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
         self.computed: list[int] | None = None
-        """Indexes of requests that have computed their prompt, until they are taken; None if they are not."""
+        """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -57,9 +57,9 @@ class Prefill:
         self._tell = tell
 
     def start(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used up of `budget`.
+        """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used of `budget`.
 
-        A request that does not get all its tokens uses up all.
+        A request that does not get all its tokens uses up the budget.
         """
         self._running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
@@ -72,17 +72,17 @@ class Prefill:
         return num_tokens if request.num_computed == num_known else budget
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
-        """Compute the next chunk of each chunked request; return what is left of `budget`.
+        """Compute the next chunk of each chunked request; return the rest of `budget`.
 
-        Preempt for their pages, then make findable what decodes fill. A request that has to preempt itself ends the
-        step for those after it. One that does not get all its tokens uses up all.
+        Preempt for their pages, then make findable the pages that decodes fill. A request that has to preempt itself
+        ends the step for those after it. One that does not get all its tokens uses up the budget.
         """
         planned: dict[int, Planned] = {}
         cache, chunked = self._cache, self._running.chunked
         num_most = num_left = 0
         for request in chunked.copy():
             if request.admission < 0:
-                continue  # preempted for a request before it
+                continue  # preempted for an earlier request
             start = request.num_computed
             num_tokens = request.num_prompt_tokens + request.num_output_tokens - start
             num_given = sum(chunk.end - chunk.request.num_computed for chunk in planned.values())
@@ -98,7 +98,7 @@ class Prefill:
                 if cache.settles:
                     cache.settle(request.holding, start)
                     cache.count()
-                # Most often there is much more than the next chunk can take.
+                # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if num_most > cache.num_free:
                     num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
@@ -106,7 +106,7 @@ class Prefill:
                         break
             planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
         if self._running.num_sharing:
-            self.publish_filled(1)  # all of them still compute, and of equal pages theirs are the first
+            self.publish_filled(1)  # all of them still compute, and of equal pages theirs come first
         for chunk in planned.values():
             request = chunk.request
             num_known = request.num_prompt_tokens + request.num_output_tokens
@@ -118,7 +118,7 @@ class Prefill:
     def complete(self, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
         """Count the sampled token of each request that computed its last known token; return those that have ended.
 
-        Those in `stopped` end with this token, and others go on the wheel.
+        Those in `stopped` end with this token; others join the wheel.
         """
         ended: list[Request] = []
         for request in self.completing:
@@ -140,7 +140,7 @@ class Prefill:
         return ended
 
     def publish_filled(self, num_steps: int) -> None:
-        """Make pages findable that decodes fill in the next `num_steps` steps, if requests may find them."""
+        """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them."""
         wheel, cache, batch = self._running.wheel, self._cache, self._batch
         if cache.follows_decodes:
             assert num_steps == 1, "the cache does what a leap fills"
@@ -161,7 +161,7 @@ class Prefill:
                 self._note_full(request, holding, num_computed - num_steps, num_computed)
 
     def _note_full(self, request: Request, holding: Holding, start: int, end: int) -> None:
-        """Tell the tiers below which pages of known tokens are full now that [start, end) are computed."""
+        """Record, for the tiers below, the pages of known tokens that are full now that [start, end) are computed."""
         loads, content = self._loads, request.content
         assert loads is not None
         num_full = min(end // self._page_size, content.num_known_pages)

@@ -51,9 +51,9 @@ class RunningOrder:
     def victim(self) -> Request:
         """Return the request to preempt when a page is missing: the last admitted of the lowest priority.
 
-        The request that asks for a page is among the candidates. So a victim never has a higher priority, and of the
-        same priority only requests admitted later are preempted before it. Requests with pages of their own, which
-        no other could use, are none.
+        The request that needs a page is among the candidates. So a victim never has a higher priority, and of the same
+        priority only requests admitted later are preempted before it. Requests that bring their own pages are not
+        candidates, as no other request could use these.
         """
         lowest = self._by_priority[min(self._by_priority)]
         return lowest[next(reversed(lowest))]
@@ -88,22 +88,22 @@ class Running(RunningOrder):
         self._cache = cache
         self._page_size = wheel.page_size
         self.num_admitted = 0
-        """How often a request has begun to run."""
+        """The number of times a request has started to run."""
         self.wheel = wheel
         self.batch = batch
         self._keeps_tokens = batch is not None or cache.publishes_all
         self.chunked: list[Request] = []
-        """Requests that the last step left with known tokens to compute and that are off the wheel, as admitted."""
+        """Requests off the wheel that have known tokens to compute after the last step, in order of admission."""
         self.num_left = 0
-        """How often a request has given back its pages."""
+        """The number of times a request has released its pages."""
         self.stalled: list[Request] = []
-        """Decodes off the wheel, admitted after a chunked request, that get no tokens before it is through."""
+        """Decodes off the wheel, admitted after a chunked request, that get no tokens until its prefill is complete."""
         self.num_sharing = 0
         """Decodes with generated pages that other requests may hit, because their tokens are known."""
 
     def enter(self, request: Request, hit_tokens: int, now_ns: int) -> None:
         """Let `request` run from `now_ns` on, admitted last, with its first `hit_tokens` tokens in pages."""
-        assert PREFILLING in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
+        assert PREFILLING in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = PREFILLING
         request.admission = self.num_admitted
         self.num_admitted += 1
@@ -121,7 +121,7 @@ class Running(RunningOrder):
             self.batch.enter(request)
 
     def start_decoding(self, request: Request) -> None:
-        """Put `request`, all known tokens of which are computed, on the wheel."""
+        """Put `request`, whose known tokens are all computed, on the wheel."""
         assert DECODING in NEXT_STATES[request.state]
         request.state = DECODING
         self.wheel.join(request)
@@ -145,7 +145,8 @@ class Running(RunningOrder):
     def stall_after(self, admission: int, now_ns: int) -> None:
         """Let the decodes that were admitted after `admission` compute nothing in this step.
 
-        They go on with a chunk of one token. Those with pages of their own wait for no memory, and are not concerned.
+        They continue with a chunk of one token. Those that bring their own pages wait for no memory, and are not
+        affected.
         """
         batch = self.batch
         for request in sorted(self, key=lambda request: request.admission):
@@ -163,13 +164,13 @@ class Running(RunningOrder):
         self.chunked.sort(key=lambda request: request.admission)
 
     def shares(self, request: Request) -> bool:
-        """Return whether requests may hit pages that `request` generates, or its tokens are to be kept."""
+        """Return whether other requests may hit pages that `request` generates, or its tokens must be kept."""
         if self._keeps_tokens:
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
     def release(self, request: Request, num_unused: int = 0) -> None:
-        """Give back all pages of `request`, which is off the wheel; its computed pages stay cached.
+        """Release all pages of `request`, which is off the wheel; its computed pages stay cached.
 
         `num_unused`: pages beyond its computed tokens.
         """
@@ -199,7 +200,7 @@ class Running(RunningOrder):
             request.furthest_computed = num_computed
 
     def part(self, request: Request) -> None:
-        """Let `request`, which is off the wheel, run no longer; it keeps its pages."""
+        """Remove `request`, which is off the wheel, from the running requests; it keeps its pages."""
         self.remove(request)
         request.admission = -1
         if request.furthest_computed:

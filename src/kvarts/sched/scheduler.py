@@ -1,12 +1,12 @@
 """The scheduler of one engine: running requests first, then waiting ones, within a token budget.
 
 There is no prefill mode and no decode mode: in every step, each running request computes some of the tokens that are
-known and not yet computed. Requests with just one such token are on the decode wheel. Those that did not get all
-their tokens are *chunked*: the one that took the last of the budget, so that none was admitted after it, and decodes
-that a preemption left without their token. So the order of a step is: the wheel, the chunked requests, requests that
-were loaded, then admissions.
+known and not yet computed. Requests with just one such token are on the decode wheel. Those that did not get all their
+tokens are *chunked*: the one that took the last of the budget, so that none was admitted after it, and decodes that a
+preemption left without their token. So the order of a step is: the wheel, the chunked requests, requests that were
+loaded, then admissions.
 
-The scheduler reads no clock and no random number: time comes in with `schedule` and `commit`.
+The scheduler reads no clock and no random number: `schedule` and `commit` receive the time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from kvarts.sched.wheel import DecodeWheel
 __all__ = ["Scheduler"]
 
 S = RequestState
-# What every step or request reads stands here by a name of its own: the member of an enum is looked up each time.
+# Enum members that every step or request reads have module-level names, because enum attributes are looked up each
+# time.
 NOT_BLOCKED: Final = Blocked.NOT
 FOR_SEQS: Final = Blocked.SEQS
 FOR_BUDGET: Final = Blocked.BUDGET
@@ -55,13 +56,13 @@ RUNNING, LOADING, WAITING = (S.PREFILLING, S.DECODING), (S.LOADING, S.LOADED), (
 
 
 class Scheduler:
-    """Owner of the queues, and of everything in a Request that changes.
+    """Owner of the queues, and of all mutable state of a Request.
 
-    `cache`: the pages, counted in blocks, see Cache. `pages`: where they and the token budget come from. `waiting`:
-    the queue; its policy says which request is next. `loads`: requests that wait for a tier below the device, or
-    None. `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids;
-    plans then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places
-    in a page at which a token no longer needs a page that the token before it needed. `tell` receives page and request
+    `cache`: the pages, counted in blocks (Cache). `pages`: the source of pages and of the token budget. `waiting`: the
+    queue; its policy chooses the next request. `loads`: requests that wait for a tier below the device, or None.
+    `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
+    then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
+    page at which a token no longer needs a page that the token before it needed. `tell` receives page and request
     events.
     """
 
@@ -82,7 +83,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.pins = pins
-        """Pages that are kept in use beside requests, or None."""
+        """Pages that are kept in use without a request, or None."""
         self.cache = cache
         self.pages = pages
         self.tiers = None if loads is None else loads.tiers
@@ -100,24 +101,24 @@ class Scheduler:
         self.mark.parts = cache.counts()
         self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
         self.blocked = NOT_BLOCKED
-        """Why the head waits; NOT also if no request waits, or if the head was not looked at since a change."""
+        """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
         self.blocked_head: Request | None = None
         """The head that waits because of `blocked`."""
         self.num_pages_wanted = 0
-        """How many blocks the blocked head needs, if it waits for pages."""
+        """The number of blocks that the blocked head needs, if it waits for pages."""
         self._least_wanted = 0
-        """How many of these it certainly needs for as long as it is blocked."""
+        """A lower bound of that number for as long as the head is blocked."""
         self._lacking: tuple[Request, int, int, int] | None = None
-        """The head that last lacked memory, the same two numbers of it, and the budget that it had."""
+        """The head that last lacked memory, its values of these two numbers, and its budget."""
         self._num_published = -1
-        """How often pages had become findable when it did; -1 without one."""
+        """`num_published` of the cache at that time; -1 if the head must be matched again."""
         self._prefill = Prefill(
             self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
         )
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
         self._batch = batch
         self.drafts: Drafts | None = None
-        """Tokens that are guessed, of an executor that says which guesses are right; else None."""
+        """Drafted tokens, for an executor that reports which drafts are right; else None."""
         if drafter is not None:
             assert batch is not None, "only an executor of tokens can tell which drafts are right"
             self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
@@ -128,15 +129,16 @@ class Scheduler:
         self._tell = tell
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
+        self._keeps_time = cache.keeps_time
         self._unsettled: list[Request] = []
-        """Decodes that release what they no longer need at their turn in the next step, in the order of admission."""
+        """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
         self.has_sides = cache.settles or loads is not None
-        """Whether `side_counts` has any."""
+        """Whether `side_counts` is not empty."""
 
-    # Requests come and go ---------------------------------------------------------------------------------
+    # Adding and removing requests -------------------------------------------------------------------------
 
     def add(self, request: Request) -> str | None:
-        """Queue `request`; or return the reason why it can never run, and forget it.
+        """Queue `request`, or return the reason why it can never run and reject it.
 
         Raise ConfigError for a request without prompt tokens, or without tokens to generate.
         """
@@ -160,12 +162,12 @@ class Scheduler:
         return None
 
     def take_computed(self) -> list[int]:
-        """Return the indexes of requests that computed their prompt since the last call, and keep them from then on."""
+        """Return the indices of requests that computed their prompt since the last call. Records them from now on."""
         computed, self._prefill.computed = self._prefill.computed, []
         return computed or []
 
     def never_fits(self, request: Request) -> str | None:
-        """Return the reason why the pages of `request` can never be there; None if they can."""
+        """Return the reason why there can never be enough pages for `request`; None if there can."""
         cache = self.cache
         num_tokens = max(1, request.num_prompt_tokens + request.max_tokens - 1)
         num_most = self.pages.num_most - (num_reserved := self.own_pages.reserve.num_pages)
@@ -235,7 +237,7 @@ class Scheduler:
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
     def side_counts(self) -> tuple[int, ...]:
-        """Return what is used and cached in each tier below the device, then in each KV group, in pairs."""
+        """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
         counts = self.cache.counts()
         return counts if self.tiers is None else self.tiers.num_pages() + counts
 
@@ -244,11 +246,11 @@ class Scheduler:
         return self.mark.parts if self.tiers is None else self.tiers.num_pages() + self.mark.parts
 
     def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return the parts evicted of each KV group, one number a group."""
+        """Return the number of evicted parts of each KV group."""
         return self.cache.num_evicted_parts()
 
     def most_tokens(self, limit: int) -> int:
-        """Return how many tokens a sequence has at most, of up to `limit`, that can run in this memory; 0 for none."""
+        """Return the longest sequence, of up to `limit` tokens, that can run in this memory; 0 if none can."""
         return self.cache.most_tokens(limit, self._page_size)
 
     def num_pages_of_chunked(self) -> int:
@@ -263,7 +265,7 @@ class Scheduler:
     def num_pages_to_admit(self) -> int:
         """Return how many blocks all waiting requests need, hits included; 0 while none could be admitted.
 
-        While as many run as may, or admission is suspended, no number of free pages would help them.
+        While the maximum number of requests runs, or admission is suspended, no number of free pages would help.
         """
         if self.pages.is_draining:
             return 0
@@ -282,6 +284,8 @@ class Scheduler:
         if gave_way := preemptor.gave_way:
             preemptor.gave_way = []
         self.mark.used = -1  # the next look sets the mark
+        if self._keeps_time:
+            self.cache.set_time(now_ns)
         self.num_pages_wanted = self._least_wanted = 0
         if loads is not None:
             loads.take_ended()
@@ -373,17 +377,18 @@ class Scheduler:
     # Many steps -------------------------------------------------------------------------------------------
 
     def horizon(self, now_ns: int) -> int:
-        """Return how many steps from `now_ns` on are certain to be alike: every decode gets a token, nothing else.
+        """Return the number of identical steps that are certain from `now_ns` on.
 
-        0 if the next step has to be scheduled. Certain as long as no request is added that becomes the head of the
-        waiting queue, and until the time that the queue's `holds_until_ns` names.
+        In these every decode gets a token, and nothing else happens. 0 if the next step has to be scheduled. Certain as
+        long as no added request becomes the head of the waiting queue, and until the time that the queue's
+        `holds_until_ns` returns.
         """
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
     def advance(self, num_steps: int, *, is_taken: bool = False) -> Leap:
-        """Do `num_steps` of the steps that `horizon` promised, or fewer where memory ends the leap earlier.
+        """Do `num_steps` of the steps that `horizon` promised, or fewer if memory ends the leap earlier.
 
         `commit_leap` must follow. `is_taken`: the pages were taken before, in the order of the turns of several models.
         """
@@ -413,6 +418,8 @@ class Scheduler:
         `stopped`: requests that end with the token of this step, whether it is their last or not.
         """
         self.preemptor.last_end_ns = end_ns
+        if self._keeps_time:
+            self.cache.set_time(end_ns)
         finished = self.wheel.turn(num_steps)
         if self.loads is not None:
             self.loads.confirm()
@@ -430,9 +437,9 @@ class Scheduler:
     # Inside: admissions --------------------------------------------------------------------------------------
 
     def _admit_with_pages(self, now_ns: int, budget: int, chunks: list[Chunk]) -> tuple[tuple[int, ...], int]:
-        """Admit requests that bring their pages, in the order in which they came; return them and what is left.
+        """Admit requests that bring their pages, in order of arrival; return them and the rest of the budget.
 
-        No request that waits for memory is before them.
+        They do not wait behind requests that wait for memory.
         """
         admitted: list[int] = []
         waiting, running, loads = self.waiting_with_pages, self.running, self.loads
@@ -461,7 +468,7 @@ class Scheduler:
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if pages.is_draining:
-            return tuple(admitted)  # what was loaded has its pages and its place already
+            return tuple(admitted)  # loaded requests have their pages and their places already
         while waiting.num_waiting:
             request = waiting.head(now_ns)
             if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:
@@ -474,7 +481,7 @@ class Scheduler:
                     if not is_last:
                         continue
                     handoffs.late.append(request)
-                    break  # as Dynamo's mocker: one that needs no tokens still ends a step without any left
+                    break  # as in Dynamo's mocker: one that needs no tokens still ends a step without any left
                 if handoffs.is_gated and request.state is not LOADED:
                     self.blocked = FOR_HANDOFFS
                     break
@@ -490,7 +497,7 @@ class Scheduler:
             num_wanted = cache.num_to_admit(match, num_known, budget)
             if num_wanted > pages.num_free_to_admit(num_wanted):
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
-                    continue  # what it shared with the pin it may have to take now
+                    continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
@@ -512,7 +519,7 @@ class Scheduler:
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
-            # These have their pages: a request that lacks some gets them sooner if they run.
+            # These have their pages; a request that lacks some gets them sooner if these run.
             for ready in handoffs.ready():
                 if running.num_running >= max_num_seqs or budget <= 0:
                     break
@@ -539,7 +546,7 @@ class Scheduler:
         return handoffs.join_tokens
 
     def _resume_stalled(self, budget: int, now_ns: int) -> int:
-        """Put decodes back on the wheel that had no tokens; return how many are computed of `budget`."""
+        """Return stalled decodes to the wheel; return the number of tokens that they compute of `budget`."""
         assert self.handoffs is not None
         running = self.running
         num_resumed = 0
@@ -559,9 +566,9 @@ class Scheduler:
     def _still_lacks(self, head: Request, budget: int) -> bool:
         """Return whether `head` was found to lack memory and certainly still does.
 
-        What it needs only grows as long as nothing else begins to hold pages that it finds, as an admitted request
-        does and a store to a tier below, no page becomes findable, and its budget is no smaller. Other models may have
-        given it memory meanwhile.
+        Its need cannot shrink as long as no page becomes findable, its budget is not smaller, and no other holder
+        references pages that it hits, as an admitted request or a store to a tier below would. Other models may have
+        freed memory for it since.
         """
         assert self._lacking is not None
         request, num_wanted, least_wanted, least_budget = self._lacking
@@ -573,21 +580,21 @@ class Scheduler:
         return True
 
     def _tell_blocked(self, tell: Tell, head: Request) -> None:
-        """Tell that `head` is not admitted, and why, unless that was told."""
+        """Emit that `head` is not admitted, and why, unless the same was emitted last."""
         if self._told_blocked != (head.index, self.blocked):
             self._told_blocked = head.index, self.blocked
             num_pages_short = max(0, self.num_pages_wanted - self.cache.num_free)
             tell(HeadBlocked(head.index, self.blocked, num_pages_short))
 
-    # Inside: what windows and chunks release -----------------------------------------------------------------
+    # Inside: parts that windows and chunks release -------------------------------------------------------------
 
     def _settle(self, joined: list[Request]) -> None:
-        """Let decodes release what none of their later tokens attends to: that ends the step.
+        """End the step: let decodes release the parts that none of their later tokens attends to.
 
-        `joined`: those that began to decode. All are in the order of admission, and requests that ended have released
-        everything before. As in vLLM, a request has what another releases only if its turn in the next step is later.
-        That makes a difference only if the pages that decodes begin there are not free yet; then each of them releases
-        at its turn. Chunked requests always do.
+        `joined`: those that started to decode. All are in the order of admission, and requests that ended have released
+        everything before. As in vLLM, a request can use memory that another releases only if its turn in the next step
+        is later. That makes a difference only if the pages that decodes begin in that step are not free yet; then each
+        decode releases at its turn. Chunked requests always do.
         """
         cache, wheel = self.cache, self.wheel
         cache.count()  # others may have taken what was free
@@ -619,7 +626,7 @@ class Scheduler:
         if len(places) > 1 or self.drafts is not None:
             settling.sort(key=lambda request: request.admission)
         if joined:
-            # They are on the wheel already; their turn comes after those that were admitted before them.
+            # They are on the wheel already; those admitted before them are first.
             settling = [request for request in settling if request not in joined]
         return [request for request in (*settling, *joined) if request.own is None]
 
@@ -628,8 +635,8 @@ class Scheduler:
     def _with_stopped(self, finished: list[Request], stopped: frozenset[Request]) -> list[Request]:
         """Return `finished` and the decodes that stopped before their last token, in admission order.
 
-        These leave the wheel as if that had been their last: a replay that knows how many tokens they had ends them in
-        the same order.
+        These leave the wheel as if that token had been their last: a replay with the known numbers of tokens ends them
+        in the same order.
         """
         earlier = [request for request in stopped if request.state is S.DECODING and request not in finished]
         for request in earlier:
@@ -642,13 +649,13 @@ class Scheduler:
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
-        assert FINISHED in NEXT_STATES[request.state]  # `become`, spelled out: this runs for every request
+        assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = FINISHED
 
     # Laws -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert laws L1, L2 and L3, between steps, and that requests are where their state says."""
+        """Assert laws L1, L2 and L3, between steps, and that each request is in the queue that its state requires."""
         if not self.cache.is_check_due(at_rest=not self.has_work):
             return
         for request in (*self.waiting, *self.waiting_with_pages):

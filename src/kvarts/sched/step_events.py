@@ -1,4 +1,4 @@
-"""What a scheduler can be seen to hold, as events: after a step was planned, and at rest."""
+"""Events with the observable state of a scheduler: after a step was planned, and at rest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["at_rest", "step_done", "with_drafts"]
 def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: int, num_withheld: int) -> StepDone:
     """Return the event of the step that starts at `now_ns`, for which the scheduler has just made `plan`.
 
-    `num_withheld`: pages that other models kept from this one when the step was planned. Of drafts it says nothing, see
-    `with_drafts`: most engines have none, and this is called in every step.
+    `num_withheld`: pages that other models kept from this one when the step was planned. Drafts are added by
+    `with_drafts`: few engines draft, and this is called in every step.
     """
     mark, loads = scheduler.mark, scheduler.loads
     num_loading = 0 if loads is None else loads.num_waiting
@@ -44,7 +44,7 @@ def step_done(scheduler: Scheduler, plan: StepPlan, now_ns: int, duration_ns: in
 
 
 def with_drafts(done: StepDone, plan: StepPlan, result: StepResult) -> StepDone:
-    """Return `done` with what `plan` drafted, and how much of it was accepted."""
+    """Return `done` with the numbers of drafted tokens of `plan` and of accepted ones."""
     num_drafted = plan.batch.num_drafted
     num_accepted = sum(count for _, count in result.accepted)
     return replace(done, num_tokens=done.num_tokens + num_drafted, num_drafted=num_drafted, num_accepted=num_accepted)

@@ -1,9 +1,9 @@
 """The decode wheel: which decoding requests need a page next, and which finish next.
 
-Each decoding request computes one token a step, so a request that needs a page in some step needs its next one
+Each decoding request computes one token per step, so a request that needs a page in some step needs its next one
 page_size steps later. The wheel has page_size slots; a request is in the slot of the steps in which it needs a page.
-The pages that the decodes need over k steps are a sum over slots, whatever requests are in them; k steps pass by
-turning the wheel, and no request is touched but those that finish. Requests with pages of their own need none.
+The pages that the decodes need over k steps are a sum over slots, whatever requests are in them; k steps are a turn of
+the wheel, and only requests that finish are touched. Requests that bring their own pages need none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DecodeWheel"]
 
 NEVER = 1 << 62
 MOST_STALE = 64
-"""Entries of the queue of last tokens that may be out of date, beside as many as there are decodes."""
+"""The number of outdated entries of the queue of last tokens that is tolerated in addition to one per decode."""
 
 
 class DecodeWheel:
@@ -50,18 +50,18 @@ class DecodeWheel:
         self._num_due = [0] * page_size
         self._members: list[dict[int, Request]] = [{} for _ in range(page_size)]
         self.num_full = 0
-        """Bounded requests that retain all that they may, so that what they see does not grow."""
-        # Requests that see a token more in every step: all but the full ones, which are a constant in `_base_sum`.
+        """The number of bounded requests that retain their maximum: the number of tokens that each sees is constant."""
+        # Requests that see one more token in every step: all but the full ones, which are a constant in `_base_sum`.
         self._num_growing = 0
         # (step from which it is full, admission, request), as in `_finishing`.
         self._filling: list[tuple[int, int, Request]] = []
         self.window_places: Counter[int] = Counter()
-        """By place in a page, how many requests with pages of their own drop one when they compute a token there."""
+        """By place in a page: the number of requests that drop one of their own pages on computing a token there."""
         # (stop step, admission, request); entries of requests that left early are recognised and dropped.
         self._finishing: list[tuple[int, int, Request]] = []
 
     def join(self, request: Request) -> None:
-        """Add `request`: from the next step on it computes a token a step, until it has generated all its tokens."""
+        """Add `request`: from the next step on it computes one token per step, until all its tokens are generated."""
         base = request.num_computed - self.step
         request.wheel_base = base
         request.stop_step = self.step + request.max_tokens - request.num_output_tokens - 1
@@ -94,9 +94,9 @@ class DecodeWheel:
         request.stop_step = -1
 
     def skip(self, request: Request, num_tokens: int) -> None:
-        """Count `num_tokens` more tokens of `request` as computed and generated before the step that is next.
+        """Count `num_tokens` more tokens of `request` as computed and generated before the next step.
 
-        At most so many that it has one left to generate. It takes pages of the pool.
+        At least one token must be left to generate. The request takes pages of the pool.
         """
         assert request.own is None and 0 < num_tokens <= request.stop_step - self.step
         slot = -request.wheel_base % self.page_size
@@ -122,7 +122,7 @@ class DecodeWheel:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens that all decoding requests together know in the next step; of bounded ones, those that they see."""
+        """The known tokens of all decoding requests in the next step; for bounded ones, the tokens that they see."""
         return self._base_sum + self._num_growing * (self.step + 1)
 
     def num_computed(self, request: Request) -> int:
@@ -157,7 +157,7 @@ class DecodeWheel:
         return len(self._members[(self.step - place) % self.page_size])
 
     def completing_page(self, num_steps: int) -> list[Request]:
-        """Return the requests that fill a page in the next `num_steps` steps, first that which fills it first."""
+        """Return the requests that fill a page in the next `num_steps` steps, in the order in which they fill it."""
         size = self.page_size
         filling: list[Request] = []
         for offset in range(1, min(num_steps, size) + 1):
@@ -166,12 +166,12 @@ class DecodeWheel:
         return filling
 
     def steps_to_filled_page(self) -> int:
-        """Return in how many steps a request next fills a page, that step included. The wheel is not empty."""
+        """Return the number of steps until any request fills a page, that step included. The wheel is not empty."""
         due, size = self._num_due, self.page_size
         return next(offset for offset in range(1, size + 1) if due[(self.step + offset) % size])
 
     def steps_to_finish(self) -> int:
-        """Return in how many steps a request next samples its last token, that step included."""
+        """Return the number of steps until any request samples its last token, that step included."""
         finishing = self._finishing
         while True:
             stop_step, admission, request = finishing[0]
@@ -180,9 +180,9 @@ class DecodeWheel:
             heappop(finishing)
 
     def steps_with_all_growing(self) -> int:
-        """Return for how many steps from the next on each request certainly sees a token more than in the one before.
+        """Return for how many coming steps each request is certain to see one more token than in the step before.
 
-        At least 1. How long steps take is asked for as many at once.
+        At least 1. Durations are requested for that many steps at once.
         """
         if self.num_full:
             return 1
@@ -240,6 +240,6 @@ class DecodeWheel:
             heapify(self._filling)
 
     def _fill(self, keeps: SinkWindow) -> None:
-        """Count a bounded request as one that sees as many tokens in every step from now on, its own included."""
+        """Count a bounded request as full: from now on it sees a constant number of tokens, its own included."""
         self.num_full += 1
         self._base_sum += keeps.sink + keeps.window + 1

@@ -1,17 +1,17 @@
-"""How old cached runs are, across the models of one device: an order that remembers when runs were released."""
+"""Ages of cached runs, comparable across the models of one device: an order that records when runs were released."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.eviction import EvictionOrder, noter_of
 from kvarts.kv.node import Node
 
 __all__ = ["AgedOrder", "ReleaseClock"]
 
 
 class ReleaseClock:
-    """Counts releases, of all caches of one memory together: what was released earlier is older."""
+    """Counts the releases of all caches of one memory: an earlier release has a smaller stamp."""
 
     __slots__ = ("_first", "_last")
 
@@ -19,7 +19,7 @@ class ReleaseClock:
         self._first = self._last = 0
 
     def tick(self) -> int:
-        """Return the stamp of a release that happens now."""
+        """Return the stamp of the present release."""
         self._last += 1
         return self._last
 
@@ -30,24 +30,25 @@ class ReleaseClock:
 
 
 class AgedOrder:
-    """An EvictionOrder around `inner` that remembers for each run when it was released.
+    """An EvictionOrder around `inner` that also records when each run was released.
 
-    Which run goes next is the answer of `inner`, also where that depends on what follows a run or on tiers below. How
-    old that run is can be compared with the runs of other orders that have the same clock.
+    `inner` chooses the next run, even where its choice depends on later runs or on lower tiers. The stamps make the age
+    of that run comparable with runs of other orders that have the same clock.
     """
 
-    __slots__ = ("_clock", "_inner", "_stamps", "next_run")
+    __slots__ = ("_clock", "_inner", "_stamps", "next_run", "note_request")
 
     def __init__(self, inner: EvictionOrder, clock: ReleaseClock) -> None:
         self._inner = inner
         self.next_run = inner.next_run
-        """Returns what `inner` would evict next."""
+        """Returns the run that `inner` would evict next."""
+        self.note_request = noter_of(inner)
         self._clock = clock
         self._stamps: dict[Node, int] = {}
 
     @property
     def next_stamp(self) -> int:
-        """When the run that is evicted next was released; something is cached."""
+        """The release stamp of the run that is evicted next. There must be a cached run."""
         return self._stamps[self.next_run()]
 
     @property
@@ -61,7 +62,7 @@ class AgedOrder:
         return iter(self._inner)
 
     def released(self, nodes: Sequence[Node]) -> None:
-        """List `nodes`, all of the same age."""
+        """List `nodes`, all with the same age."""
         stamp = self._clock.tick()
         stamps = self._stamps
         for node in nodes:
@@ -87,14 +88,14 @@ class AgedOrder:
         self._inner.put_back(nodes)
 
     def split(self, head: Node, tail: Node) -> None:
-        """List `head`, as old as `tail`."""
+        """List `head` with the age of `tail`."""
         self._stamps[head] = self._stamps[tail]
         self._inner.split(head, tail)
 
     def held(self, node: Node) -> None:
-        """Pass `node` by."""
+        """Skip `node` until it is unheld."""
         self._inner.held(node)
 
     def unheld(self, node: Node) -> None:
-        """Stop passing `node` by."""
+        """Stop skipping `node`."""
         self._inner.unheld(node)

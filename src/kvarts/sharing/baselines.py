@@ -1,8 +1,8 @@
-"""What a model would have without sharing: its static split, and its slice of the device with no other model on it.
+"""Baselines for a model that shares a device: its static split, and its slice of the device without other models.
 
-In the *split*, memory is cut by guarantees and the tokens of a round by weights, and models still take turns. A *slice*
-is a device of its own with the model's guarantee as its memory, on which every step takes 1 / share as long, where the
-share is its part of all weights.
+In the *split*, memory is divided by guarantees and the tokens of a round by weights, and models still take turns. A
+*slice* is a separate device with the model's guarantee as its memory, on which every step takes 1 / share as long. The
+share is the model's weight divided by the sum of all weights.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class SlicedCost:
 
 
 def split_config(config: SharingConfig) -> SharingConfig:
-    """Return the static split of `config`. Raise ConfigError if a guarantee holds no page."""
+    """Return the static split of `config`. Raise ConfigError if a guarantee is smaller than a page."""
     each = msgspec.structs.replace(config.each, audit=False)
     return msgspec.structs.replace(config, static_split=True, turns="tokens", baselines=False, health=(), each=each)
 
 
 def slice_config(config: SharingConfig, model: str) -> ReplayConfig:
-    """Return the slice of `model`: a replay of one. Raise ConfigError if its guarantee holds no page."""
+    """Return the configuration of the slice of `model`. Raise ConfigError if its guarantee is smaller than a page."""
     of_model = split_config(config).configs[model]
     weights = sum(share.weight for share in config.models.values())
     cost = SlicedCost(of_model.cost_model, weights / config.models[model].weight)
@@ -82,7 +82,7 @@ def compared(shared: Report, baseline: Report) -> dict[str, Any]:
 
 
 def worst(compared_by_model: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the largest ratio, its model, and of what it is (mean or p99); None if nothing could be compared."""
+    """Return the largest ratio, its model and its statistic (mean or p99); None if nothing could be compared."""
     ratios = [
         (value, model, name)
         for model, found in compared_by_model.items()

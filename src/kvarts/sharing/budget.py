@@ -1,9 +1,9 @@
 """Token budgets of models that share a device: a weighted max-min share of every round, in whole tokens.
 
-Active models share by weight. Tokens that a model cannot use, because it is idle, at its ceiling, or was measured to
-use less, go to models that can, in proportion to their weights, never past a ceiling. Shares are exact fractions; they
-become whole tokens by largest remainder. What rounding took from a model in one round is added to its share in the
-next, so that no model with work is left without tokens for ever.
+Active models share by weight. If a model cannot use some of its tokens, because it is idle, at its ceiling, or was
+measured to use less, the others get them in proportion to their weights, up to their ceilings. Shares are exact
+fractions, rounded to whole tokens by largest remainder. A model's rounding loss in one round is added to its share in
+the next, so that every model with work gets tokens in the long run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_CEILING = 900
 """Per mille of the total, if at least two models are active."""
 
 MOST_KNOWN = 4096
-"""Rounds remembered for one set of active models."""
+"""Most rounds that are remembered for one set of active models."""
 
 Exact = int | Fraction
 
@@ -34,14 +34,14 @@ class _Member(msgspec.Struct):
     ceiling: int | None
     is_active: bool = True
     used: int | None = None
-    """Tokens it was measured to use of a budget that it did not exhaust; None if it could use more."""
+    """Tokens that it was measured to use of a budget that it did not exhaust; None if it could use more."""
     owed: Exact = 0
 
 
 class TokenBudgets:
-    """Owner of the shares. Models are named, and kept in the order of registration, which decides ties.
+    """Owner of the shares. Ties are decided by the order of registration.
 
-    `total`: tokens a round; may be changed at any time. Raises ConfigError for a value out of range.
+    `total`: tokens per round; may be changed at any time. Raises ConfigError for a value out of range.
     """
 
     def __init__(self, total: int) -> None:
@@ -49,15 +49,15 @@ class TokenBudgets:
         self._total = 0
         self._budgets: dict[str, int] | None = None
         self._weights: dict[str, int] = {}
-        """Weights as whole numbers in the same proportions: their sums are faster than those of fractions."""
+        """Weights as whole numbers in the same proportions: adding these is faster than adding fractions."""
         self._bounds: dict[tuple[str, ...], _Bounds] = {}
         self._owed: dict[str, Exact] = {}
-        """What each model of the present round is owed after it."""
+        """Tokens owed to each model of the present round after it."""
         self.total = total
 
     @property
     def total(self) -> int:
-        """Tokens a round."""
+        """Tokens per round."""
         return self._total
 
     @total.setter
@@ -68,14 +68,15 @@ class TokenBudgets:
         self._bounds.clear()
         self._budgets = None
 
-    # Models come and go -----------------------------------------------------------------------------------
+    # Registration -----------------------------------------------------------------------------------------
 
     def register(self, model: str, weight: float, floor: int = 0, ceiling: int | None = None) -> None:
-        """Add `model` as active; or change the weight of a registered model, and nothing else.
+        """Add `model` as active; if it is registered, change only its weight.
 
         `floor` and `ceiling` are per mille of the total: the least that the model gets while it is active, and the most
-        it ever gets. Without a ceiling it may have 900 while another is active, and all while it is alone. Raise
-        ConfigError for a weight that is not above 0, a floor above the ceiling, or floors above the whole.
+        that it ever gets. The default ceiling is 900 while another model is active, and 1000 otherwise. Raise
+        ConfigError for a weight that is not above 0, a floor above the ceiling, or floors that add up to more than
+        1000.
         """
         if not 0 < weight < float("inf"):
             raise ConfigError(f"must be a finite number above 0, got {weight}", field=f"{model}.weight")
@@ -102,7 +103,7 @@ class TokenBudgets:
         self._changed()
 
     def set_active(self, model: str, active: bool) -> None:
-        """Set whether `model` has work. Its budget changes at once, and so do budgets that got its unused share."""
+        """Set whether `model` has work. Budgets change at once: its own, and those that include its unused share."""
         member = self._member(model)
         if member.is_active != active:
             member.is_active = active
@@ -114,12 +115,12 @@ class TokenBudgets:
         if num_tokens < 0:
             raise ConfigError(f"must be at least 0, got {num_tokens}", field=f"{model}.usage")
         member = self._member(model)
-        # A model that used all it had might have used more.
+        # A model that used its whole budget might have used more.
         used = None if num_tokens >= self.budget_for(model) else num_tokens
         if used != member.used:
             budgets = self.budgets()
             member.used = used
-            self._budgets = budgets  # the round under way stays as it is
+            self._budgets = budgets  # the current round stays as it is
 
     # Rounds -----------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class TokenBudgets:
         return self.budgets()[model]
 
     def ceiling_for(self, model: str, num_active: int) -> int:
-        """Return the most tokens of a round that one model can get while `num_active` models have work.
+        """Return the most tokens per round that one model can get while `num_active` models have work.
 
         Raise ConfigError if it is not registered.
         """
@@ -147,10 +148,10 @@ class TokenBudgets:
     def next_round(self, demands: Mapping[str, int | None] | None = None) -> dict[str, int]:
         """End the round and return the budgets of the next.
 
-        `demands`, if given, replaces everything known of which models are active and what they used: by model, the
-        tokens that it could use in the next round, or None for any number. Models left out have no work.
+        `demands`, if given, replaces the recorded activity and usage of all models: for each model with work, the
+        tokens that it could use in the next round, or None for any number.
         """
-        if self._budgets is not None:  # None if the budgets of the round were never asked for
+        if self._budgets is not None:  # None if the budgets of the round were never requested
             for name, owed in self._owed.items():
                 if name in self._members:
                     self._members[name].owed = owed
@@ -161,10 +162,10 @@ class TokenBudgets:
         self._budgets = None
         return self.budgets()
 
-    # Inside -----------------------------------------------------------------------------------------------
+    # Division ---------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Take note that models or their weights have changed."""
+        """Recompute integer weights and discard cached rounds after a change of models or weights."""
         scale = lcm(*(member.weight.denominator for member in self._members.values()))
         self._weights = {name: int(member.weight * scale) for name, member in self._members.items()}
         self._bounds.clear()
@@ -203,14 +204,14 @@ class TokenBudgets:
 
 
 class _Round(msgspec.Struct, frozen=True):
-    """One division: whole tokens by model, and what each is owed after it because shares are not whole."""
+    """One division: whole tokens by model, and the fraction of a token that each is owed after it."""
 
     budgets: dict[str, int]
     owed: dict[str, Exact]
 
 
 class _Bounds(msgspec.Struct):
-    """Bounds of the shares of the active models, valid as long as these are the same and no model registers."""
+    """Bounds of the active models' shares, valid until a model registers or another set is active."""
 
     weights: dict[str, int]
     floors: dict[str, int]
@@ -218,10 +219,10 @@ class _Bounds(msgspec.Struct):
     total: int
     """The sum of their shares."""
     rounds: dict[tuple[tuple[int | None, ...], tuple[Exact, ...]], _Round] = {}
-    """Rounds by what models were measured to use and are owed: rounding comes back to the same few states."""
+    """Rounds by the models' measured usage and owed fractions: rounding cycles through a few states."""
 
     def divide(self, used: tuple[int | None, ...], owed: tuple[Exact, ...]) -> _Round:
-        """Return a round of models that were measured to use `used`, or could use more (None), and are owed `owed`."""
+        """Return the round for each model's measured usage `used` (None: could use more) and fraction `owed`."""
         shares = self._share(used)
         due = {name: share + before for (name, share), before in zip(shares.items(), owed, strict=True)}
         budgets = _whole(due, self.floors, self.ceilings, self.total)
@@ -239,7 +240,7 @@ class _Bounds(msgspec.Struct):
         shares = _fill(self.weights, floors, wanted, min(self.total, sum(wanted.values())))
         left = self.total - sum(shares.values())
         if left:
-            # No model was measured to want it; give it to any that may have it.
+            # No model was measured to need these tokens; any model below its ceiling may have them.
             room = {name: ceilings[name] - share for name, share in shares.items()}
             more = _fill(self.weights, dict.fromkeys(floors, 0), room, left)
             shares = {name: share + more[name] for name, share in shares.items()}
@@ -251,9 +252,10 @@ def _fill(
 ) -> dict[str, Exact]:
     """Return shares in proportion to `weights`, each between its bounds, that add up to `total`.
 
-    They are those of one water level: max(lowest, min(highest, level x weight)). As long as the part of some model in
-    what is left is out of its bounds, the models on the side that is further out in sum keep to their bound, and the
-    others share the rest; they can only be further out on that side. (The way flexible lengths are resolved in CSS.)
+    They have a common water level: max(lowest, min(highest, level x weight)). While the proportional part of some model
+    is out of bounds, sum up the violations on each side, and fix the models on the side with the larger sum at their
+    bound; the others share the rest. Later rounds cannot move a fixed model back inside its bounds. (CSS resolves
+    flexible lengths in the same way.)
     """
     shares: dict[str, Exact] = {}
     rising = list(weights)
@@ -281,7 +283,7 @@ def _fill(
 def _whole(
     shares: Mapping[str, Exact], lowest: Mapping[str, int], highest: Mapping[str, int], total: int
 ) -> dict[str, int]:
-    """Return whole tokens that add up to `total`, each within its bounds: floors plus the rest by largest remainder."""
+    """Return whole tokens that add up to `total`, within bounds: rounded down, the rest by largest remainder."""
     tokens = {name: max(lowest[name], min(highest[name], share.__floor__())) for name, share in shares.items()}
     left = total - sum(tokens.values())
     while left:

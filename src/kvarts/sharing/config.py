@@ -1,4 +1,4 @@
-"""What a replay of several models on one device is built from."""
+"""Configuration of a replay of several models on one device."""
 
 from __future__ import annotations
 
@@ -45,19 +45,18 @@ __all__ = [
 ]
 
 ObserversOf = Callable[[Any], "Sequence[EventReader]"]
-"""Answers what observes a model: by its name; with replicas, by its name and the number of the replica."""
+"""Returns the observers of a model: by its name; with replicas, by its name and the number of the replica."""
 
 
 class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the models, and its part of the device.
 
-    `model`: a preset or a config.json; with a device it says what a page weighs and how long steps take. Without,
-    `cost` and `kv_bytes_per_token` do. `weight`, `floor`, `ceiling` (per mille): of the tokens of a round, see
-    TokenBudgets. `guarantee`: KV memory it can always have back, as a size or as a part of the whole; unless given, its
-    weight's part of what the others' guarantees leave. `priority` is added to that of each of its requests.
-    `kv_groups`: as ReplayConfig has it; then the model draws on the memory in blocks, and its states are counted.
-
-    Only Python can give `groups`, PartGroups that are counted instead of those of the model.
+    `model`: a preset or a config.json; with a device, it determines the bytes of a page and the time of a step. Without
+    these, `cost` and `kv_bytes_per_token` do. `weight`, `floor`, `ceiling` (per mille): its part of the tokens of a
+    round, see TokenBudgets. `guarantee`: KV memory that it can always reclaim, as a size or as a fraction of the whole;
+    by default, the part by weight of the memory that other guarantees leave. `priority` is added to that of each of its
+    requests. `kv_groups`: as in ReplayConfig; the model then draws on the memory in blocks, and its states are counted.
+    `groups`, which only Python can give: PartGroups that are counted instead of those of the model.
     """
 
     weight: Annotated[float, setting("Its part of tokens and memory, relative to the others.", flag=None)] = 1.0
@@ -92,13 +91,13 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def part(self) -> float | None:
-        """The guarantee as a part of the whole; None where it is a size, or not given. A size has a unit."""
+        """The guarantee as a fraction of the whole; None if it is a size, which has a unit, or not given."""
         if isinstance(self.guarantee, str):
             return float(self.guarantee) if re.fullmatch(r"\s*\d*\.?\d+\s*", self.guarantee) else None
         return self.guarantee
 
     def guaranteed_of(self, kv_bytes: int) -> int | None:
-        """Return the guarantee in bytes, of `kv_bytes` in all; None where it is not given."""
+        """Return the guarantee in bytes, out of `kv_bytes`; None if it is not given."""
         if self.part is not None:
             return int(self.part * kv_bytes)
         if self.guarantee is None:
@@ -110,13 +109,13 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """A device and the models that share it. Raises ConfigError for what cannot be, or does not fit.
+    """A device and the models that share it. Raises ConfigError for invalid settings, and for models that do not fit.
 
-    `models`: by name, in the order of their turns. `static_split`: nothing is lent. `turns`: what a weight is a share
-    of. `reclaim_after_s`: how long a model waits within its guarantee before requests of equal priority of others give
-    way. `baselines`: replay each model's static split and slice too. `health`: changes of it, as
-    `code=dead@60` or as values. `each`: what a replay of one model is built from, here for each of them; its token
-    budget is that of a round, of all models together, and pages and costs are worked out.
+    `models`: by name, in the order of their turns. `static_split`: nothing is lent. `turns`: the quantity that weights
+    divide. `reclaim_after_s`: a model that has waited as long within its guarantee preempts other models' requests of
+    equal priority. `baselines`: also replay each model's static split and slice. `health`: changes of health, as
+    `code=dead@60` or as values. `each`: the configuration of each model's replay; its token budget is that of a round
+    of all models together, and its pages and cost are computed per model.
     """
 
     models: dict[str, ModelShare]
@@ -219,7 +218,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     @cached_property
     def groups(self) -> dict[str, tuple[PartGroup, ...]]:
-        """The KV groups that are counted, by model; none where every layer keeps all tokens, or is taken to."""
+        """KV groups that are counted, by model; empty if all its layers keep all tokens or are counted so."""
         return {name: self._groups_of(name, share) for name, share in self.models.items()}
 
     def _groups_of(self, name: str, share: ModelShare) -> tuple[PartGroup, ...]:
@@ -235,7 +234,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def _features(self) -> dict[str, str]:
-        """What this replay has of the features of `combines`, each with the setting that asks for it."""
+        """Features of this replay that `combines` checks, each with the setting that requests it."""
         parallel = ("data_parallel", "expert_parallel", "pipeline_parallel")
         asked = {field: "pipeline" if field == "pipeline_parallel" else "ranks" for field in parallel}
         given = {name: field for field, name in asked.items() if getattr(self, field) > 1}
@@ -249,7 +248,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         return any(self.groups.values())
 
     def _placement_of(self, name: str) -> Placement | None:
-        """Return what a report says of a model and the device; None where only numbers are known of it."""
+        """Return a model and the device for its report; None if no model or no device is named."""
         model = self.models[name].model
         if model is None or self.device is None:
             return None
@@ -265,7 +264,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     @cached_property
     def counted_bytes(self) -> dict[str, int]:
-        """Bytes of what the memory of each model is counted in: pages, or with KV groups blocks."""
+        """Bytes of the unit of each model's memory: a page, or with KV groups a block."""
         return {
             name: self.page_bytes[name] if of_model.kv_groups == "off" else of_model.memory.block_bytes
             for name, of_model in self.configs.items()
@@ -273,9 +272,9 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     @cached_property
     def kv_bytes(self) -> int:
-        """KV memory of the device: one set of activations, since models take turns.
+        """KV memory of the device, with one set of activations, since models take turns.
 
-        States are set aside, those of models without KV groups.
+        The states of models without KV groups are set aside.
         """
         states = sum(
             placed.state_bytes(self.each, self) for name, placed in self._placed.items() if not self.groups[name]
@@ -309,7 +308,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
 
     @cached_property
     def guaranteed_bytes(self) -> dict[str, int]:
-        """KV memory that each model can always have back."""
+        """KV memory that each model can always reclaim."""
         of_models = {name: share.guaranteed_of(self.kv_bytes) for name, share in self.models.items()}
         given = {name: size for name, size in of_models.items() if size is not None}
         left = self.kv_bytes - sum(given.values())
@@ -326,12 +325,12 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         }
 
     def most_bytes(self, name: str) -> int:
-        """Return the memory that a model may ever have."""
+        """Return the most memory that a model may ever have."""
         return self.guaranteed_bytes[name] if self.static_split else self.kv_bytes
 
     @cached_property
     def configs(self) -> dict[str, ReplayConfig]:
-        """What a replay of each model alone is built from, with all the memory it may ever have."""
+        """The configuration of each model alone, with all the memory that it may ever have."""
         configs = {}
         for name, page_bytes in self.page_bytes.items():
             most = self.most_bytes(name)
@@ -359,7 +358,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         return configs
 
     def check_traces(self, names: Iterable[str]) -> None:
-        """Raise ConfigError unless there is a trace for each model, and none besides."""
+        """Raise ConfigError unless `names` are exactly the models."""
         given = set(names)
         for name in sorted(given - set(self.models)):
             there_are = ", ".join(self.models)
@@ -380,10 +379,10 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         on_progress: Callable[[int], object] | None = None,
         observers_of: ObserversOf | None = None,
     ) -> SharedReport:
-        """Replay `traffic`, a trace for each model by its name, and report; `kvarts.replay` says more.
+        """Replay `traffic`, one trace per model by name, and report; see `kvarts.replay`.
 
-        `observers_of` is asked by the name of a model; with replicas, by name and number, as `("chat", 0)`. To be
-        observed, a replay goes step by step.
+        `observers_of` is called with the name of a model; with replicas, with name and number, as `("chat", 0)`. An
+        observed replay runs step by step.
         """
         from kvarts.sharing.replay import replay_several
 
@@ -397,7 +396,7 @@ def _page_bytes_of(groups: Sequence[PartGroup]) -> int:
 
 @contextmanager
 def _errors_of(name: str, names: Sequence[str]) -> Iterator[None]:
-    """Give errors of the fields `names` the name of the model that they are of."""
+    """Prefix the fields `names` of errors with the model `name`."""
     try:
         yield
     except ConfigError as error:
@@ -409,7 +408,7 @@ def _errors_of(name: str, names: Sequence[str]) -> Iterator[None]:
 
 
 def check_each(each: ReplayConfig) -> None:
-    """Raise ConfigError for settings of a replay of one model that several models have one each of."""
+    """Raise ConfigError for settings of a single-model replay that each of several models has separately."""
     default = ReplayConfig()
     refused = {
         "num_pages": "is for a replay of one model: pages of several differ in bytes. Give {kv_memory}",
@@ -425,7 +424,7 @@ SECTIONS = (
     Section(struct=ModelShare, title="Several models", table="models", is_named=True),
     Section(struct=SharingConfig, title="Several models"),
 )
-"""What can be said of several models beside what can be said of one."""
+"""Settings for several models, in addition to those for one model."""
 
 
 TOKEN_BYTES = "offload.kv_bytes_per_token"
@@ -433,7 +432,7 @@ KV_GROUPS = "kv_groups"
 
 
 def resolve_shares(given: Given, sections: Sequence[Section]) -> SharingConfig:
-    """Build a SharingConfig from what was given. Raises ConfigError that names what was given, where it was given."""
+    """Build a SharingConfig from the given settings. Raises ConfigError that names the setting and its origin."""
     models = {name: given.build(ModelShare, f"models.{name}") for name in given.names("models")}
     for of_one in settings_of(ModelSettings):
         if of_one.key in given:

@@ -1,4 +1,4 @@
-"""What models had of a device while several wanted more of it, beside what their weights say."""
+"""Use of a device while several models wanted more of it, compared with their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Contest", "Contested"]
 
 
 class Contested(msgspec.Struct, frozen=True):
-    """Of the turns that were contested, what one model had, and what its weight entitled it to."""
+    """One model's part of the contested turns, and the part that its weight entitled it to."""
 
     tokens: int = 0
     tokens_owned: float = 0.0
@@ -32,21 +32,21 @@ class Contested(msgspec.Struct, frozen=True):
 class Contest:
     """Owner of these counts. A turn is contested if at least two models want something.
 
-    `of_time`: whether a weight is a share of time. Then a model with a request wants something. Where it is a share of
-    tokens, a model does that could compute more than a token for each decode, or waits for memory; while another waits
-    for memory, so does the model that has the turn.
+    `of_time`: whether weights divide time. If so, a model wants something if it has a request. If weights divide
+    tokens, a model wants something if it could compute more than one token per decode, or waits for memory; while
+    another model waits for memory, so does the model whose turn it is.
     """
 
     def __init__(self, tenants: Sequence[Tenant], *, of_time: bool) -> None:
         self._tenants = tenants
         self._of_time = of_time
         self._counts: dict[int, list[int]] = {}
-        """Tokens and nanoseconds of each model, one pair after the other, by the set of the models that want."""
+        """Tokens and nanoseconds of each model, alternating, by the set of models that want something."""
         self._bits = {tenant: 1 << place for place, tenant in enumerate(tenants)}
         self._at = {tenant: 2 * place for place, tenant in enumerate(tenants)}
 
     def wanting(self) -> tuple[int, int]:
-        """Return the set of the models that want something now, and the set of those that wait for memory."""
+        """Return the set of models that want something now, and the set of those that wait for memory."""
         want = wait = 0
         for tenant, bit in self._bits.items():
             scheduler = tenant.scheduler
@@ -61,7 +61,7 @@ class Contest:
         return want, wait
 
     def count(self, tenant: Tenant, wanting: tuple[int, int], num_tokens: int, duration_ns: int) -> None:
-        """Count turns of `tenant`; `wanting` is what that answered before them."""
+        """Count turns of `tenant`; `wanting` is the result of `wanting()` before them."""
         want, wait = wanting
         bit = self._bits[tenant]
         if wait & ~bit:

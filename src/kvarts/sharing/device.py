@@ -1,17 +1,17 @@
 """One device and the models that share it: compute by token budgets, memory by guarantees and loans, and health.
 
-There is one scale of priorities for requests of all models: larger is more important.
+Requests of all models have one scale of priorities: larger is more important.
 
-What a model is guaranteed is kept for it on demand: a request of another is admitted beyond that one's own
-guarantee only into what the others do not want, as far as their guarantees go, and only after requests of other models
-that have waited longer for memory. What runs may grow into all memory that is free.
+Guaranteed memory is kept free for its model on demand. A request that exceeds its own model's guarantee is admitted
+only into memory that the other models do not want, as far as their guarantees reach, and only after requests of other
+models that have waited longer for memory. Running requests may grow into all free memory.
 
-If free memory is not enough, pages come from running requests of strictly lower priority, of models that use more than
-their guarantee. A model that stays within its own guarantee takes them for requests that run or are to be admitted;
-beyond its guarantee, only for those that run already. Within its guarantee it also takes them from requests of the same
-priority: at once for what runs, which would otherwise be preempted itself, and to admit at once or after it has waited
-for some time. No model loses running requests to another while it is within its guarantee. A request that has no room
-beside the guarantees of the others is refused: it could wait for ever.
+If free memory is not enough, running requests of strictly lower priority are preempted, in models that exceed their
+guarantee. A model within its guarantee preempts for requests that run or are to be admitted; beyond its guarantee, only
+for requests that already run. Within its guarantee it also preempts requests of equal priority: at once for a running
+request, which would otherwise be preempted itself, and for admission at once or after a set wait. A model within its
+guarantee never loses running requests to another model. A request that does not fit next to the guarantees of the other
+models is refused: it could wait for ever.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Donation(msgspec.Struct, frozen=True):
     """The answer to a request for pages. `is_granted`: the pages can be taken now.
 
     If not, `num_pages_short` pages are missing, and no request was preempted. `victims`: the preempted requests, as
-    model and request index; `lost_tokens`: computed tokens that they lost.
+    model and request index; `lost_tokens`: their computed tokens.
     """
 
     is_granted: bool
@@ -62,14 +62,14 @@ class _Member(msgspec.Struct):
     num_reclaimed: int = 0
     """The number of its requests that were preempted for other models."""
     since_ns: int = NEVER_NS
-    """Since when it has waited without a pause for memory within its guarantee; NEVER_NS if it does not."""
+    """The start of its present wait for memory within its guarantee; NEVER_NS if it does not wait."""
     num_in_hand_bytes: int = 0
-    """What it used, and what was kept for it, after its last turn."""
+    """Bytes used and kept by it after its last turn."""
 
     def kept_bytes(self) -> int:
-        """Return the free bytes to which it has a right now: what it wants, as far as its guarantee goes.
+        """Return the free bytes that must stay available to it now: those that it wants, up to its guarantee.
 
-        The rest of a prompt that was admitted is among them, within the guarantee or beyond it.
+        They include the rest of an admitted prompt, even beyond the guarantee.
         """
         scheduler = self.scheduler
         if scheduler is None:
@@ -86,10 +86,10 @@ class _Member(msgspec.Struct):
 class SharedDevice:
     """Owner of the memory and the budgets of a device; decides which requests are preempted for other models.
 
-    `num_bytes`: KV memory of the device. `max_num_batched_tokens`: tokens a round. `is_static`: lend nothing, for
-    comparison: every model has its guarantee and no more, and its part of the tokens by weight. `reclaim_after_ns`: how
-    long a model waits within its guarantee before requests of equal priority of others give way. Raises ConfigError for
-    a value out of range, and for a model that is not registered.
+    `num_bytes`: KV memory of the device. `max_num_batched_tokens`: tokens per round. `is_static`: lend nothing, for
+    comparison: every model has exactly its guarantee, and its part of the tokens by weight. `reclaim_after_ns`: wait of
+    a model within its guarantee before it preempts other models' requests of equal priority. Raises ConfigError for a
+    value out of range, and for a model that is not registered.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class SharedDevice:
     ) -> None:
         self.memory = DeviceMemory(num_bytes)
         self.now_ns = 0
-        """The time of the present turn, written by what moves the device."""
+        """The time of the present turn, written by the loop of the device."""
         self._reclaim_after_ns = reclaim_after_ns
         self.is_static = is_static
         self.budgets = TokenBudgets(max_num_batched_tokens)
         self._members: dict[str, _Member] = {}
         self._since_ns: dict[tuple[str, str], int] = {}
 
-    # Models come and go -----------------------------------------------------------------------------------
+    # Registration -----------------------------------------------------------------------------------------
 
     def register(
         self,
@@ -126,12 +126,12 @@ class SharedDevice:
         watcher: TreeWatcher | None = None,
         tell: Tell | None = None,
     ) -> DevicePart:
-        """Add `model` and return its part of the device, for the scheduler that `attach` is to be given.
+        """Add `model` and return its part of the device, for the scheduler that is then passed to `attach`.
 
-        A registered model gets the new weight and keeps everything else. `weight`, `floor` and `ceiling`: as
-        TokenBudgets takes them. `page_bytes`: of its pages; or `parts`, the empty cache of a model with KV groups, as
-        `open_grouped_part` takes it. `guaranteed_bytes`: memory that the model can always have back. `with_page_ids`,
-        `order` and `watcher`: as `open_part` takes them. `tell` receives the events of its pages.
+        For a registered model, change only the weight. `weight`, `floor` and `ceiling`: as in TokenBudgets.
+        `page_bytes`: bytes of its pages; or `parts`, the empty cache of a model with KV groups, as in
+        `open_grouped_part`. `guaranteed_bytes`: memory that the model can always reclaim. `with_page_ids`, `order` and
+        `watcher`: as in `open_part`. `tell` receives the events of its pages.
         """
         self.budgets.register(model, weight, floor=floor, ceiling=ceiling)
         member = self._members.get(model)
@@ -171,7 +171,7 @@ class SharedDevice:
     def deregister(self, model: str) -> list[Request]:
         """Remove `model` with all its pages; cancel and return its requests.
 
-        Raise ConfigError while transfers to or from a tier below it are under way, since these hold pages.
+        Raise ConfigError while transfers to or from a lower tier are running, since these hold pages.
         """
         member = self._member(model)
         tiers = None if member.scheduler is None else member.scheduler.tiers
@@ -189,7 +189,7 @@ class SharedDevice:
     def end_turn(self, model: str, *, has_released: bool) -> None:
         """Update claims after a step of `model`, before which its part was refreshed.
 
-        `has_released`: pages went out of use for which other models may have waited.
+        `has_released`: pages were released that other models may have waited for.
         """
         member = self._members[model]
         self._claim(member)
@@ -214,19 +214,19 @@ class SharedDevice:
             self.retry_blocked(but=member.part.name)
 
     def reclaims_at_ns(self) -> int:
-        """Return the next time at which a model may begin to take memory back; NEVER_NS if there is none."""
+        """Return the next time at which a model may begin to reclaim memory; NEVER_NS without one."""
         if self._reclaim_after_ns in (0, NEVER_NS):
             return NEVER_NS
         times_ns = [member.since_ns + self._reclaim_after_ns for member in self._members.values()]
         return min((time_ns for time_ns in times_ns if self.now_ns < time_ns < NEVER_NS), default=NEVER_NS)
 
     def _below_to_admit(self, member: _Member, priority: int) -> int:
-        """Return below which priority others give way to a request of `member` that waits within its guarantee."""
+        """Return below which priority others are preempted for a request of `member` waiting within its guarantee."""
         after_ns = self._reclaim_after_ns
         return priority + (not after_ns or self.now_ns - member.since_ns >= after_ns)
 
     def _below_to_run(self, priority: int) -> int:
-        """Return below which priority others give way to a request that runs within the guarantee of its model."""
+        """Return below which priority others are preempted for a request running within its model's guarantee."""
         return priority + (self._reclaim_after_ns < NEVER_NS)
 
     def kept_for_others(self, model: str) -> int:
@@ -238,20 +238,20 @@ class SharedDevice:
         for member in self._members.values():
             part = member.part
             if part is not asker:
-                # Claims hold in the order in which they were made: two models cannot wait for each other.
+                # Claims are served in the order in which they were made: two models cannot wait for each other.
                 is_earlier = part.claimed_bytes and (not asker.claimed_bytes or part.claim < asker.claim)
                 num_bytes += max(member.kept_bytes(), part.claimed_bytes if is_earlier else 0)
         return num_bytes
 
     def forget(self, model: str, request: int) -> None:
-        """Drop what is claimed for `request` of `model`, which waits no longer."""
+        """Drop the claim for `request` of `model`, which no longer waits."""
         member = self._member(model)
         if member.claimant == request:
             member.claimant = -1
             member.part.make_claim(0, is_new=True)
 
     def retry_blocked(self, but: str = "") -> None:
-        """Let the models that wait for pages try again, since pages went out of use."""
+        """Let models that wait for pages try again, because pages were released."""
         for model, member in self._members.items():
             scheduler = member.scheduler
             if model != but and scheduler is not None and scheduler.blocked is Blocked.PAGES:
@@ -260,13 +260,13 @@ class SharedDevice:
     # Pages ------------------------------------------------------------------------------------------------
 
     def request_pages(self, model: str, num_pages: int, priority: int, *, asker: int = -1) -> Donation:
-        """Make sure that `model` can take `num_pages` now for work of `priority`; return at what cost.
+        """Make sure that `model` can take `num_pages` now for work of `priority`; return the cost.
 
-        Free memory comes first, without preemption. What is short comes from running requests of strictly lower
-        priority of other models that use more than their guarantee. Of all ways that are enough, take one that loses
-        the least of the most important work: the fewest computed tokens of the highest priority, then of the next,
-        over as many models as needed. Pages of preempted requests that are not short stay cached with their model.
-        `asker`: the index of the request that needs the pages. Raise ConfigError for a number of pages below 1.
+        Free memory is used first, without preemption. The shortfall is taken from running requests of strictly lower
+        priority, of other models that use more than their guarantee. Among all sufficient choices, take one that loses
+        the least important work: the fewest computed tokens of the highest priority, then of the next, across as many
+        models as needed. Pages of preempted requests beyond the shortfall stay cached with their model. `asker`: the
+        index of the request that needs the pages. Raise ConfigError for a number of pages below 1.
         """
         if num_pages < 1:
             raise ConfigError(f"must be at least 1, got {num_pages}", field="num_pages")
@@ -279,7 +279,7 @@ class SharedDevice:
         choices, limits = [], []
         for name, member in self._members.items():
             loan = member.part.num_used_bytes - member.part.guaranteed_bytes
-            if name == model or loan <= 0 or member.scheduler is None:  # never positive where nothing is lent
+            if name == model or loan <= 0 or member.scheduler is None:  # never positive if nothing is lent
                 continue
             victims = victims_of(
                 member.scheduler,
@@ -311,7 +311,7 @@ class SharedDevice:
         return Donation(True, 0, tuple(gone), lost_tokens)
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Ask other models for pages until `num_pages` can be taken for `request` of `model`; return success."""
+        """Preempt requests of other models until `num_pages` can be taken for `request` of `model`; return success."""
         member = self._members[model]
         below_priority = request.priority
         if member.part.is_within(num_pages):
@@ -326,9 +326,9 @@ class SharedDevice:
         return self.request_pages(model, num_pages, below_priority, asker=request.index).is_granted
 
     def may_make_way(self, model: str, now_ns: int) -> bool:
-        """Return whether other models may give way to the head of `model` as soon as they use enough pages.
+        """Return whether other models may be preempted for the head of `model` once they use enough pages.
 
-        The head waits for pages that it is entitled to. What the others use grows while they decode.
+        The head waits for pages that it is entitled to. The others' use grows while they decode.
         """
         member = self._members[model]
         if not member.part.claimed_bytes or member.scheduler is None:
@@ -358,7 +358,7 @@ class SharedDevice:
 
         `since_ns` is the time of the first of all consecutive calls that found the loan.
         """
-        parts = self.memory.parts  # none, where each has memory of its own
+        parts = self.memory.parts  # empty if each model has separate memory
         found = debts(
             self.memory.num_bytes,
             {model: part.guaranteed_bytes for model, part in parts.items()},
@@ -374,10 +374,10 @@ class SharedDevice:
         return self._member(model).health
 
     def set_health(self, model: str, health: Health) -> list[Request]:
-        """Set the health of `model`; return the requests that end by it, running ones first.
+        """Set the health of `model`; return the requests that end because of it, running ones first.
 
-        A *degraded* model goes on with running requests, and with those that wait for a load, and admits none; a *dead*
-        one loses its requests and pages, those in tiers below included. Transfers under way end as they would have. A
+        A *degraded* model continues running requests, and those that wait for a load, and admits no others; a *dead*
+        one loses its requests and pages, including those in lower tiers. Running transfers end as they would have. A
         model may become healthy again.
         """
         if health not in ("healthy", "degraded", "dead"):

@@ -1,7 +1,7 @@
-"""Which running requests are preempted when another model needs pages.
+"""Choice of the running requests that are preempted when another model needs pages.
 
-Priority goes before cost: of all ways that are enough, one that loses the least of the most important work, that is
-the fewest computed tokens of the highest priority, then of the next one, and so on.
+Priority is weighed before cost: among all sufficient choices, one that loses the least important work, that is, the
+fewest computed tokens of the highest priority, then of the next one, and so on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Victims(msgspec.Struct, frozen=True):
 def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, enough_bytes: int) -> list[Victims]:
     """Return an entry for each number of victims of `scheduler`, up to the number that frees `enough_bytes`.
 
-    Victims come in the scheduler's own order and have a priority strictly `below_priority`. Pages that they share with
+    Victims are in the scheduler's own order and have a priority strictly `below_priority`. Pages that they share with
     others stay in use until those are preempted as well, and pages that a transfer holds until it has ended.
     """
     found: list[Victims] = []
@@ -57,26 +57,26 @@ def victims_of(scheduler: Scheduler, *, below_priority: int, page_bytes: int, en
 
 
 def _freed_by(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[int]:
-    """Return the pages that each of `requests` frees if those before it have ended."""
+    """Return the pages that each of `requests` frees if the earlier ones have ended."""
     running = scheduler.running
     return scheduler.cache.freed_by((request.holding, running.num_pages_of(request)) for request in requests)
 
 
 def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:
-    """Return running requests with a priority below, the lowest priority first, then the last admitted."""
+    """Return running requests of lower priority, the lowest priority first, then the last admitted."""
     less = [request for request in scheduler.running if request.priority < below_priority]
     return sorted(less, key=lambda request: (request.priority, -request.admission))
 
 
 def cheapest(choices: Sequence[Sequence[Victims]], limits: Sequence[int], num_bytes: int) -> list[int] | None:
-    """Return how many victims each model gives up; together they free `num_bytes`, each counted up to its limit.
+    """Return the number of victims of each model that together free `num_bytes`, each model counted up to its limit.
 
-    Of all ways that are enough, return one that loses the fewest tokens of the highest priority, and of these the
-    fewest victims of it, then the same of the next priority, and so on; None if there is none. Time and memory grow
-    with the number of undominated combinations: few, as each model gives up its victims in one order.
+    Among all sufficient choices, return one that loses the fewest tokens of the highest priority, then the fewest
+    victims of that priority, then the same for the next priority, and so on; None if all are too small. Time and memory
+    grow with the number of undominated combinations: few, as each model's victims have a fixed order.
     """
     priorities = sorted({priority for choice in choices if choice for priority in choice[-1].lost}, reverse=True)
-    # (what is lost, bytes freed, counts by model): no entry is worse than another in both of the first two.
+    # (lost tokens and victims, bytes freed, counts by model): no entry is worse than another in both of the first two.
     ways: list[tuple[Lost, int, tuple[int, ...]]] = [(((0, 0),) * len(priorities), 0, ())]
     for choice, limit in zip(choices, limits, strict=True):
         longer = [(lost, freed, (*counts, 0)) for lost, freed, counts in ways]

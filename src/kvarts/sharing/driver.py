@@ -1,4 +1,4 @@
-"""The loop of a replay of several models on devices that are alike."""
+"""The loop of a replay of several models on identical devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SharedDriver"]
 
 
 class SharedDriver(Driver):
-    """A Driver of devices, on which requests may also fail: a model dies, or admits none until the end."""
+    """A Driver of devices on which requests may also fail: because a model dies, or admits none until the end."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SharedDriver(Driver):
             self._tell(1)
 
     def _settle(self) -> None:
-        """Fail the requests of models that are still degraded, and those that arrive when these are done."""
+        """Fail the requests of models that are still degraded, then those that arrive as a consequence."""
         now_ns = max(device.now_ns for device in self._devices)
         while self._in_engines:
             for index, device in enumerate(self._devices):

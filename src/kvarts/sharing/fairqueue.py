@@ -1,12 +1,12 @@
-"""Turns by virtual time: which model has the next turn on a device, where a weight is a share of the time.
+"""Turns by virtual time: the next model on a device whose time is divided by weights.
 
-Start-time fair queueing, with the time that a step took as its cost. Every model has a *tag*, the virtual time at which
-its next turn begins: a turn moves it on by the time that its step took, over the weight. The smallest tag has the next
-turn. A model that could not step, because it had no work or no memory, begins again at the virtual time of the device,
-which is the tag of the turn that began last: it is owed nothing for the time in between, and owes nothing.
+Start-time fair queueing, with the duration of a step as its cost. Every model has a *tag*, the virtual time at which
+its next turn begins; a turn advances it by the duration of the step divided by the weight. The model with the smallest
+tag is next. A model that could not step, for lack of work or memory, restarts at the virtual time of the device, which
+is the tag of the most recent turn: it neither gains nor loses by the pause.
 
-So over any time in which two models could always step, what they have of it over their weights differs by one step of
-each at most, whatever their steps cost. (P. Goyal, H. Vin and H. Cheng, Start-time Fair Queueing, SIGCOMM 1996; for
+So over any period in which two models could always step, their times divided by their weights differ by at most one
+step of each, whatever their steps cost. (P. Goyal, H. Vin and H. Cheng, Start-time Fair Queueing, SIGCOMM 1996; for
 language models Y. Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, count tokens instead.)
 """
 
@@ -30,14 +30,14 @@ class FairQueue:
         self._tenants = tenants
         self.tags = dict.fromkeys(tenants, 0)
         self.scales = _scales(tenants)
-        """What a nanosecond moves the tag of each model on by."""
+        """Advance of each model's tag per nanosecond."""
         self._now = 0
         """The virtual time of the device."""
         self._could_step: set[Tenant] = set()
         """The models that could step when the last turn was given."""
 
     def begin(self) -> None:
-        """Do nothing: there are no rounds."""
+        """Do nothing: this order works without rounds."""
 
     def next(self, now_ns: int) -> Tenant | None:
         """Return the model with the smallest tag, the first of equals, of those that can step; None if none can."""
@@ -60,11 +60,11 @@ class FairQueue:
         self._now = self.tags[tenant]
 
     def take_budget(self, tenant: Tenant, now_ns: int) -> int | None:
-        """Return the tokens of a whole step."""
+        """Return the token budget of a whole step."""
         return tenant.config.max_num_batched_tokens
 
     def spend(self, tenant: Tenant, num_tokens: int, duration_ns: int) -> None:
-        """Move the tag of `tenant` on."""
+        """Advance the tag of `tenant`."""
         self.tags[tenant] += duration_ns * self.scales[tenant]
         if duration_ns:
             tenant.step_ns = duration_ns
@@ -72,7 +72,7 @@ class FairQueue:
     # Many turns at once -----------------------------------------------------------------------------------
 
     def may_leap(self) -> bool:
-        """Return True: what a model has does not depend on the others."""
+        """Return True: a model's budget does not depend on the others."""
         return True
 
     def in_turn(self) -> list[Tenant]:
@@ -89,7 +89,7 @@ class FairQueue:
         return [int(span_ns * part / tenant.step_ns) + 2 for tenant, part in zip(active, parts, strict=True)]
 
     def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> Iterator[int]:
-        """Iterate over the places of the smallest tags."""
+        """Yield the place of the smallest tag, turn by turn."""
         tags = [self.tags[tenant] for tenant in active]
         scales = [self.scales[tenant] for tenant in active]
         steps = [iter(durations) for durations in durations_ns]
@@ -99,7 +99,7 @@ class FairQueue:
             tags[place] += next(steps[place]) * scales[place]
 
     def leap(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> None:
-        """Move the tags on."""
+        """Advance the tags."""
         for tenant, durations in zip(active, durations_ns, strict=True):
             self.tags[tenant] += sum(durations) * self.scales[tenant]
             tenant.step_ns = max(1, durations[-1])

@@ -1,4 +1,4 @@
-"""Health of a model that shares a device, and when it changes."""
+"""Health of a model that shares a device, and its changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HealthChange(msgspec.Struct, frozen=True):
 
 
 def parse_health(text: str) -> HealthChange:
-    """Return what `code=dead@60` says: from second 60 on. Raise ConfigError for anything else."""
+    """Parse a change such as `code=dead@60`: from second 60 on. Raise ConfigError for anything else."""
     match = re.fullmatch(r"([^=@]+)=(healthy|degraded|dead)@([0-9]+(?:\.[0-9]+)?)", text.strip())
     if match is None:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Loans between models that share the memory of a device.
 
-Only used memory counts as lent: cached pages are free, whichever model they belong to. A model owes what it uses beyond
-its guarantee, less its part of the memory that no model is guaranteed. Every model lends in proportion to the unused
-part of its guarantee, and every borrower owes in proportion to its excess, in whole bytes.
+Only used memory counts as lent: cached pages are free, whichever model they belong to. A model owes its use beyond its
+guarantee, minus its part of the memory that is not guaranteed to any model. Every model lends in proportion to the
+unused part of its guarantee, and every borrower owes in proportion to its excess, in whole bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Loan", "debts"]
 
 
 class Loan(msgspec.Struct, frozen=True):
-    """`borrower` owes `lender` `num_bytes` now, and has owed it something without a pause since `since_ns`."""
+    """`borrower` owes `lender` `num_bytes` now, and has owed some without interruption since `since_ns`."""
 
     lender: str
     borrower: str
@@ -26,8 +26,8 @@ class Loan(msgspec.Struct, frozen=True):
 def debts(num_bytes: int, guaranteed: Mapping[str, int], used: Mapping[str, int]) -> dict[tuple[str, str], int]:
     """Return bytes owed by lender and borrower, without entries of 0.
 
-    `num_bytes`: of the device. `guaranteed`, `used`: bytes by model. The sum is what is used beyond guarantees and
-    beyond the memory that no model is guaranteed.
+    `num_bytes`: memory of the device. `guaranteed`, `used`: bytes by model. The sum is the use beyond guarantees,
+    minus the memory that is not guaranteed to any model.
     """
     excess = {model: used[model] - part for model, part in guaranteed.items() if used[model] > part}
     unused = {model: part - used[model] for model, part in guaranteed.items() if used[model] < part}
@@ -36,7 +36,8 @@ def debts(num_bytes: int, guaranteed: Mapping[str, int], used: Mapping[str, int]
         return {}
     total_excess, total_unused = sum(excess.values()), sum(unused.values())
     found: dict[tuple[str, str], int] = {}
-    # The product of both shares of every pair, laid end to end and cut at whole bytes, adds up exactly.
+    # A pair's part is the product of two shares. The parts are laid end to end and cut at whole bytes, so they add up
+    # exactly.
     position, before = 0, 0
     for lender, lent in unused.items():
         for borrower, borrowed in excess.items():

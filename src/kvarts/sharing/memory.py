@@ -1,12 +1,13 @@
 """The memory of one device, in bytes, that several models share.
 
-A page is used or cached by one of them; what is neither is *empty*, and belongs to none. Cached pages and empty bytes
-are free: any model may have them for what it runs. Each is guaranteed a part. What it uses beyond that is on loan, see
-`kvarts.sharing.loans`; what it keeps cached beyond that goes first when another needs room.
+A page is used or cached by one of them; all other memory is *empty*, and belongs to no model. Cached pages and empty
+bytes are free: any model may take them for running requests. Each model is guaranteed a part. Its use beyond that is on
+loan, see `kvarts.sharing.loans`; its cached pages beyond that are the first to be evicted when another model needs
+room.
 
-Room is made in this order: empty bytes; pages cached beyond a guarantee, oldest first across models; then pages that
-the asker itself has cached; then pages of others, oldest first across models. So an idle model's cache is safe from
-what a busy one would like to keep, and gives way to what a busy one has to run.
+Room is made in this order: empty bytes; pages cached beyond a guarantee, oldest first across models; then the asker's
+own cached pages; then cached pages of others, oldest first across models. So an idle model's cache is safe from the
+cache of a busy one, but gives way to a busy model's running requests.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["DeviceMemory"]
 
 
 class DeviceMemory:
-    """Owner of the bytes. `parts` are by name, in the order in which they came; their pools write `num_empty_bytes`.
+    """Owner of the bytes. `parts` are by name, in the order of `add`; their pools write `num_empty_bytes`.
 
     Raises ConfigError for a device without memory.
     """
@@ -37,12 +38,12 @@ class DeviceMemory:
         self.parts: dict[str, DevicePart] = {}
         self._part_of: dict[SharedPool, DevicePart] = {}
         self.clock = ReleaseClock()
-        """Of all parts together."""
+        """Counts releases, of all parts together."""
         self.last_claim = 0
         """Counts claims, of all parts together."""
 
     def add(self, part: DevicePart) -> None:
-        """Let `part` take part from now on. Raise ConfigError for a name twice, and guarantees beyond the whole."""
+        """Add `part`. Raise ConfigError for a name that exists, and for guarantees beyond the whole."""
         if part.name in self.parts:
             raise ConfigError("is there already", field=part.name)
         guaranteed = sum(other.guaranteed_bytes for other in self.parts.values()) + part.guaranteed_bytes
@@ -55,17 +56,17 @@ class DeviceMemory:
         self._part_of[part.pool] = part
 
     def remove(self, part: DevicePart) -> None:
-        """Evict what `part`, of which nothing is used, has cached, and let it go."""
+        """Evict all cached pages of `part`, which must not have used pages, and remove it."""
         cache = part.cache
         assert cache.num_used == 0, f"L2: {cache.num_used} pages of {part.name} are in use"
         cache.shed(cache.num_cached)
         del self.parts[part.name], self._part_of[part.pool]
 
-    # Questions --------------------------------------------------------------------------------------------
+    # Queries ----------------------------------------------------------------------------------------------
 
     @property
     def num_free_bytes(self) -> int:
-        """Empty or cached."""
+        """Empty or cached bytes."""
         free = self.num_empty_bytes
         for part in self.parts.values():
             free += part.cache.num_cached * part.page_bytes
@@ -74,9 +75,9 @@ class DeviceMemory:
     # Making room ------------------------------------------------------------------------------------------
 
     def make_room(self, pool: SharedPool, num_pages: int) -> None:
-        """Evict until `num_pages` pages of `pool` are empty; that much is free.
+        """Evict until `num_pages` pages of `pool` are empty. At least that much must be free.
 
-        What goes is what would go if they were taken one by one: pages there is room for count as taken.
+        The evicted pages are the same as if pages were taken one by one: pages that have room count as taken.
         """
         asker = self._part_of[pool]
         page_bytes = asker.page_bytes
@@ -96,7 +97,7 @@ class DeviceMemory:
                 if oldest is not asker:
                     missing = min(missing, oldest.num_beyond_bytes)
                 if beyond <= 0 and asker.cache.num_cached:
-                    # Up to the page with which the asker keeps more than its guarantee itself.
+                    # Up to the page with which the asker itself exceeds its guarantee.
                     missing = min(missing, ready + (-beyond // page_bytes + 1) * page_bytes - self.num_empty_bytes)
             elif asker.cache.num_cached:
                 oldest, num_evicted = asker, asker.cache.num_cached
@@ -119,7 +120,7 @@ class DeviceMemory:
 
 
 def _oldest(parts: list[DevicePart]) -> tuple[DevicePart, int]:
-    """Return the part with the oldest run to evict, and how many pages of it go before all that the others have."""
+    """Return the part with the oldest run to evict, and its number of pages to evict before any other part's."""
     if len(parts) == 1:
         return parts[0], parts[0].cache.num_cached
     part = min(parts, key=lambda part: part.next_stamp)

@@ -1,4 +1,4 @@
-"""What models that share one device used of its memory, and what they owed each other."""
+"""Memory use of models that share one device, and their debts to each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NS_PER_MS = 1e6
 
 
 class LoanPeriod(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A period in which `borrower` owed `lender` something without a pause, from `since_ms` to `until_ms`.
+    """A period from `since_ms` to `until_ms` in which `borrower` owed `lender` memory without interruption.
 
     It owed `peak_bytes` at most and `mean_bytes` on average. `replica`: the number of the device, if there are several.
     """
@@ -38,8 +38,7 @@ class LoanPeriod(msgspec.Struct, frozen=True, omit_defaults=True):
 class OfDevice:
     """The outcome on one device. `logs`, `settled` and `contested` are by model.
 
-    `settled`: when pages went out of use between steps, as Tenant has it. `number`: of the device, if there are
-    several.
+    `settled`: releases of pages between steps, as in Tenant. `number`: the device's, if there are several.
     """
 
     def __init__(
@@ -63,12 +62,12 @@ class OfDevice:
 
     @cached_property
     def busy_ms(self) -> dict[str, float]:
-        """How long it computed, by model."""
+        """Computing time, by model."""
         return {name: float(log.durations_ns.sum()) / NS_PER_MS for name, log in self.logs.items()}
 
     @cached_property
     def loans(self) -> list[LoanPeriod]:
-        """Return every loan period by its beginning. A loan is use beyond a guarantee, at the mark of each step."""
+        """Return every loan period, ordered by start. A loan is use beyond a guarantee, at the mark of each step."""
         times_ns, owed = self.debts()
         lasts_ns = np.diff(times_ns, append=times_ns[-1:])
         periods = []
@@ -102,7 +101,7 @@ class OfDevice:
         for place, log in enumerate(self.logs.values()):
             rests = log.rests
             settled: npt.NDArray[np.int64] = np.array(self._settled[names[place]], np.int64).reshape((-1, 3))
-            # What is said of a time between two steps comes after the first of them.
+            # An entry between two steps is ordered after the first of them.
             after = np.concatenate((settled[:, 0], rests["step"])) * 2 + 1
             order = np.argsort(np.concatenate((np.arange(len(log)) * 2, after)), kind="stable")
             moments.append(np.concatenate((log.starts_ns, settled[:, 1], rests["time_ns"]))[order])
@@ -116,15 +115,15 @@ class OfDevice:
         if not len(times_ns):
             return np.zeros(1, np.int64), np.zeros((len(names), 1), np.int64)
         used_bytes = np.concatenate(marks, axis=1)[:, order]
-        # A model uses what it used last until the next entry of its own.
+        # Carry each model's last entry forward to its next one.
         last = np.maximum.accumulate(np.where(used_bytes >= 0, np.arange(len(times_ns)), -1), axis=1)
         used_bytes = np.where(last >= 0, np.take_along_axis(used_bytes, np.maximum(last, 0), axis=1), 0)
-        # Of several entries at one time the last one holds.
+        # The last of several entries at one time is valid.
         holds = np.append(np.diff(times_ns) > 0, True)
         return times_ns[holds], used_bytes[:, holds]
 
     def debts(self) -> tuple[npt.NDArray[np.int64], dict[tuple[str, str], npt.NDArray[np.float64]]]:
-        """Return times, and the bytes owed from each on, by lender and borrower, as `debts` computes them."""
+        """Return times, and the bytes owed from each on by lender and borrower, by the rule of `loans.debts`."""
         config = self.config
         names = list(self.logs)
         times_ns, used_bytes = self.used()
@@ -144,7 +143,7 @@ class OfDevice:
         return times_ns, found
 
     def lent(self, duration_ms: float) -> dict[str, Any]:
-        """Return the totals of all loans together. At any time they add up to what models use beyond guarantees."""
+        """Return the totals of all loans together. At any time they add up to the use beyond guarantees."""
         times_ns, owed = self.debts()
         total = sum(owed.values(), np.zeros(len(times_ns)))
         lasts_ns = np.diff(times_ns, append=times_ns[-1:])
@@ -175,5 +174,5 @@ class OfDevice:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """Return a part of the whole; None of nothing."""
+    """Return a part of the whole; None if the whole is 0."""
     return part / whole if whole else None

@@ -1,4 +1,4 @@
-"""The part that one model has in the memory of a device: what it is guaranteed, what it claims, what it may take."""
+"""One model's part of a device's memory: its guarantee, its claim, and the pages that it may take."""
 
 from __future__ import annotations
 
@@ -23,35 +23,33 @@ __all__ = ["DevicePart", "open_grouped_part", "open_part"]
 
 
 class Others(Protocol):
-    """The device, as a part of it sees the other models: what is kept for them, and what they give up."""
+    """The device, as seen by one of its parts: memory kept for the other models, and preemption of their requests."""
 
     def kept_for_others(self, model: str) -> int:
         """Return the free bytes that a request of `model` beyond its guarantee must leave to the others."""
 
     def make_way(self, model: str, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Ask other models for pages until `num_pages` can be taken for `request` of `model`; whether they can."""
+        """Preempt requests of other models until `num_pages` can be taken for `request` of `model`; return success."""
 
 
 class Ages(Protocol):
-    """How old what a model has cached is, beside what others have."""
+    """Age of a model's oldest cached pages, comparable across models."""
 
     @property
     def next_stamp(self) -> int:
-        """When what is evicted next was released; something is cached."""
+        """The release stamp of the pages that are evicted next. There must be cached pages."""
 
     @property
     def num_next_pages(self) -> int:
-        """Pages of the same age that go first; something is cached."""
+        """Number of pages of that age that are evicted together. There must be cached pages."""
 
 
 class DevicePart:
-    """A PageSource: `guaranteed_bytes` of `memory` are for `cache` whenever it needs them. Writes its `num_free`.
+    """A PageSource: `guaranteed_bytes` of `memory` are available to `cache` on demand. Writes its `num_free`.
 
-    `device` is asked for pages that others have, and writes `is_draining`. `token_budget` is written by the loop that
-    divides the tokens of a round.
-
-    `cache` takes its pages from `pool`; of a model with KV groups these are blocks. Raises ConfigError for a guarantee
-    below 0, and as DeviceMemory does.
+    `device` is asked to preempt other models' requests, and writes `is_draining`. `token_budget` is written by the loop
+    that divides the tokens of a round. `cache` takes its pages from `pool`; for a model with KV groups these are
+    blocks. Raises ConfigError for a guarantee below 0, and as DeviceMemory does.
     """
 
     __slots__ = (
@@ -90,9 +88,9 @@ class DevicePart:
         self.page_bytes = pool.page_bytes
         self.guaranteed_bytes = guaranteed_bytes
         self.claimed_bytes = 0
-        """What a request that waits needs: none that claimed later is admitted with it beyond a guarantee."""
+        """Bytes that a waiting request needs. Requests with later claims may take them only within their guarantee."""
         self.claim = 0
-        """The number of the claim; earlier ones go first."""
+        """The number of the claim; earlier claims are served first."""
         self.token_budget = 0
         self.is_draining = False
         self.is_alone = False
@@ -100,16 +98,16 @@ class DevicePart:
         self._device = device
         memory.add(self)
 
-    # What it has ------------------------------------------------------------------------------------------
+    # Memory -----------------------------------------------------------------------------------------------
 
     @property
     def num_used_bytes(self) -> int:
-        """Of the pages that are in use."""
+        """Bytes of the used pages."""
         return self.cache.num_used * self.page_bytes
 
     @property
     def num_own_bytes(self) -> int:
-        """What it can use of the memory and borrow none: what the guarantees of all others leave."""
+        """Bytes that it can use without borrowing: those that the guarantees of all others leave."""
         return self.memory.num_bytes - sum(
             part.guaranteed_bytes for part in self.memory.parts.values() if part is not self
         )
@@ -121,32 +119,32 @@ class DevicePart:
 
     @property
     def num_beyond_bytes(self) -> int:
-        """Of used and cached pages, how much is more than the guarantee; below 0 for less."""
+        """Bytes of its used and cached pages minus the guarantee; may be negative."""
         return self.pool.num_taken * self.page_bytes - self.guaranteed_bytes
 
     @property
     def next_stamp(self) -> int:
-        """When the run that it would evict next was released; something is cached."""
+        """The release stamp of the run that it would evict next. There must be a cached run."""
         return self._ages.next_stamp
 
     @property
     def num_next_pages(self) -> int:
-        """Pages of the run that it would evict next; something is cached."""
+        """Pages of the run that it would evict next. There must be a cached run."""
         return self._ages.num_next_pages
 
     def is_within(self, num_pages: int) -> bool:
         """Return whether it would use no more than its guarantee with `num_pages` more."""
         return self.num_used_bytes + num_pages * self.page_bytes <= self.guaranteed_bytes
 
-    # What a scheduler asks --------------------------------------------------------------------------------
+    # Queries of a scheduler -------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring `num_free` of the cache up to date."""
+        """Update `num_free` of the cache."""
         self.cache.refresh(self.memory.num_free_bytes // self.page_bytes)
 
     @property
     def num_most(self) -> int:
-        """Pages that one request can be sure to get, in time: what is left if all others use their guarantees."""
+        """Pages that one request is sure to get eventually: those that remain if all others use their guarantees."""
         return self.num_own_bytes // self.page_bytes
 
     @property
@@ -155,26 +153,26 @@ class DevicePart:
         return self.pool.total - self.cache.num_used - self.cache.num_free
 
     def num_free_to_admit(self, num_pages: int) -> int:
-        """Return how many pages a request that is admitted with `num_pages` of them can take now.
+        """Return the pages available now to a request that is admitted with `num_pages` of them.
 
-        Within its own guarantee all that is free; beyond it, what the others have a right to stays free.
+        Within its model's guarantee it can take all free pages; beyond it, pages kept for the others stay free.
         """
         if self.is_within(num_pages):
             return self.cache.num_free
-        # In bytes: what is left of a page may be enough for the others.
+        # In bytes: the rest of a page may be enough for the others.
         kept = self._device.kept_for_others(self.name)
         return (self.memory.num_free_bytes - kept) // self.page_bytes if kept else self.cache.num_free
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
-        """Ask other models for pages until `num_pages` can be taken for `request`; whether they can."""
+        """Preempt requests of other models until `num_pages` can be taken for `request`; return success."""
         return self._device.make_way(self.name, request, num_pages, to_admit=to_admit)
 
     # Claims -----------------------------------------------------------------------------------------------
 
     def make_claim(self, num_pages: int, *, is_new: bool) -> bool:
-        """Claim `num_pages`, or with 0 nothing; return whether others may gain by it.
+        """Claim `num_pages`, or with 0 drop the claim; return whether others may gain by it.
 
-        `is_new`: for another request than the one before.
+        `is_new`: for a different request than the previous claim.
         """
         num_bytes = num_pages * self.page_bytes
         is_less = num_bytes < self.claimed_bytes or (is_new and self.claimed_bytes > 0)
@@ -197,9 +195,9 @@ def open_part(
     watcher: TreeWatcher | None = None,
     tell: Tell | None = None,
 ) -> DevicePart:
-    """Return a part of `memory` with a pool, a tree and a cache of its own.
+    """Return a part of `memory` with a new pool, tree and cache.
 
-    `order` (LruOrder unless given) and `watcher`: see PrefixTree; ages across models are kept around any order. Raises
+    `order` (default LruOrder) and `watcher`: see PrefixTree; any order is wrapped to record ages across models. Raises
     ConfigError for a page larger than the device, and as DevicePart does.
     """
     total = _num_pages(name, memory, page_bytes)
@@ -232,7 +230,7 @@ def open_grouped_part(
 
 
 def _num_pages(name: str, memory: DeviceMemory, page_bytes: int) -> int:
-    """Return how many pages a device has of which a model alone could use all."""
+    """Return the number of pages that the whole device would hold for one model."""
     if not 1 <= page_bytes <= memory.num_bytes:
         raise ConfigError(
             f"one page has {page_bytes:,} bytes; the device has {memory.num_bytes:,}", field=f"{name}.page_bytes"

@@ -1,4 +1,4 @@
-"""The memory of a device as a cache with KV groups sees it: parts of pages draw on the bytes of all models."""
+"""The memory of a device for a cache with KV groups: parts of pages draw on the bytes shared by all models."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Parts(Protocol):
         """Take all bytes from `memory` from now on."""
 
     def resize(self, num_bytes: int) -> None:
-        """Add `num_bytes` empty bytes; below 0, take so many away."""
+        """Add `num_bytes` empty bytes; a negative number removes them."""
 
     @property
     def next_stamp(self) -> int:
-        """When the part was released that is evicted next; something is cached."""
+        """The release stamp of the part that is evicted next. There must be a cached part."""
 
     @property
     def next_bytes(self) -> int:
-        """The bytes of that part, and of those that go right after it."""
+        """Bytes of that part, and of those that are evicted right after it."""
 
 
 class PartsMemory:
     """The SharedMemory of `parts`, a cache of one model, in `memory`.
 
-    Bytes are taken and given back by `pool`, the pages of which are blocks.
+    Bytes are allocated and released through `pool`, whose pages are blocks.
     """
 
     __slots__ = ("_memory", "_parts", "_pool")
@@ -47,7 +47,7 @@ class PartsMemory:
         parts.share(self)
 
     def make_room(self, num_bytes: int) -> None:
-        """See to it that `num_bytes` bytes are empty in the cache. Evicts there, or from others."""
+        """Make `num_bytes` bytes empty in the cache, evicting from it or from other models."""
         self.take_back()
         pool = self._pool
         num_blocks = num_bytes // pool.page_bytes
@@ -56,7 +56,7 @@ class PartsMemory:
         self._parts.resize(num_bytes)
 
     def take_back(self) -> None:
-        """Take what is empty in the cache."""
+        """Return the cache's empty bytes to the pool."""
         parts, pool = self._parts, self._pool
         num_bytes = parts.empty_bytes
         if num_bytes:
@@ -65,19 +65,19 @@ class PartsMemory:
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that the cache could take now: empty or cached, there or elsewhere."""
+        """Bytes that the cache could take now: empty or cached, here or in other models' caches."""
         return self._memory.num_free_bytes + self._parts.empty_bytes
 
     def tick(self) -> int:
-        """Return the stamp of a release that happens now."""
+        """Return the stamp of the present release."""
         return self._memory.clock.tick()
 
     @property
     def next_stamp(self) -> int:
-        """When the part was released that is evicted next; something is cached."""
+        """The release stamp of the part that is evicted next. There must be a cached part."""
         return self._parts.next_stamp
 
     @property
     def num_next_pages(self) -> int:
-        """Blocks of that part, and of those that go right after it."""
+        """Blocks of that part, and of those that are evicted right after it."""
         return self._parts.next_bytes // self._pool.page_bytes

@@ -12,10 +12,10 @@ __all__ = ["SharedPool"]
 
 
 class SharedPool:
-    """Pages of `page_bytes` in `memory`: what is given back is empty for all. A Pool.
+    """A Pool of pages of `page_bytes` in `memory`: a released page becomes empty bytes, available to all models.
 
-    As with virtual memory, each model numbers its pages from 0 to `total` - 1 and the device counts bytes: `numbers`,
-    a pool of `total` pages, says which of its numbers a model uses.
+    As with virtual memory, each model numbers its pages from 0 to `total` - 1 and the device counts bytes: `numbers`, a
+    pool of `total` pages, records which numbers the model uses.
     """
 
     __slots__ = ("_ids", "_memory", "make_room", "num_taken", "page_bytes", "total")
@@ -25,15 +25,15 @@ class SharedPool:
         self._ids = numbers if numbers.has_ids else None
         self.page_bytes = page_bytes
         self.total = numbers.total
-        # Without a call in between: this runs for every page that is taken.
+        # A partial instead of a method, which would add a call: this runs for every page that is taken.
         self.make_room: Callable[[int], None] = partial(memory.make_room, self)
-        """Evicts until so many pages are empty, here or from others."""
+        """Evicts until the given number of pages is empty, from this model or others."""
         self.num_taken = 0
-        """Pages that this model took and did not give back."""
+        """Pages that this model has allocated and not released."""
 
     @property
     def num_empty(self) -> int:
-        """Pages for which there are empty bytes."""
+        """Pages that the empty bytes are enough for."""
         return self._memory.num_empty_bytes // self.page_bytes
 
     @property
@@ -47,7 +47,7 @@ class SharedPool:
         return () if self._ids is None else self._ids.empty_ids
 
     def has_empty(self, count: int) -> bool:
-        """Return False: others may take them at any time."""
+        """Return False: other models may take empty bytes at any time."""
         return False
 
     def take(self, count: int) -> list[PageId] | None:
@@ -58,7 +58,7 @@ class SharedPool:
         return None if self._ids is None else self._ids.take(count)
 
     def give(self, count: int, page_ids: Sequence[PageId] | None) -> None:
-        """Give `count` pages back, as bytes that are empty for all."""
+        """Release `count` pages, as bytes that are empty for all models."""
         self.num_taken -= count
         self._memory.num_empty_bytes += count * self.page_bytes
         assert self.num_taken >= 0, "more pages were given back than were taken"
@@ -66,5 +66,5 @@ class SharedPool:
             self._ids.give(count, page_ids)
 
     def check(self, num_free: int, num_cached: int) -> None:
-        """Assert law L1 for the device. What is free here may have changed since the cache was refreshed."""
+        """Assert law L1 for the device. The free pages here may have changed since the cache was refreshed."""
         self._memory.check()

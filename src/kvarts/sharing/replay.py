@@ -1,4 +1,4 @@
-"""Replay of several models on one device, or on several devices that are alike."""
+"""Replay of several models on one device, or on several identical devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NS_PER_S = 1e9
 
 
 class TurnExecutor(SimExecutor):
-    """A SimExecutor with turns of no time where its model gave way to another and has nothing left to compute."""
+    """A SimExecutor whose empty steps, of a model that was preempted and has nothing to compute, take no time."""
 
     def __init__(self, cost: CostModel) -> None:
         super().__init__(cost)
@@ -57,12 +57,11 @@ def replay_several(
     on_progress: Callable[[int], object] | None = None,
     observers_of: ObserversOf | None = None,
 ) -> SharedReport:
-    """Replay a trace for each model of `config`, and report, of each and of the device.
+    """Replay a trace for each model of `config`, and report on each model and the device.
 
-    `on_progress` is told how many requests have ended since it was last told. `observers_of` answers what observes the
-    events of a model, by its name, or with several devices of a model on one of them, by its name and the number of the
-    device; to be observed, a replay goes step by step. Raises ConfigError for a model without a trace, and for one more
-    trace.
+    `on_progress` receives the number of requests that have ended since its last call. `observers_of` returns the
+    observers of a model's events, by its name, or with several devices by its name and the number of the device; an
+    observed replay runs step by step. Raises ConfigError for a model without a trace, and a trace without a model.
     """
     config.check_traces(traffic)
     traces = {name: trace_of(traffic[name]) for name in config.models}
@@ -95,7 +94,7 @@ def replay_several(
             tenants,
             FairQueue(each.device, tenants) if is_timed else Rounds(each.device, tenants),
             Contest(tenants, of_time=is_timed),
-            # To be observed, all go step by step; and of parts it is not known what many turns take and give back.
+            # Observed devices go step by step. So do KV groups: the parts that a leap takes and releases are not known.
             step_by_step=config.each.step_by_step or config.has_groups or any(device.is_observed for device in opened),
             audit=config.each.audit,
             changes=config.changes,
@@ -133,7 +132,7 @@ def replay_several(
 
 
 class OpenedDevice(msgspec.Struct, frozen=True):
-    """A device with an engine of every model, and what keeps their steps, both by model."""
+    """A device, and by model its engine and the log of its steps."""
 
     device: SharedDevice
     tenants: dict[str, Tenant]

@@ -1,4 +1,4 @@
-"""The report of a replay of several models: one of each model, and one of each device that they share."""
+"""The report of a replay of several models: on each model, and on each shared device."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def jain_index(shares: list[float]) -> float | None:
 
 
 class SharedReport:
-    """The outcome of a replay of several models. `reports` is by model; `summary` is what `--json` prints.
+    """The outcome of a replay of several models. `reports` is by model; `summary` is printed by `--json`.
 
-    `devices`: what happened on each. `num_reclaimed`: by model, how many of its requests were preempted for other
-    models. `baselines`: reports of each model by the name of what it is compared with, `split` and `slice`.
+    `devices`: the outcome on each device. `num_reclaimed`: by model, how many of its requests were preempted for other
+    models. `baselines`: reports of each model, by the name of the baseline, `split` or `slice`.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class SharedReport:
 
     @cached_property
     def loans(self) -> list[LoanPeriod]:
-        """Return every loan period by its beginning. A loan is use beyond a guarantee, at the mark of each step."""
+        """Return every loan period, ordered by start. A loan is use beyond a guarantee, at the mark of each step."""
         periods = [period for device in self.devices for period in device.loans]
-        # Periods of one device come by lender and borrower, and devices by number.
+        # Periods of one device are ordered by lender and borrower, and devices by number.
         return sorted(periods, key=lambda period: period.since_ms)
 
     @cached_property
@@ -73,9 +73,9 @@ class SharedReport:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Return the whole report as one value that JSON can hold.
+        """Return the whole report as a JSON value.
 
-        One device is `device`; of several, `devices` has each and `total` all of them together.
+        A single device is in `device`; several are in `devices`, and all of them together in `total`.
         """
         of_models = {name: report.summary for name, report in self.reports.items()}
         duration_ms = max(summary["duration_ms"] for summary in of_models.values())
@@ -95,7 +95,7 @@ class SharedReport:
         }
 
     def _of_models(self, of_models: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return what is said of each model beside what is said of a replay of one; sums are over all devices."""
+        """Return the figures of each model that a report on one model lacks; sums are over all devices."""
         config, devices = self.config, self.devices
         tokens = {name: sum(device.num_tokens[name] for device in devices) for name in of_models}
         busy_ms = {name: sum(device.busy_ms[name] for device in devices) for name in of_models}
@@ -127,7 +127,7 @@ class SharedReport:
         return models
 
     def _totals(self, devices: Sequence[OfDevice], counts: Mapping[str, int], duration_ms: float) -> dict[str, Any]:
-        """Return what is said of one device, or of all together, with the counts of its requests."""
+        """Return the figures of `devices`, with the counts of their requests."""
         config = self.config
         contested = _contested(config, devices).values()
         if config.turns == "time":
@@ -150,13 +150,13 @@ class SharedReport:
         }
 
     def _of_all(self, of_models: Mapping[str, dict[str, Any]], duration_ms: float) -> dict[str, Any]:
-        """Return what is said of all devices together."""
+        """Return the figures of all devices together."""
         counted = (*COUNTS, "num_output_tokens")
         counts = {name: sum(summary[name] for summary in of_models.values()) for name in counted}
         return self._totals(self.devices, counts, duration_ms)
 
     def _of_one(self, number: int, duration_ms: float) -> dict[str, Any]:
-        """Return what is said of one of several devices. Its requests are those that were sent to it."""
+        """Return the figures of one of several devices. Its requests are those that were routed to it."""
         counts: Counter[str] = Counter()
         for report in self.reports.values():
             columns = report.requests
@@ -170,7 +170,7 @@ class SharedReport:
         return {**self._totals([device], counts, duration_ms), **_loans(device, duration_ms)}
 
     def to_json(self) -> bytes:
-        """Return the summary as indented JSON, with a line end."""
+        """Return the summary as indented JSON, with a newline at the end."""
         return msgspec.json.format(msgspec.json.encode(self.summary), indent=2) + b"\n"
 
     def loans_jsonl(self) -> bytes:
@@ -180,7 +180,7 @@ class SharedReport:
 
 
 def _contested(config: SharingConfig, devices: Sequence[OfDevice]) -> dict[str, Contested]:
-    """Return what each model had of contested turns on all of `devices`."""
+    """Return each model's contested turns on all of `devices`."""
     return {name: sum((device.contested[name] for device in devices), Contested()) for name in config.models}
 
 

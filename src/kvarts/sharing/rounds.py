@@ -1,13 +1,12 @@
-"""Which model has the next turn on a device, and how many tokens it may compute.
+"""Turns in rounds: the next model on a device, and how many tokens it may compute.
 
-Models take turns in the order in which they were registered; a round is a turn of each. Budgets are divided when a
-model has prompt tokens to compute, at most once a round, among the models that have work: a model that only decodes
-counts with the tokens of its decodes, a model with prompts with all that it may have. If all models only decode, each
-has what it needs. A budget that is too small for all decodes of its model is saved until it is not: a step decodes all
-or none.
+Models take turns in the order in which they were registered; a round is one turn of each. Budgets are divided when a
+model has prompt tokens to compute, at most once per round, among the models that have work: a model that only decodes
+demands the tokens of its decodes, a model with prompts all that it may have. If all models only decode, each has the
+tokens that it needs. A budget too small for all decodes of its model is saved up: a step decodes all or none.
 
-A model that runs on borrowed memory has more requests at once, and longer steps, than on its own. While a model that
-lends memory has prompt tokens to compute, the borrower leaves it three of four turns.
+A model that runs on borrowed memory has more requests at once, and longer steps, than alone. While a model that lends
+memory has prompt tokens to compute, the borrower leaves three of four turns to it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from kvarts.sharing.tenant import Tenant
 __all__ = ["Rounds"]
 
 TURNS_OF_BORROWER = 4
-"""A model on borrowed memory has one of so many turns while a lender has prompts."""
+"""While a lender has prompts, a model on borrowed memory has one turn in this number of turns."""
 
 
 class Rounds:
-    """A TurnOrder. Owner of the place in the round, and of the tokens that are given and spent in it."""
+    """A TurnOrder. Owner of the place in the round, and of the tokens granted and spent in it."""
 
     def __init__(self, device: SharedDevice, tenants: Sequence[Tenant]) -> None:
         self._device = device
@@ -41,7 +40,7 @@ class Rounds:
         self._num_spent = 0
         """Tokens computed in this round since budgets were divided."""
         self._round_ns = 10_000_000
-        """How long a round took when many turns were last done at once; before that, a guess."""
+        """Duration of a round in the last leap of many turns; before that, a guess."""
 
     def begin(self) -> None:
         """Begin a round."""
@@ -49,7 +48,7 @@ class Rounds:
         self._granted = None
 
     def next(self, now_ns: int) -> Tenant | None:
-        """Go on to the model that has the next turn, of those that can step, and return it; None if none can.
+        """Advance to the next model that can step, and return it; None if no model can.
 
         A round ends with its last model.
         """
@@ -64,7 +63,7 @@ class Rounds:
         return None
 
     def pass_turn(self, tenant: Tenant) -> None:
-        """Go on to the model after `tenant`."""
+        """Advance to the model after `tenant`."""
         self._place = self._tenants.index(tenant) + 1
 
     def _can_step(self, tenant: Tenant, now_ns: int) -> bool:
@@ -73,7 +72,7 @@ class Rounds:
     # Budgets ----------------------------------------------------------------------------------------------
 
     def take_budget(self, tenant: Tenant, now_ns: int) -> int | None:
-        """Return the tokens that `tenant` may compute in its turn, which is over if these are too few: then None."""
+        """Return the token budget of the turn; None if it is too small to run, which ends the turn."""
         budget = self._budget(tenant, now_ns)
         if budget < max(1, tenant.scheduler.wheel.num_decoding):
             tenant.saved = budget
@@ -94,7 +93,7 @@ class Rounds:
             self._num_spent = 0
         granted = self._granted.get(tenant.name)
         if granted is None:
-            # It had no work when budgets were divided: it may have what no model has used or may still use.
+            # Without work when budgets were divided, it may have the tokens that no model has used or may still use.
             self._num_working += 1
             to_come = self._tenants[self._place :]
             granted = budgets.total - self._num_spent - sum(self._granted.get(other.name, 0) for other in to_come)
@@ -102,7 +101,7 @@ class Rounds:
         return granted + tenant.saved
 
     def _has_turn(self, tenant: Tenant) -> bool:
-        """Return whether `tenant` has this turn, or leaves it to models that lend memory."""
+        """Return whether `tenant` takes this turn, or leaves it to models that lend memory."""
         if tenant.part.num_used_bytes <= tenant.part.num_own_bytes:
             return True
         if not any(other.wants_tokens and other.part.is_lending for other in self._tenants):
@@ -112,7 +111,7 @@ class Rounds:
         return num_left == TURNS_OF_BORROWER - 1
 
     def only_decode(self, working: Sequence[Tenant]) -> bool:
-        """Return whether each model needs a token for each decode only, and all of them together fit in the round."""
+        """Return whether each model needs only one token per decode, and all of them together fit in the round."""
         budgets = self._device.budgets
         total = 0
         for tenant in working:
@@ -141,7 +140,7 @@ class Rounds:
         return {name: granted[name] for name in demands}
 
     def spend(self, tenant: Tenant, num_tokens: int, duration_ns: int) -> None:
-        """Count tokens that `tenant` computed."""
+        """Count the tokens that `tenant` computed."""
         self._num_spent += num_tokens
 
     # Many turns at once -----------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class Rounds:
         return self._granted is None
 
     def in_turn(self) -> list[Tenant] | None:
-        """Return all models that are not stalled, the one with the next turn first; None if they have to divide."""
+        """Return all models that are not stalled, the next one first; None if tokens have to be divided."""
         tenants, place = self._tenants, self._place
         active = [tenant for tenant in (*tenants[place:], *tenants[:place]) if not tenant.is_stalled]
         return active if self.only_decode(active) else None
@@ -162,11 +161,11 @@ class Rounds:
         return [num_rounds + 1] * len(active)
 
     def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> Iterator[int]:
-        """Iterate over all places in order, again and again."""
+        """Yield all places in order, repeatedly."""
         return cycle(range(len(active)))
 
     def leap(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> None:
-        """Go on to the model after the last one."""
+        """Advance to the model after the last one."""
         for tenant in active:
             tenant.saved = 0
         num_turns = sum(map(len, durations_ns))

@@ -1,4 +1,4 @@
-"""The step log of an engine that shares its device: between two of its steps, other models have turns."""
+"""The step log of an engine that shares its device: other models have turns between its steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TurnLog(StepLog):
         self._withheld = PackedColumn("i")
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Keep what `events` say of steps."""
+        """Record the steps in `events`."""
         super().observe(events)
         starts_ns, cached, withheld = self._starts_ns.recent, self._cached.recent, self._withheld.recent
         for event in events:
@@ -46,13 +46,13 @@ class TurnLog(StepLog):
 
     @property
     def starts_ns(self) -> Column:
-        """The start of each step; other models may have had turns since the step before."""
+        """The start of each step; other models may have had turns since the previous step."""
         return self._starts_ns.whole()
 
     def gaps(self) -> Iterator[tuple[Column, Column]]:
-        """Return the time from the end of the step before to the end of each step, and its decodes, by slabs.
+        """Yield the time from the end of the previous step to the end of each step, and its decodes, by slabs.
 
-        Of the first step, its duration.
+        For the first step, the time is its duration.
         """
         before_ns = None
         for slab, starts_ns in zip(self.slabs(), self._starts_ns.blocks(), strict=True):
@@ -62,7 +62,7 @@ class TurnLog(StepLog):
 
     @property
     def end_ns(self) -> int:
-        """When the last step ended; 0 if there is none."""
+        """The end of the last step; 0 without steps."""
         return int(self.starts_ns[-1] + self.durations_ns[-1]) if len(self) else 0
 
     def cached(self) -> Column:

@@ -1,4 +1,4 @@
-"""Many turns at once: those that are certain to be alike, and what they take.
+"""Leaps over many turns that are certain to be identical, and the pages that they take.
 
 In these turns all running requests decode, and no request arrives or finishes before the last of them.
 """
@@ -17,7 +17,7 @@ __all__ = ["Stride", "Strides", "plan_strides"]
 
 
 class Stride:
-    """The steps of one model in many turns done at once: pages and duration of each, and the state before it."""
+    """The steps of one model in many turns executed at once: pages and duration of each, and the state before it."""
 
     __slots__ = (
         "cache",
@@ -38,7 +38,7 @@ class Stride:
         self.durations_ns = tenant.decode_ns(num_steps)
         self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps)
         self.horizon = horizon
-        """The step after which others can no longer be certain: it may end requests."""
+        """The last certain step: it may end requests."""
         self.last_turn = -1
         """The number of the turn of its last step."""
         self.num_unused = cache.pool.total - cache.num_used
@@ -61,7 +61,7 @@ class Stride:
 class Strides:
     """Turns that begin before `until_ns`, of the models of `strides` in `order`.
 
-    They end with the first step at its horizon, or when no more durations are known.
+    They end with the first step at its horizon, or at the end of the known durations.
     """
 
     def __init__(self, strides: Sequence[Stride], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
@@ -69,7 +69,7 @@ class Strides:
         self._order = order
         self._until_ns = until_ns
         self._is_apart = is_apart
-        """Whether each model has memory of its own."""
+        """Whether each model has separate memory."""
 
     def shorten(self, until_ns: int) -> None:
         """Leave out turns that do not begin before `until_ns`."""
@@ -81,7 +81,7 @@ class Strides:
         return self._order.places(active, [stride.durations_ns for stride in self._strides])
 
     def certain_until(self, now_ns: int) -> int:
-        """Return until when no request ends if the turns began at `now_ns`; nothing is taken."""
+        """Return the time before which no request ends if the turns begin at `now_ns`, without taking pages."""
         strides = self._strides
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         num_done = [0] * len(strides)
@@ -104,13 +104,13 @@ class Strides:
         return min(now_ns, self._until_ns)
 
     def take(self, now_ns: int) -> tuple[list[Stride], int]:
-        """Take the pages of as many turns as can have theirs, from `now_ns` on.
+        """Take the pages of as many turns as possible, from `now_ns` on.
 
         Return the strides that have steps, in the order in which they end, and the end of the last. Pages are taken
-        turn by turn, because the pages that one model takes may be evicted from another.
+        turn by turn, because taking pages for one model may evict those of another.
         """
         strides = self._strides
-        # What is taken is no longer free. A model with memory of its own has its own count.
+        # Taken bytes are no longer free. A model with separate memory has a separate count.
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         sizes = [stride.tenant.part.page_bytes for stride in strides]
         is_apart, until_ns = self._is_apart, self._until_ns
@@ -148,7 +148,7 @@ class Strides:
 def plan_strides(
     device: SharedDevice, tenants: Sequence[Tenant], order: TurnOrder, now_ns: int, until_ns: int
 ) -> Strides | None:
-    """Return the turns that are certain to be alike, from `now_ns` to `until_ns`; None if there are none."""
+    """Return the turns from `now_ns` to `until_ns` that are certain to be identical; None without any."""
     if not order.may_leap():
         return None
     for tenant in tenants:
@@ -168,7 +168,7 @@ def plan_strides(
         waiting = tenant.scheduler.waiting
         if waiting.num_waiting:
             until_ns = min(until_ns, waiting.holds_until_ns(now_ns))
-    # Ask for no more durations than reach `until_ns`.
+    # Compute only the durations that reach `until_ns`.
     guesses = order.steps_until(active, horizons, until_ns - now_ns)
     strides = [
         Stride(tenant, min(guess, horizon), horizon)

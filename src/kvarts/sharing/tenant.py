@@ -1,4 +1,4 @@
-"""One model on one device: its engine, and what it could do in its next turn."""
+"""One model on one device: its engine, and whether it could step in its next turn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Tenant"]
 
 
 class Tenant:
-    """One model of `device`, on which it is registered by `name`: its engine, behind a router if there are several.
+    """One model of `device`, registered as `name`: its engine, behind a router if there are several devices.
 
-    `weight`: as TokenBudgets takes it.
+    `weight`: as in TokenBudgets.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Tenant:
         self.scheduler = engine.scheduler
         self.tiers = engine.tiers
         self.is_fresh = False
-        """Whether something happened since its tiers were last looked at: a step, an arrival, a transfer's end."""
+        """Whether a step, an arrival or the end of a transfer has happened since its tiers were last checked."""
         self._decode_ns = executor.decode_ns
         self.part = part
         self.cache = part.cache
@@ -45,9 +45,9 @@ class Tenant:
         self.saved = 0
         """Tokens saved from budgets that were too small for a step."""
         self.settled = array("q")
-        """When pages went out of use other than within a step: the step before, the time, and the pages still used."""
+        """Releases of pages outside steps: the previous step, the time, and the pages still used."""
         self.step_ns = 10_000_000
-        """How long its last step took; before that, a guess."""
+        """Duration of its last step; before that, a guess."""
 
     def submit(self, request: Request, now_ns: int) -> str | None:
         """Queue `request` at `now_ns`; or return the reason why it can never run."""
@@ -59,7 +59,7 @@ class Tenant:
         return reason
 
     def cancel(self, request: Request, now_ns: int) -> None:
-        """Drop `request` at `now_ns`, between turns; models that wait for memory look again."""
+        """Drop `request` at `now_ns`, between turns; models that wait for memory try again."""
         num_released = self.cache.num_released
         self.engine.now_ns = max(self.engine.now_ns, now_ns)
         self.engine.cancel(request)
@@ -70,17 +70,17 @@ class Tenant:
         self._device.retry_blocked()
 
     def settle(self, now_ns: int) -> None:
-        """Take note that pages went out of use at `now_ns`, between two steps."""
+        """Record a release of pages at `now_ns`, between two steps."""
         self.settled.extend((self.scheduler.wheel.step - 1, now_ns, self.cache.num_used))
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a step could compute nothing until pages come back, a load ends, or admission is resumed."""
+        """Whether a step could compute nothing until pages are released, a load ends, or admission is resumed."""
         scheduler = self.scheduler
         if scheduler.running.num_running or (self.tiers is not None and self._has_loaded):
             return False
         can_admit = scheduler.waiting.num_waiting and not scheduler.pages.is_draining
-        # Where no request runs, all places are taken by requests that wait for loads.
+        # If no request runs, all places are taken by requests that wait for loads.
         return not (can_admit and scheduler.blocked is not Blocked.PAGES and scheduler.blocked is not Blocked.SEQS)
 
     @property
@@ -91,7 +91,7 @@ class Tenant:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether it could compute more than a token for each decode."""
+        """Whether it could compute more than one token per decode."""
         scheduler = self.scheduler
         if scheduler.running.chunked or (self.tiers is not None and self._has_loaded):
             return True
@@ -99,19 +99,19 @@ class Tenant:
         return bool(can_admit) and scheduler.blocked in (Blocked.NOT, Blocked.BUDGET)
 
     def store(self, now_ns: int) -> None:
-        """Begin to store, between turns, what is to be stored at `now_ns`; there are tiers."""
+        """Begin the stores that are due at `now_ns`, between turns. There must be tiers."""
         loads = self.scheduler.loads
         assert loads is not None
         loads.take_ended()
         loads.tiers.plan_stores(now_ns)
 
     def decode_ns(self, num_steps: int) -> list[int]:
-        """Return how long the next `num_steps` steps take, if they are alike."""
+        """Return the durations of the next `num_steps` steps if they are identical."""
         wheel, pool_tokens = self.scheduler.wheel, self.engine.config.pool_tokens
         return self._decode_ns(wheel.num_decoding, wheel.known_tokens, pool_tokens, num_steps)
 
     def leap(self, durations_ns: list[int], pages_taken: list[int], turns: Turns) -> None:
-        """Start steps that are alike, each in its own turn; their pages were taken already. `end_leap` must follow."""
+        """Start identical steps, each in its own turn, whose pages were already taken. `end_leap` must follow."""
         engine, scheduler = self.engine, self.scheduler
         assert engine.log.tell_details is None, "what happens in many turns at once is not told in detail"
         scheduler.advance(len(durations_ns), is_taken=True)

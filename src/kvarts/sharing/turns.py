@@ -1,10 +1,10 @@
 """The turns of several models on one device: one at a time, each one step within the budget of its model.
 
-A device starts, at any time after requests arrived and health changed, in this order: transfers that are due are ended,
-what the step before completed is stored below its model, since others may evict it before the model's next turn, and
-the next model in turn starts a step. If no model can step, the device waits for the end of the next transfer, or for
-the next change of health. If all running requests only decode, and no model has tiers, many turns are done at once; the
-records of these are the same as if the turns had been done one by one.
+At any time, after arrivals and changes of health, a device does in this order: it ends the transfers that are due; it
+stores the pages that the previous step completed in the tiers below its model, since others may evict them before the
+model's next turn; and the next model in turn starts a step. If no model can step, the device waits for the end of the
+next transfer, or for the next change of health. If all running requests only decode, and no model has tiers, many turns
+are executed at once; their records are the same as if the turns had been executed one by one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NS_PER_S = 1e9
 
 
 class TurnLoop:
-    """A Runner: the models of one device, by turns. `device` has them registered by the names of `tenants`.
+    """A Runner: executes the models of one device in turns. `device` has them registered by the names of `tenants`.
 
-    Owner of what is under way: a step, many turns at once, or a pause. `changes`: of health; one takes effect at the
-    end of what is under way at its time.
+    Owner of the current work: a step, many turns at once, or a pause. `changes`: of health; each takes effect at the
+    end of the work that is running at its time.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TurnLoop:
         self._device = device
         self._tenants = list(tenants)
         self._with_tiers = [(tenant, tenant.tiers) for tenant in tenants if tenant.tiers is not None]
-        # With tiers, what one model takes may have to be stored by another first: exactness comes before speed.
+        # With tiers, one model's pages may have to be stored before another can take them. Exactness takes precedence.
         self._leaps = not step_by_step and not self._with_tiers
         self._audit = audit
         self._changes = sorted(changes, key=lambda change: change.time_ns)
@@ -59,35 +59,34 @@ class TurnLoop:
         self._order = order
         self.contest = contest
         self._wanting = 0, 0
-        """Which models wanted something when the step under way began."""
+        """The models that wanted something when the current step began, and those that waited for memory."""
         self.now_ns = 0
-        """The end of what is under way; without that, the time that the device has reached."""
+        """The end of the current work; without any, the time that the device has reached."""
         self.is_pausing = False
-        """Whether the device waits: nothing can be computed before a transfer ends, health changes or a request
-        arrives."""
+        """Whether the device waits: no step can start before a transfer, a change of health or an arrival."""
         self._is_under_way = False
         self._stepping: Tenant | None = None
-        """The model that has a step under way; None for many turns at once."""
+        """The model whose step is running; None for many turns at once."""
         self._since_ns = 0
-        """When that step began."""
+        """The start of that step."""
         self._to_store: Tenant | None = None
-        """The model, with tiers, that did the last step, if what it completed is not stored yet."""
+        """The model, with tiers, of the last step, if the pages that it completed are not stored yet."""
         self._last: Stride | None = None
-        """Of many turns at once, the steps of the model that has the last one."""
+        """In a leap of many turns, the steps of the model that has the last one."""
         self._num_released = 0
-        """How many pages of the model with the last step under way had gone out of use before it."""
+        """The number of pages that the model of the last running step had released before it."""
         self._planned: Strides | None = None
-        """What `quiet_until` found for the call of `start` that follows it."""
+        """The plan of `quiet_until`, for the call of `start` that follows it."""
         self._failed: list[tuple[Request, str]] = []
         self._dropping: list[tuple[Request, Routed]] = []
-        """Requests that were given up since what is under way began."""
+        """Requests that were cancelled since the current work began."""
         self._change()
 
-    # What moves a device ----------------------------------------------------------------------------------
+    # Interface of a Runner --------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do or to wait for: requests, transfers, or changes of health."""
+        """Whether there are requests, transfers, or changes of health to come."""
         return (
             bool(self._changes)
             or any(tenant.engine.has_work for tenant in self._tenants)
@@ -105,9 +104,9 @@ class TurnLoop:
             self._order.begin()  # as after a pause: no model could step until now
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
-        """Start a turn at `now_ns`, and all that are certain to be alike and start before `until_ns`.
+        """Start a turn at `now_ns`, and all that are certain to be identical and start before `until_ns`.
 
-        Return when the last one ends, or the pause; NEVER_NS, with nothing under way, if there is nothing to wait for.
+        Return the end of the last one, or of the pause; NEVER_NS, without starting work, if nothing is to come.
         """
         assert not self._is_under_way
         self.now_ns = self._device.now_ns = now_ns
@@ -122,7 +121,7 @@ class TurnLoop:
             if (may_leap and self._leap(until_ns)) or self._begin(tenant):
                 self._is_under_way = True
                 return self.now_ns
-            # After a turn without a step, many turns may be certain of which `quiet_until` knew nothing.
+            # A turn without a step may make more turns certain than `quiet_until` has planned.
             may_leap = False
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
@@ -136,7 +135,7 @@ class TurnLoop:
         return True
 
     def finish(self) -> list[Request]:
-        """End what `start` started; return the requests that finished, then those dropped.
+        """End the work of `start`; return the requests that finished, then those dropped.
 
         `take_failed` returns those that failed.
         """
@@ -178,7 +177,7 @@ class TurnLoop:
         return finished
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
-        """Do turns as long as one can be done that starts before `until_ns`; add what finished to `finished`."""
+        """Execute all turns that start before `until_ns`; add finished requests to `finished`."""
         while True:
             if self._is_under_way:
                 if self.now_ns > until_ns:
@@ -188,14 +187,14 @@ class TurnLoop:
                 return
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
-        """Do steps as `run_until` does; return `until_ns`, from which on something may end."""
+        """Execute steps as `run_until` does; return `until_ns`, the earliest time at which anything else may end."""
         self.run_until(until_ns, finished)
         return until_ns
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """Return until when no request can end if many turns could start now; None if only one could.
+        """Return the time before which no request can end if many turns could start now; None if only one could.
 
-        What it plans is for a call of `start` at `now_ns`, unless a request arrives before that.
+        Its plan is for a call of `start` at `now_ns`, unless a request arrives before that.
         """
         self._device.now_ns = now_ns
         if not self._leaps or self._order.next(now_ns) is None:
@@ -207,7 +206,7 @@ class TurnLoop:
         return until_ns if until_ns > now_ns else None
 
     def flush(self) -> None:
-        """Hand all waiting events to the readers of the logs."""
+        """Pass all buffered events to the readers of the logs."""
         for tenant in self._tenants:
             tenant.engine.log.flush()
         self._device.check()
@@ -215,12 +214,12 @@ class TurnLoop:
     # Health -----------------------------------------------------------------------------------------------
 
     def take_failed(self) -> list[tuple[Request, str]]:
-        """Return the requests that failed since this was last asked, and why."""
+        """Return the requests that failed since the last call, with the reasons."""
         failed, self._failed = self._failed, []
         return failed
 
     def give_up(self) -> None:
-        """Fail the requests that wait, because no model can go on and no change is to come."""
+        """Fail the waiting requests, because no model can step and no change is to come."""
         for tenant in self._tenants:
             waiting = list(tenant.scheduler.waiting)
             assert not waiting or self._device.health(tenant.name) == "degraded", (
@@ -232,7 +231,7 @@ class TurnLoop:
             tenant.is_fresh = False
 
     def _change(self) -> None:
-        """Make the changes of health that are due."""
+        """Apply the changes of health that are due."""
         while self._changes and self._changes[0].time_ns <= self.now_ns:
             self._store_completed()
             change = self._changes.pop(0)
@@ -263,7 +262,7 @@ class TurnLoop:
         return self._changes[0].time_ns if self._changes else NEVER_NS
 
     def _begin(self, tenant: Tenant) -> bool:
-        """Begin the turn of `tenant`; return whether a step is under way, or else the turn is over."""
+        """Begin the turn of `tenant`; return whether a step is running. If not, the turn is over."""
         self._order.pass_turn(tenant)
         budget = self._order.take_budget(tenant, self.now_ns)
         if budget is None:
@@ -298,13 +297,13 @@ class TurnLoop:
     # Tiers ------------------------------------------------------------------------------------------------
 
     def _store_completed(self) -> None:
-        """Do, once, what is to be done below the model that did the last step."""
+        """Store, once, the completed pages of the model that executed the last step."""
         if self._to_store is not None:
             tenant, self._to_store = self._to_store, None
             self._store(tenant)
 
     def _store(self, tenant: Tenant) -> None:
-        """End what is due below `tenant` after its turn, and begin to store what it completed."""
+        """End transfers of `tenant` that are due after its turn, and begin to store the pages that it completed."""
         tiers = tenant.tiers
         assert tiers is not None
         self._end_transfers(tenant, tiers)
@@ -312,7 +311,7 @@ class TurnLoop:
             tenant.store(self.now_ns)
 
     def _look_below(self, tenant: Tenant, tiers: LowerTiers) -> None:
-        """End what is due below `tenant`; if it cannot step, begin what is to be stored, in place of its next step."""
+        """End transfers of `tenant` that are due; if it cannot step, begin its stores in place of its next step."""
         engine = tenant.engine
         self._end_transfers(tenant, tiers)
         if tenant.is_fresh and tenant.is_stalled:
@@ -339,7 +338,7 @@ class TurnLoop:
         return plan_strides(self._device, self._tenants, self._order, now_ns, until_ns)
 
     def _leap(self, until_ns: int) -> bool:
-        """Start as many turns as are certain to be alike; return False if there are none."""
+        """Start as many turns as are certain to be identical; return False without any."""
         strides, self._planned = self._planned, None
         if strides is not None:
             strides.shorten(until_ns)

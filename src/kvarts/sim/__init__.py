@@ -1,1 +1,1 @@
-"""Virtual time: replay of traffic through the engine, with leaps over steps that are alike."""
+"""Virtual time: replay of traffic through the engine, with leaps over identical steps."""

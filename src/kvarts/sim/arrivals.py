@@ -1,4 +1,4 @@
-"""The requests of one model on their way in: where they come from, which engine they go to, what became of them."""
+"""The incoming requests of one model: their source, the engine that each is sent to, and their outcome."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["Arrivals", "SessionsKept"]
 
 
 class SessionsKept(Protocol):
-    """What engines keep of the sessions of a trace, between their turns.
+    """The state that engines keep of a trace's sessions between turns.
 
-    Promises: it changes only what it keeps itself, and requests before they are submitted.
+    Promises: it changes only its own state, and requests before they are submitted.
     """
 
     @property
     def totals(self) -> Mapping[str, int]:
-        """What is counted of all sessions, for the report."""
+        """Counts over all sessions, for the report."""
 
     def replica_of(self, row: TraceRequest, now_ns: int) -> int | None:
-        """Return the replica that has the session of `row`; None if none has, and the router is free."""
+        """Return the replica that has the session of `row`; None if none has: the router then chooses."""
 
     def begin(self, request: Request, row: TraceRequest, replica: int) -> str | None:
-        """Let `request` be the next turn of its session; return the reason why it cannot be, or None."""
+        """Make `request` the next turn of its session; return the reason if it cannot be, else None."""
 
     def end(self, request: Request, row: TraceRequest, now_ns: int, *, is_refused: bool) -> None:
-        """Note that a turn has ended, or was refused, before its source hears of it."""
+        """Record that a turn has ended, or was refused, before its source is notified."""
 
 
 class Arrivals(Informed):
-    """The traffic of one model. Its `engines`, all of one configuration, stand behind `router`.
+    """The traffic of one model. Its `engines`, all of one configuration, are behind `router`.
 
-    Owner of the numbers that requests get in arrival order. `priority` is added to that of each request. `sessions`:
-    what is kept of them; left out, a turn is a request as any other. `delay_ns`: how long before it reaches an engine
-    a request was sent. `timeout_ns`: how long after that its client gives it up, and sends it again if the source says
-    so; a row may name an earlier time, at which it is given up for good.
+    Owner of the numbers that requests get in arrival order. `priority` is added to the priority of each request.
+    `sessions`: their state between turns; without it, a turn is a request like any other. `delay_ns`: time from the
+    sending of a request to its arrival at an engine. `timeout_ns`: time after sending at which the client gives the
+    request up, and sends it again if the source retries; a row may name an earlier time, after which it does not retry.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Arrivals(Informed):
         self._priority = priority
         self._sessions = sessions
         self._page_size = engines[0].config.page_size
-        # In the profile of the mocker, every generated token differs from all others.
+        # In the mocker profile, every generated token differs from all others.
         self._know_output = engines[0].config.profile != "mocker"
         self._num_arrived = 0
         self._delay_ns = delay_ns
@@ -88,9 +88,9 @@ class Arrivals(Informed):
         return request, row
 
     def choose(self, request: Request, row: TraceRequest, now_ns: int) -> int | None:
-        """Return the number of the engine that `request`, which arrives at `now_ns`, goes to.
+        """Return the number of the engine for `request`, which arrives at `now_ns`.
 
-        None: it waits in the router, see `take_placed`.
+        None: the request waits in the router until `take_placed` returns it.
         """
         router = self.router
         if self._sessions is not None:
@@ -107,7 +107,7 @@ class Arrivals(Informed):
         return index
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, TraceRequest, int]]:
-        """Return the requests that waited in the router and go to an engine now, with their rows."""
+        """Return the requests that waited in the router and are now placed, each with its row and its engine."""
         return [(request, self._held.pop(request), index) for request, index in self.router.take_placed(now_ns)]
 
     def holds(self, request: Request) -> bool:
@@ -123,7 +123,7 @@ class Arrivals(Informed):
         self.note_cancelled(request, row, NO_REPLICA)
 
     def submit(self, request: Request, row: TraceRequest, index: int, now_ns: int) -> str | None:
-        """Queue `request` in an engine, at `now_ns`; or return the reason why it can never run."""
+        """Queue `request` in an engine at `now_ns`, or return the reason why it can never run."""
         if self._sessions is not None:
             reason = self._sessions.begin(request, row, index)
             if reason is not None:
@@ -131,7 +131,7 @@ class Arrivals(Informed):
         return self.engines[index].submit(request, now_ns)
 
     def end(self, request: Request, row: TraceRequest, index: int) -> None:
-        """Take note that `request` ended in an engine."""
+        """Record that `request` ended in an engine."""
         self.log.end(request, row, index)
         if self.router.is_told:
             self.router.ended(request.index)
@@ -140,20 +140,20 @@ class Arrivals(Informed):
         self.source.done(row, request.last_token_ns)
 
     def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
-        """Return when the client of `request` gives it up unless it has ended; None for never."""
+        """Return when the client of `request` gives it up if it has not ended by then; None for never."""
         after_ns = row.cancel_after_ns
         if after_ns is None or (self._timeout_ns is not None and self._timeout_ns < after_ns):
             after_ns = self._timeout_ns
         return None if after_ns is None else request.arrival_ns + after_ns
 
     def cancel(self, request: Request, row: TraceRequest, index: int) -> None:
-        """Take note that `request` was dropped by an engine, because its client gave it up."""
+        """Record that an engine dropped `request`, because its client gave it up."""
         if self.router.is_told:
             self.router.ended(request.index)
         self.note_cancelled(request, row, index)
 
     def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
-        """Log `request`, which was dropped, and let its client send it again. `more`: see RequestLog."""
+        """Log the dropped `request`, and let its client send it again. `more`: as in RequestLog."""
         end_ns = request.last_token_ns if request.cancelled_ns < 0 else request.cancelled_ns
         self.log.cancel(request, row, index, end_ns, more)
         if self._sessions is not None:
@@ -164,7 +164,7 @@ class Arrivals(Informed):
             self.source.done(row, end_ns)
 
     def reject(self, request: Request, row: TraceRequest, index: int, reason: str, now_ns: int) -> None:
-        """Take note that `request` was refused, because of `reason`, at `now_ns`."""
+        """Record that `request` was refused at `now_ns`, because of `reason`."""
         self.log.reject(request, row, index, reason)
         if self.router.is_told:
             self.router.ended(request.index)

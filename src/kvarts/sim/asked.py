@@ -1,4 +1,4 @@
-"""Prefixes of workers of which events do not tell: KV groups, and several models on one device."""
+"""Cached prefixes of workers whose events do not describe pages: with KV groups, or several models on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AskedCaches"]
 
 
 class AskedCaches:
-    """What answers a router by asking the caches, as an index without any lag would answer. Only the device counts."""
+    """A router's index that reads the caches directly, like an index without lag. Covers the device tier only."""
 
     def __init__(self, engines: Sequence[Routed]) -> None:
         self._engines = engines

@@ -1,4 +1,4 @@
-"""What a replay is built from: an engine, how many of them, and how requests come to them."""
+"""The configuration of a replay: an engine, the number of engines, and the arrival of requests."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ MOST_SPEEDUP = 1e12
 MOST_COST_FACTOR = 1e6
 MOST_RETRIES = 1000
 if TYPE_CHECKING:
-    StepTimes = Any  # a CostModel, or a callable: which of them is asked where it is used
+    StepTimes = Any  # a CostModel, or a callable: checked where it is used
     EvictionMaker = Callable[[], EvictionOrder]
     AdmissionMaker = Callable[[], AdmissionPolicy]
     PartGroups = tuple[PartGroup, ...]
-else:  # the rooms of these are imported where they are used: help prints these names and their texts
+else:  # the rooms of these are imported where they are used: help prints these names and their docstrings
 
     class StepTimes:
         """A cost model, or a function of a Batch that returns the milliseconds of the step."""
@@ -60,7 +60,7 @@ else:  # the rooms of these are imported where they are used: help prints these 
         """Makes the policy of a router: a class, or a function without arguments."""
 
     class RoutingSettings:
-        """Settings of how a router knows its workers, such as Routing."""
+        """Settings of a router's knowledge of its workers, such as Routing."""
 
     class PartGroups:
         """A tuple of PartGroups."""
@@ -70,7 +70,7 @@ KvGroupsName = Literal["off", "all", "tails"]
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request must keep to count as goodput: bounds in milliseconds, each optional."""
+    """The bounds, in milliseconds, that a request must meet to count as goodput; each is optional."""
 
     ttft_ms: Annotated[float | None, setting("Longest time to first token.", metavar="MS")] = None
     tpot_ms: Annotated[float | None, setting("Longest mean time per output token after the first.", metavar="MS")] = (
@@ -89,26 +89,26 @@ class TiersBelow(Protocol):
     """Settings of the tiers below the device of each replica."""
 
     def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config` that evicts by orders that `make_order` makes; None for no tier."""
+        """Prepare tiers below an engine of `config`, with eviction orders made by `make_order`; None for no tier."""
 
     def tiers(self, page_size: int) -> dict[str, int]:
-        """Return the pages of each tier, the fastest first, by its name."""
+        """Return the pages of each tier by its name, the fastest tier first."""
 
     def bytes_per_s(self, field: str) -> int:
         """Return the bandwidth of a channel, such as `h2d`."""
 
     def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
-        """Return the same for a model with tokens of `kv_bytes_per_token` bytes."""
+        """Return the same settings for a model with `kv_bytes_per_token` bytes per token."""
 
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier below a device with the KV groups of `memory`, by its name.
+        """Return, by name, the blocks of each tier below a device with the KV groups of `memory`.
 
-        Raise ConfigError for tiers that know whole pages only.
+        Raise ConfigError if a tier supports whole pages only.
         """
 
     @property
     def is_lazy(self) -> bool:
-        """Whether what is stored depends on what is evicted next."""
+        """Whether the pages to store depend on which are evicted next."""
 
     def open_group_tiers(
         self,
@@ -119,22 +119,22 @@ class TiersBelow(Protocol):
         tell: Tell | None,
         prefill: PrefillTimes | None,
     ) -> GroupTiers:
-        """Open the tiers, of which there is at least one, below the cache of a device with KV groups."""
+        """Open the tiers, at least one, below the cache of a device with KV groups."""
 
 
 class SessionSettings(Protocol):
-    """Settings of what engines keep of a trace's sessions."""
+    """Settings of the state that engines keep of a trace's sessions."""
 
     @property
     def holds_pages(self) -> bool:
         """Whether pages are kept in use between turns."""
 
     def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> SessionsKept:
-        """Return the sessions of `trace` on `engines` of `config`. Raise ConfigError where they cannot be."""
+        """Return the sessions of `trace` on `engines` of `config`. Raise ConfigError if they cannot have sessions."""
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.cost import PolynomialCost  # a help text is printed without
+    from kvarts.executor.cost import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 
@@ -159,17 +159,17 @@ class ReplayConfig(
 ):
     """One replay. Raises ConfigError for a value out of range, or for settings that exclude each other.
 
-    `cost`: a cost model, or any callable that answers the milliseconds of a Batch. `replicas` engines of the same
-    configuration stand behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them
-    (or sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of
-    page accounting after every step. `offload`: tiers below the device of each replica. `sessions`: what engines keep
-    of sessions between their turns; left out, a turn is a request as any other.
+    `cost`: a cost model, or any callable that returns the milliseconds of a Batch. `replicas` engines of the same
+    configuration are behind `router`. Requests arrive at their times divided by `speedup`, or `concurrency` of them (or
+    sessions) are kept in flight. `step_by_step`: the same replay, one step at a time. `audit`: check the laws of page
+    accounting after every step. `offload`: tiers below the device of each replica. `sessions`: the state that engines
+    keep of sessions between turns; without it, a turn is a request like any other.
 
-    Only Python can give `groups`, PartGroups that are counted where `kv_groups` is not off and no model says them,
-    `placement`, the names of the model and the device that `cost` and `num_pages` follow from, for reports,
-    a `router` of one's own, which makes the Router of a replay, `eviction`, which makes the EvictionOrder of a replica
-    (LruOrder unless given), and
-    `admission`, which makes its AdmissionPolicy (PriorityPolicy): a class, or a function without arguments.
+    Some fields can be set in Python only. `groups`: PartGroups to count if `kv_groups` is not off and no model provides
+    them. `placement`: the names of the model and the device from which `cost` and `num_pages` were derived, for
+    reports. `router`, if not a name: a callable that makes the Router of a replay. `eviction`: a callable that makes
+    the EvictionOrder of a replica (LruOrder by default). `admission`: a callable that makes its AdmissionPolicy
+    (PriorityPolicy by default). Each callable is a class, or a function without arguments.
     """
 
     cost: Annotated[
@@ -266,9 +266,8 @@ class ReplayConfig(
 
         `model` and `device` are presets, or files as the command line takes them; `kvarts model list` lists both.
         `settings` are the options of `kvarts replay` by their names: `replicas=2`, `kv_memory="40GiB"`,
-        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission`, `slo`, and a
-        `router` of one's own, are objects.
-        Raise ConfigError that names the argument.
+        `host_memory="96GiB"`, `tensor_parallel=2`, `slo_ttft_ms=3000`. `eviction`, `admission`, `slo` and a custom
+        `router` are objects. Raise ConfigError that names the argument.
         """
         names = ("admission", "eviction", "slo", *(("router",) if callable(settings.get("router")) else ()))
         objects = {name: settings.pop(name) for name in names if name in settings}
@@ -314,7 +313,7 @@ class ReplayConfig(
 
     @property
     def features(self) -> dict[str, str]:
-        """What this replay has of the features of `combines`, each with the setting that asks for it."""
+        """The features of `combines` that this replay uses, each with the setting that asks for it."""
         of_field = {
             "kv_groups": self.kv_groups != "off" and "kv_groups",
             "tiers": self.offload is not None and "offload",
@@ -327,7 +326,7 @@ class ReplayConfig(
 
     @property
     def routing_settings(self) -> RoutingSettings:
-        """What a router sees, and how late. Raise ConfigError if the room of routers is not installed."""
+        """Settings of a router's view. Raise ConfigError if the room of routers is not installed."""
         if self.routing is not None:
             return self.routing
         settings: RoutingSettings = from_room("routers.config", "Routing", field="router")()
@@ -335,16 +334,16 @@ class ReplayConfig(
 
     @property
     def frontend_ns(self) -> int:
-        """The time of the front end."""
+        """The time of the front end, in nanoseconds."""
         return round(self.frontend_ms * 1e6)
 
     @property
     def client_timeout_ns(self) -> int | None:
-        """How long after sending a request clients give it up; None for never."""
+        """The time after sending a request at which clients give it up; None for never."""
         return None if self.client_timeout_s is None else round(self.client_timeout_s * 1e9)
 
     def source(self, trace: Trace) -> Source:
-        """Return when the requests of `trace` arrive."""
+        """Return the source that determines when the requests of `trace` arrive."""
         from kvarts.traffic.source import source_of
 
         return source_of(
@@ -358,13 +357,13 @@ class ReplayConfig(
 
     @property
     def certain(self) -> ReplayConfig:
-        """The same with a cost model that does not say how uncertain it is, so that one replay answers for it."""
+        """The same configuration with a cost model without uncertainty, so that a single replay suffices."""
         if getattr(self.cost, "uncertainty", None) is None:
             return self
         return msgspec.structs.replace(self, cost=msgspec.structs.replace(self.cost, uncertainty=None))
 
     def _check_groups(self) -> None:
-        """Refuse what is not counted by KV group, rather than count it wrongly."""
+        """Refuse settings that cannot be counted by KV group, rather than count them wrongly."""
         if self.kv_groups not in get_args(KvGroupsName):
             raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
         if self.kv_groups == "off":
@@ -376,7 +375,7 @@ class ReplayConfig(
                 "says nothing without one model", "kv_groups", hint="Give a model and a device, or leave it out."
             )
         if self.offload is not None:
-            self.offload.group_tiers(self.memory, self.page_size)  # refuses what keeps whole pages
+            self.offload.group_tiers(self.memory, self.page_size)  # raises if a tier keeps whole pages
         if self.num_blocks > MOST_PAGES:
             raise SettingError(
                 f"make {self.num_blocks:,} blocks of {self.memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
@@ -384,9 +383,9 @@ class ReplayConfig(
             )
 
     def check_tiers(self) -> None:
-        """Refuse a tier that holds no page: it would silently be none.
+        """Raise ConfigError for a tier that is too small for one page: it would silently be absent.
 
-        Of one model only: what a page of each of several takes is not known here.
+        For one model only: with several, the page size in bytes of each is not known here.
         """
         if self.offload is None or self.kv_groups != "off":
             return
@@ -407,7 +406,7 @@ class ReplayConfig(
 
     @property
     def memory(self) -> GroupMemory:
-        """The KV groups that are counted, where `kv_groups` is not off."""
+        """The counted KV groups, where `kv_groups` is not off."""
         from kvarts.kv.group_memory import GroupMemory
 
         assert self.kv_groups != "off"
@@ -415,7 +414,7 @@ class ReplayConfig(
 
     @property
     def num_blocks(self) -> int:
-        """What the memory of a replica is counted in: pages, or with KV groups the blocks of as many."""
+        """The memory of a replica in its unit of accounting: pages, or with KV groups the blocks of that many pages."""
         return self.num_pages if self.kv_groups == "off" else self.memory.num_blocks(self.num_pages)
 
     def _check_ranks(self) -> None:
@@ -427,7 +426,7 @@ class ReplayConfig(
 
     @property
     def cost_model(self) -> CostModel:
-        """The cost model that `cost` names, times `cost_factor`."""
+        """The cost model that `cost` describes, times `cost_factor`."""
         from kvarts.executor.scaled import ScaledCost
 
         return self._cost if self.cost_factor == 1.0 else ScaledCost(self._cost, self.cost_factor)
@@ -446,11 +445,11 @@ class ReplayConfig(
         on_progress: Callable[[int], object] | None = None,
         observers_of: Callable[[int], Sequence[EventReader]] | None = None,
     ) -> Report:
-        """Replay `traffic` and report, see `kvarts.replay`. `observers_of` answers what observes a replica.
+        """Replay `traffic` and return the report, as `kvarts.replay` does.
 
-        With a cost model that says how uncertain it is, `traffic` is replayed some ten times more: the report then
-        says how uncertain latencies are. With the constants that ship, it says that from the errors that they have on
-        measurements that they were not fitted to.
+        `observers_of` returns the observers of a replica. With a cost model that has an uncertainty, `traffic` is
+        replayed some ten times more, and the report contains the uncertainty of latencies. With the constants that
+        ship, the report takes it from their errors on measurements to which they were not fitted.
         """
         from kvarts.sim.replay import replay_one, trace_of
         from kvarts.sim.spread import spread_of
@@ -469,7 +468,7 @@ class ReplayConfig(
         return report
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return what the report says of it: by the names that a file and the command line use, JSON-able."""
+        """Return the settings that the report lists, by the names that a file and the command line use, JSON-able."""
         names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
         values = {encoded: getattr(self, field) for field, encoded in names}
         cost = values["cost"]
@@ -497,7 +496,7 @@ class ReplayConfig(
             del values["routing"]
         else:
             values["routing"] = msgspec.to_builtins(values["routing"])
-        # How a replay is carried out is no part of what it says.
+        # How a replay is carried out does not belong in its report.
         del values["step_by_step"], values["audit"]
         if callable(self.router):
             values["router"] = getattr(self.router, "__name__", None) or type(self.router()).__name__
@@ -531,12 +530,12 @@ LATER_FIELDS = (
     "eager_layer_us",
     "eager_expert_layer_us",
 )
-"""Fields of a RooflineCost that a report names only where they are not at their default."""
+"""Fields of a RooflineCost that a report names only where they differ from their defaults."""
 
 
 def _stated(cost: msgspec.Struct) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(cost)
-    values.pop("uncertainty", None)  # what follows from it is in the report
+    values.pop("uncertainty", None)  # the report contains its results
     for field in msgspec.structs.fields(cost):
         make = field.default_factory
         default = make() if callable(make) else field.default
@@ -551,7 +550,7 @@ SECTIONS = (
     Section(struct=ReplayConfig, title="Engine and load"),
     Section(struct=Slo, title="Goodput", table="slo"),
 )
-"""What can be said of a replay of one model; parts add to it what they know, such as tiers."""
+"""The settings of a replay of one model; optional rooms add their own, such as tiers."""
 
 
 OPTIONAL = (
@@ -559,7 +558,7 @@ OPTIONAL = (
     ("session.replayed.config", "SessionReplay", "sessions"),
     ("routers.config", "Routing", "routing"),
 )
-"""Modules of rooms that may be missing, with structs of settings and their tables."""
+"""Modules of rooms that may be missing, with their structs of settings and the tables of these."""
 
 
 def optional_sections() -> list[Section]:
@@ -572,10 +571,10 @@ def optional_sections() -> list[Section]:
 
 
 def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> ReplayConfig:
-    """Build a ReplayConfig from what was given: model and device first, then tables, then the rest.
+    """Build a ReplayConfig from the given settings: model and device first, then tables, then the rest.
 
-    A section with a table that is a field of ReplayConfig becomes its value where anything in it was given. Raises
-    ConfigError that names what was given, where it was given.
+    A section whose table is a field of ReplayConfig becomes that field's value if anything in it was given. Raises
+    ConfigError that names the setting and where it was given.
     """
     if "engine" in given:
         given = with_engine(given, DeviceSettings, ReplayConfig)
@@ -592,7 +591,7 @@ def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> Repl
 
 
 def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, Any]) -> ReplayConfig:
-    """Build a ReplayConfig; `facts`, by field, are what model and device say."""
+    """Build a ReplayConfig; `facts`, by field, are the values derived from model and device."""
     values: dict[str, Any] = {
         section.table: given.build(section.struct, section.table, facts=facts)
         for section in sections
@@ -618,10 +617,10 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
 
 
 def _own_router(given: Given) -> RouterMaker:
-    """Return the class that was named. Raise ConfigError for one that cannot be imported, or that a file names."""
+    """Return the class with the given name. Raise ConfigError if it cannot be imported, or if a file names it."""
     name = given["router"]
     if given.source_of("router").path is not None:
-        # Files are passed around; opening one must not run what lies beside it.
+        # Files are passed around; opening one must not run code that lies in the same directory.
         raise given.error(
             "router", "names code, which no file may", hint=f"Give it on the command line: --router {name}."
         )

@@ -5,10 +5,10 @@ requests that arrive now are routed, and engines without a step under way start 
 once, but never past a time at which an event could reach it.
 
 An engine drops a request between steps. If a step is under way when a client gives up, the request is dropped at its
-end; whatever that step makes of it, it is cancelled.
+end; whatever the result of that step, the request is cancelled.
 
-If requests arrive at known times, each engine runs by itself from arrival to arrival. If requests wait for others to
-end, the engines move together from event to event.
+If requests arrive at known times, each engine runs independently from arrival to arrival. If requests wait for others
+to end, the engines advance together from event to event.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["Driver", "Runner"]
 
 
 class Runner(Protocol):
-    """What moves on a device by itself: one engine, or those of several models in turns.
+    """Something that advances independently on a device: one engine, or the engines of several models in turns.
 
-    What `start` started is under way until `finish`; a pause is under way as well.
+    A step, or several, started by `start` is under way until `finish`; a pause is under way as well.
     """
 
     @property
@@ -48,16 +48,16 @@ class Runner(Protocol):
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
         """Start a step at `now_ns`, and all that are certain to follow and start before `until_ns`.
 
-        Return when the last one ends, or the pause; NEVER_NS if nothing can be started or waited for.
+        Return when the last one ends, or the pause; NEVER_NS if there is nothing to start or to wait for.
         """
 
     def finish(self) -> list[Request]:
-        """End what `start` started, at the time that it answered; return the requests that ended."""
+        """End what `start` started, at the time that it returned; return the requests that ended."""
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
-        """Drop `request` of the engine `routed`, one of those that it moves; there is no pause.
+        """Drop `request` of `routed`, one of this runner's engines; the runner must not be pausing.
 
-        Return False if something is under way: then `finish` drops it, and returns it.
+        Return False if a step is under way: then `finish` drops the request and returns it.
         """
 
     def run_until(self, until_ns: int, finished: list[Request]) -> None:
@@ -67,14 +67,14 @@ class Runner(Protocol):
         """
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
-        """Do steps as `run_until` does, or leave them for later as long as nothing ends in them by `until_ns`.
+        """Do steps as `run_until` does, but they may be left for later if nothing ends in them by `until_ns`.
 
-        Return until when no request ends and no prompt is computed, and if `is_watched` no page becomes findable or is
-        evicted; NEVER_NS without work.
+        Return the time until which no request ends and no prompt is computed, and if `is_watched` no page becomes
+        findable or is evicted; NEVER_NS without work.
         """
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """Return until when no request can end if many steps could start now; None if only one could."""
+        """Return the time before which no request can end, if many steps could start now; None if only one could."""
 
     def flush(self) -> None:
         """Hand all waiting events to their readers."""
@@ -82,10 +82,11 @@ class Runner(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Driver:
-    """Runs one replay. `on_progress`, if given, is called with the number of further requests that have ended.
+    """Runs one replay. `on_progress`, if given, is called with the number of requests that ended since its last call.
 
-    `arrivals`: of each model; of requests that arrive at one time, those of the first model come first. `runners` move
-    the engines: those of every model at the place of its runner, or `ranks` of them each, one after the other.
+    `arrivals`: one per model; of requests that arrive at the same time, the first model's are taken first. `runners`
+    advance the engines: runner i advances engine i of every model, or, if `ranks` is above 1, the `ranks` engines from
+    i * ranks on.
     """
 
     def __init__(
@@ -101,18 +102,18 @@ class Driver:
         self._num_ranks = ranks
         self._all = range(len(runners) * ranks)
         self._tells_apart = ranks == 1 and len(arrivals) == 1 and arrivals[0].router.is_told
-        """Whether a router is told of the engines that moved, and not of all."""
+        """Whether the router is updated only about the engines that moved, instead of about all."""
         self._on_progress = on_progress
-        # Where a request goes, and when, may hang on the end of any other.
+        # The engine of a request, and its arrival time, may depend on the end of any other.
         self._is_reactive = any(each.source.is_reactive or each.router.holds_requests for each in arrivals)
         self._holding = [each for each in arrivals if each.router.holds_requests]
         self._polled = [each for each in arrivals if each.router.reads_metrics and each.router.staleness_ns]
         self._arriving = arrivals[0]
         """The model with the next arrival, as of `_look_ahead`."""
         self._in_engines: dict[Request, tuple[Arrivals, TraceRequest, int]] = {}
-        """Requests that are in an engine: the traffic and the row that they came from, and the number of the engine."""
+        """Requests that are in an engine, each with its model's arrivals, its row, and the number of the engine."""
         self._deadlines: list[tuple[int, int, int, Request]] = []
-        """When clients give up, with the number of the model and that of the request; ended requests are passed by."""
+        """When clients give up, with the numbers of the model and of the request; ended requests are skipped."""
         self._given_up: set[Request] = set()
         """Requests that were given up while a step was under way."""
         self._finished: list[Request] = []
@@ -120,12 +121,12 @@ class Driver:
         self._quiet_ns = [NEVER_NS] * len(runners)
         """For each runner with a step under way: the time until which no request ends there, if none arrives there."""
         self._due: list[tuple[int, int]] = []
-        """A heap of runners that were left behind, each with the time until which nothing ends there."""
+        """A heap of runners that lag behind, each with the time until which nothing ends there."""
         self._due_ns = [NEVER_NS] * len(runners)
         self._ran: list[int] = []
-        """Runners that moved since the router was last told what happened, in no order."""
+        """Runners that moved since the router was last updated, in no order."""
         self._roused = set(range(len(runners)))
-        """Runners to which something came or ended since they were looked at; the others have nothing to start."""
+        """Runners with an arrival or an end since their last start was attempted; the others have nothing to start."""
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -172,15 +173,15 @@ class Driver:
             self._run_alone(index, until_ns)
 
     def _run_due(self, until_ns: int, *, is_watched: bool) -> None:
-        """Let everything end that ends by `until_ns`; a runner in which nothing does may stay behind.
+        """Run until everything that ends by `until_ns` has ended; a runner without an end may lag behind.
 
-        `is_watched`: nor does one that changes what can be found in its cache.
+        `is_watched`: only if the contents of its cache do not change either.
         """
         due, due_ns, finished = self._due, self._due_ns, self._finished
         while due and due[0][0] <= until_ns:
             at_ns, index = heappop(due)
             if due_ns[index] != at_ns:
-                continue  # it was looked at since
+                continue  # it was updated since
             next_ns = due_ns[index] = self._runners[index].run_towards(until_ns, finished, is_watched)
             if self._tells_apart:
                 self._ran.append(index)
@@ -193,7 +194,7 @@ class Driver:
                 finished.clear()
 
     def _look_again(self, index: int, now_ns: int) -> None:
-        """Take back until when nothing ends in a runner: something comes to it, or leaves it, at `now_ns`."""
+        """Reset the time until which nothing ends in a runner: a request arrives or leaves at `now_ns`."""
         if self._due_ns[index] != now_ns:
             self._due_ns[index] = now_ns
             heappush(self._due, (now_ns, index))
@@ -215,7 +216,7 @@ class Driver:
             if now_ns == NEVER_NS:
                 break
             for of_model in self._polled:
-                # No step began after that time, or began to do more steps than one.
+                # No step started after that time, nor did a leap of several steps.
                 if (poll_ns := of_model.poll_ns(now_ns)) < now_ns:
                     of_model.poll(poll_ns)
             index = -1
@@ -244,7 +245,7 @@ class Driver:
             self._start(now_ns, next_ns)
 
     def _next_ns(self) -> int:
-        """Return when the next request arrives, or is given up; NEVER_NS if neither is known to happen."""
+        """Return when the next request arrives or is given up; NEVER_NS if neither is known to happen."""
         arrival_ns = self._look_ahead()
         deadlines = self._deadlines
         while deadlines:
@@ -258,7 +259,7 @@ class Driver:
         return bool(self._deadlines) and self._deadlines[0][0] <= now_ns
 
     def _look_ahead(self) -> int:
-        """Find the model with the next arrival; return when that is, NEVER_NS if none is known to come."""
+        """Find the model with the next arrival; return the time of that arrival, NEVER_NS if none is known."""
         arrival_ns = NEVER_NS
         for of_model in self._arrivals:
             next_ns = of_model.source.next_ns()
@@ -311,7 +312,7 @@ class Driver:
             self._expect(of_model, request, row, now_ns)
 
     def _take_placed(self, now_ns: int) -> None:
-        """Send the requests to engines that waited in a router and need not any more."""
+        """Send the requests that the router held and has now placed to their engines."""
         for of_model in self._holding:
             of_model.tell(now_ns, self._all)
             if of_model.router.reads_metrics and not of_model.router.staleness_ns:
@@ -336,7 +337,7 @@ class Driver:
             self._tell(1)
 
     def _rouse(self, index: int, now_ns: int) -> Runner:
-        """Return the runner with this index, which looks at `now_ns` at what has changed for it."""
+        """Wake the runner with this index at `now_ns`, mark it for the next start, and return it."""
         runner = self._runners[index]
         if runner.is_pausing:
             self._ends_ns[index] = NEVER_NS
@@ -355,14 +356,14 @@ class Driver:
             self._on_progress(num_ended)
 
     def _settle(self) -> None:
-        """End what is left when no runner can go on and no request is known to come; engines leave nothing."""
+        """End requests that are left when no runner can continue and no arrival is known; engines leave none."""
 
     def _start(self, now_ns: int, arrival_ns: int) -> None:
         """Start a step wherever there is work and no step under way.
 
-        A request that ends on one engine may send one to another. So engines that do a single step come first: the end
-        of that step is then known. Then come engines that could do many, up to the first possible end of a request in
-        any other engine.
+        A request that ends on one engine may cause an arrival on another. So engines that do a single step start first:
+        the end of that step is then known. Then the engines that could do many steps start, up to the first possible
+        end of a request in any other engine.
         """
         runners, ends_ns, quiet_ns = self._runners, self._ends_ns, self._quiet_ns
         for of_model in self._polled:
@@ -388,5 +389,5 @@ class Driver:
             ends_ns[index] = runners[index].start(now_ns, until_ns)
             if ends_ns[index] > quiet_ns[index]:
                 quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way
-        # One that could start nothing has something to wait for, which may come without a word.
+        # A runner that could start nothing waits for something, which may happen without a notification.
         self._roused = {index for index in roused if ends_ns[index] == NEVER_NS and runners[index].has_work}

@@ -1,9 +1,9 @@
-"""Serving engines by name: what each does by default around its steps, for `--engine`.
+"""Default settings of serving engines around their steps, by name, for `--engine`.
 
-A value that is given otherwise wins. Sources are the documentation of the engines: vLLM 0.14 and later ("Optimization
-and Tuning", `vllm serve --help`, `AsyncScheduler`), SGLang 0.5 ("Server Arguments"), TensorRT-LLM 1.0 (`trtllm-serve`,
-"Overlap Scheduler"). The time of the front end is not documented by any; it was fitted to measured times to first token
-(docs/accuracy.md).
+A setting that is given explicitly wins. Sources are the documentation of the engines: vLLM 0.14 and later
+("Optimization and Tuning", `vllm serve --help`, `AsyncScheduler`), SGLang 0.5 ("Server Arguments"), TensorRT-LLM 1.0
+(`trtllm-serve`, "Overlap Scheduler"). No engine documents the time of its front end; it was fitted to measured times to
+first token (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EngineName = Literal["none", "vllm", "sglang", "tensorrt-llm", "trtllm"]
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of one engine, by the settings of a replay.
 
-    `separate_passes`: a step computes its prompts first, and its decodes in a pass of their own.
+    `separate_passes`: a step computes its prompts first, and its decodes in a separate pass.
     """
 
     max_batched_tokens: int
@@ -67,5 +67,5 @@ def with_engine(given: Given, *structs: type) -> Given:
         return given
     facts: dict[str, Any] = msgspec.to_builtins(engine)
     if "model" not in given and "device" not in given:
-        del facts["memory_fraction"]  # of no device
+        del facts["memory_fraction"]  # only a device has it
     return given.over(given.implied("engine", [each for struct in structs for each in settings_of(struct)], facts))

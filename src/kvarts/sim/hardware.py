@@ -1,7 +1,7 @@
-"""A model and a device, instead of numbers: what they say about the cost of steps, pages and bytes.
+"""Settings by model and device instead of numbers: step costs, pages and bytes are derived from them.
 
-For one model or several, `place` says what a model is on a device. A replay of one model takes its pages from it in
-`resolve_hardware`; of several, SharingConfig divides what all of them leave.
+`place` derives them for one model on a device, whether one or several models run there. For one model,
+`resolve_hardware` derives the number of pages; for several, SharingConfig divides the memory that all of them leave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvarts.kv.group_memory import PartGroup
 
 WAYS = ("tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
-"""Settings of a device that say over how many of them a model is divided, and how."""
+"""Settings of a device that state how a model is divided, and over how many devices."""
 
 __all__ = [
     "DeviceSettings",
@@ -39,7 +39,7 @@ __all__ += ["place", "resolve_hardware"]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that is served: a name or a config.json, see load_geometry, and number formats instead of its own."""
+    """The served model: a name or a config.json (load_geometry), and number formats that replace its own."""
 
     model: Annotated[
         str | None,
@@ -81,7 +81,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The numbers of `acceptance`. Raises SettingError where they are none."""
+        """The numbers of `acceptance`. Raises SettingError if they are not numbers."""
         try:
             return tuple(float(text) for text in self.acceptance.split(",")) if self.acceptance is not None else ()
         except ValueError:
@@ -89,7 +89,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What models are served on: a name or `cpu:...`, see load_device, and how much of its memory is for KV."""
+    """The device of the models: a name or `cpu:...` (load_device), and the share of its memory for KV."""
 
     device: Annotated[
         str | None,
@@ -132,7 +132,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """What a configuration says of where it is from: names of model and device, and bytes of KV per token on each."""
+    """The origin of a configuration: names of model and device, and bytes of KV per token on each device."""
 
     model: str
     device: str
@@ -140,9 +140,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a device: what a step costs, and the bytes of KV a token takes on each of the devices.
+    """A model on a device: the cost of steps, and the bytes of KV per token on each of the devices.
 
-    `geometry`: None where only numbers are known of the model. `num_draft_layers`: layers that draft, beside it.
+    `geometry`: None if only numbers are known of the model. `num_draft_layers`: additional layers that draft.
     """
 
     cost: CostSpec
@@ -151,7 +151,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_layers: int = 0
 
     def state_bytes(self, engine: EngineConfig, on: DeviceSettings) -> int:
-        """Return the bytes that states of all sequences that may run take of the memory for KV."""
+        """Return the part of KV memory, in bytes, for the states of all sequences that may run."""
         if self.geometry is None:
             return 0
         from kvarts.hardware.fit import local_state_bytes
@@ -159,7 +159,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
         return local_state_bytes(self.geometry, engine.max_num_seqs, on.tensor_parallel, on.pipeline_parallel)
 
     def fit(self, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None) -> MemoryFit | None:
-        """Return what fits beside the model. Raise ConfigError where nothing does; None where it is not known."""
+        """Return the memory left next to the model; None if it is unknown. Raise ConfigError if nothing fits."""
         from kvarts.hardware import fit_memory, load_device
 
         if self.geometry is None or on.device is None:
@@ -180,17 +180,17 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Placed:
-    """Say what `model` is on a device.
+    """Return the costs and sizes of `model` on a device.
 
-    Its cost is a roofline, unless `cost` is given; a roofline that was given, from a calibration, keeps its
-    coefficients. Raise ConfigError for what is not known or missing.
+    Its cost is a roofline, unless `cost` is given; a given roofline, from a calibration, keeps its coefficients. Raise
+    ConfigError for anything unknown or missing.
     """
     from kvarts.executor.roofline import RooflineCost
-    from kvarts.hardware import load_geometry  # only a replay that names a model pays for it
+    from kvarts.hardware import load_geometry  # imported only for a replay that names a model
     from kvarts.hardware.fit import local_kv_bytes_per_token
 
     if model.model is None:
-        # Of the model, only what is not a name can be said here.
+        # Without a name, the other settings of the model have no effect, either.
         fields = [field.name for field in (*msgspec.structs.fields(on), *msgspec.structs.fields(model))]
         raise SettingError(
             "says nothing without a model", *fields, hint="Model and device go together: {model} NAME.", of=on
@@ -226,7 +226,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
 
 
 def kv_bytes_of(on: DeviceSettings) -> int | None:
-    """Return the bytes that `kv_memory` says; None for what fits. Raise ConfigError for what is no size."""
+    """Return the bytes of `kv_memory`; None for what fits. Raise ConfigError if it is not a size."""
     size = on.kv_memory
     if not isinstance(size, str):
         return size
@@ -239,7 +239,7 @@ def kv_bytes_of(on: DeviceSettings) -> int | None:
 
 
 def parsed_cost(cost: Any) -> Any:
-    """Return the cost model that a text or a table describes, and a cost model, or a callable, as it is.
+    """Return the cost model that a text or a table describes; a cost model or a callable is returned unchanged.
 
     Raise ConfigError, and InputError for a file.
     """
@@ -259,7 +259,7 @@ def parsed_cost(cost: Any) -> Any:
 
 
 def given_cost(given: Given) -> Any:
-    """Return the cost model that was given, or None. Raise ConfigError that names what was given."""
+    """Return the given cost model, or None. Raise ConfigError that names the setting."""
     if "cost" not in given:
         return None
     try:
@@ -269,9 +269,9 @@ def given_cost(given: Given) -> Any:
 
 
 def resolve_hardware(given: Given) -> dict[str, Any]:
-    """Return what model and device say of an engine, by field: its cost, its pages, and the bytes of KV of a token.
+    """Return the fields of an engine that follow from model and device: cost, pages, and bytes of KV per token.
 
-    Nothing where none is given. Raise ConfigError for what is not known, contradicts itself, or does not fit.
+    Empty if neither is given. Raise ConfigError for settings that are unknown, contradict each other, or do not fit.
     """
     of_model, of_device = settings_of(ModelSettings), settings_of(DeviceSettings)
     cost = given_cost(given)
@@ -302,13 +302,13 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
 
 
 def _calibrated(given: Given, cost: Any) -> Given:
-    """Return what a calibrated cost says of model and device; it holds where nothing else is said."""
+    """Return the model and device of a calibrated cost as defaults, where nothing else is given."""
     from kvarts.executor.roofline import RooflineCost
 
     if not isinstance(cost, RooflineCost):
         return Given()
     facts: dict[str, Any] = {"model": cost.llm, "device": cost.device}
-    # How it was divided otherwise holds for this model: another may have no experts.
+    # How the calibrated model was divided in other ways holds for it only: another may have no experts.
     ways_kept = WAYS[:1] if "model" in given else WAYS
     facts |= {ways: getattr(cost, ways) for ways in ways_kept}
     facts |= {"weight_dtype": cost.weight_dtype, "kv_dtype": cost.kv_dtype}
@@ -318,9 +318,9 @@ def _calibrated(given: Given, cost: Any) -> Given:
 def counted_groups(
     placed: Placed, engine: EngineConfig, on: DeviceSettings, kv_dtype: str | None
 ) -> tuple[PartGroup, ...]:
-    """Return the KV groups of a model; none where every layer keeps every token.
+    """Return the KV groups of a model; none if every layer keeps every token.
 
-    Those that keep all tokens come first, so that of what a request leaves they are evicted first.
+    Groups that keep all tokens are first, so that theirs are the first of a request's released parts to be evicted.
     """
     geometry = placed.geometry
     if geometry is None or not geometry.keeps_less:
@@ -369,7 +369,7 @@ def _num_pages(
 
 
 def _no_page(on: DeviceSettings, page_bytes: int, beside: str = "") -> SettingError:
-    """Return the refusal of KV memory that holds no page."""
+    """Return the error for KV memory that is too small for one page."""
     size = on.kv_memory
     shown = f"{size} bytes" if str(size).strip().isdecimal() else size
     return SettingError(

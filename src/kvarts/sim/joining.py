@@ -1,7 +1,7 @@
 """Asynchronous scheduling in virtual time: a request joins one step later than it could.
 
-An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has made that plan before a request that
-arrives during step n can be in it. The request joins step n + 2. An idle engine has made no plan, and loses no step.
+An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has already made that plan when a request
+arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ __all__ = ["Joining"]
 
 
 class Joining:
-    """Requests that arrived while steps were planned ahead. Owner of which step they join."""
+    """Requests that arrived while steps were planned ahead. Owner of the step that each joins."""
 
     __slots__ = ("_arrived", "_due")
 
     def __init__(self) -> None:
         self._arrived: list[Request] = []
         self._due: list[Request] = []
-        """Those that were already here when the last step was planned."""
+        """Requests that had arrived when the last step was planned."""
 
     @property
     def num_requests(self) -> int:
@@ -36,11 +36,11 @@ class Joining:
         return due
 
     def take_all(self) -> list[Request]:
-        """Return all requests, in order of arrival: nothing is under way, so that they join at once."""
+        """Return all requests, in order of arrival: no step is under way, so they join at once."""
         return self.take_due() + self.take_due()
 
     def drop(self, request: Request) -> bool:
-        """Forget `request`; return whether it was here."""
+        """Remove `request`; return whether it was waiting here."""
         for requests in (self._arrived, self._due):
             if request in requests:
                 requests.remove(request)

@@ -1,8 +1,8 @@
-"""Engines in lock step: the ranks of data parallelism of a model with experts.
+"""Engines in lock step: the data-parallel ranks of a model with experts.
 
-Experts are divided over the ranks, so that every layer waits for the tokens of all. Steps of the ranks start together
-and take as long as their batches say together; a rank with nothing to compute waits for the others. Steps that are
-alike on every rank are done at once, and leave the same as one by one.
+Experts are divided over the ranks, so every layer waits for the tokens of all ranks. Steps of the ranks start together,
+and their duration follows from all batches together; a rank with nothing to compute waits for the others. Steps that
+are identical on every rank are done at once, with the same result as one by one.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ __all__ = ["GivenDuration", "LockstepCost", "Ranks", "num_ranks_of"]
 
 
 class LockstepCost(CostModel, Protocol):
-    """How long steps of several engines take together. Promises: as a CostModel; the order of ranks does not matter."""
+    """Durations of common steps of several engines. Promises: as a CostModel; the order of ranks does not matter."""
 
     @property
     def num_ranks(self) -> int:
-        """How many engines are in lock step; 1: each is by itself."""
+        """The number of engines in lock step; 1 if each is independent."""
 
     def together_ns(self, batches: Sequence[Batch]) -> int:
         """Return the duration of a step of the ranks that have a batch."""
 
     def decodes_together_ns(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[int]:
-        """Return the durations of steps of decodes: their number and known tokens, of each rank that has any."""
+        """Return the durations of decode steps, given the number of decodes and of known tokens of each busy rank."""
 
 
 def num_ranks_of(cost: object) -> int:
-    """Return how many engines with this cost model are in lock step; 1 for a cost model that does not say."""
+    """Return the number of engines with this cost model that are in lock step; 1 if it does not define ranks."""
     return int(getattr(cost, "num_ranks", 1))
 
 
 class GivenDuration:
-    """A VirtualExecutor with steps that take as long as it was told."""
+    """A VirtualExecutor whose steps take a given duration."""
 
     needs_page_ids = False
 
@@ -53,9 +53,9 @@ class GivenDuration:
 
 
 class Ranks:
-    """A Runner of replicas in lock step, without tiers. Owner of the step that they are in.
+    """A Runner of replicas in lock step, without tiers. Owner of their common step.
 
-    `executors`: of the replicas, in the same order.
+    `executors`: one per replica, in the same order.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Ranks:
         self._cost = cost
         self._leaps = not step_by_step
         self._under_way: list[Replica] = []
-        """The replicas with a step, or steps that are alike, under way."""
+        """The replicas with a step, or with identical steps, under way."""
         self._idle: list[Replica] = []
-        """Those that were asked and had nothing to compute."""
+        """Replicas that had nothing to compute in the current step."""
         self._dropping: list[tuple[Request, Routed]] = []
-        """Requests that were given up since what is under way began."""
+        """Requests that were given up since the current step started."""
         self._is_under_way = False
         self._last_decode_ns = 10_000_000
         self.is_pausing = False
@@ -99,7 +99,7 @@ class Ranks:
             replica.flush()
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
-        """Start a step of every rank at `now_ns`, and all that are alike and start before `until_ns`.
+        """Start a step of every rank at `now_ns`, and all identical ones that start before `until_ns`.
 
         Return when the last one ends. `finish` must be called for that time before anything else is done.
         """
@@ -136,7 +136,7 @@ class Ranks:
         return self.now_ns
 
     def finish(self) -> list[Request]:
-        """End what `start` started; return the requests that finished, rank by rank in admission order."""
+        """End the started steps; return the requests that finished, rank by rank in admission order."""
         self._is_under_way = self.is_pausing = False
         finished = [request for replica in self._under_way for request in replica.finish()]
         self._under_way.clear()
@@ -172,12 +172,12 @@ class Ranks:
             self.start(self.now_ns, until_ns)
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
-        """Do steps as `run_until` does; return `until_ns`, from which on something may end."""
+        """Do steps as `run_until` does; return `until_ns`, from which time something may end."""
         self.run_until(until_ns, finished)
         return until_ns
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """Return when the last step would end if many alike could start now: no request ends before. Else None."""
+        """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
         busy = [pair for pair in self._ranks if pair[0].has_work]
         num_steps = 0 if any(replica.num_joining for replica, _ in busy) else self._num_alike(busy, now_ns)
         next_ns = self._holds_until_ns(busy, now_ns)

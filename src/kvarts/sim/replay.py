@@ -28,8 +28,8 @@ from kvarts.traffic.workload import Workload
 __all__ = ["Replayable", "Traffic", "open_replica", "replay", "replay_one", "trace_of"]
 
 MANY_EVENTS = 16
-"""So many events wait in virtual time before readers get them, as nothing there has to be on time; more would only
-push what the engine works on out of the processor's cache."""
+"""The number of events buffered in virtual time before readers get them, as none of them is urgent there. A larger
+buffer would only evict the engine's data from the processor's cache."""
 
 Traffic = Trace | Workload | Path | str
 """A Trace, a Workload to make one from, or the path of a file."""
@@ -52,7 +52,7 @@ class Replayable(Protocol[TrafficT_contra, NameT_co, ReportT_co]):
         on_progress: Callable[[int], object] | None = None,
         observers_of: Callable[[NameT_co], Sequence[EventReader]] | None = None,
     ) -> ReportT_co:
-        """Replay `traffic` and report. `observers_of` answers what observes a replica, or a model."""
+        """Replay `traffic` and return the report. `observers_of` returns the observers of a replica, or of a model."""
 
 
 @overload
@@ -82,12 +82,12 @@ def replay(
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
 ) -> Any:
-    """Replay `trace` on what `config` describes, and report.
+    """Replay `trace` with `config` and return the report.
 
-    With a ReplayConfig, `trace` is a Trace, a Workload to make one from, or the path of a file. With a SharingConfig
-    it is a mapping of these, one for each model by its name. `on_progress` is told how many requests have ended
-    since it was last told. `observers_of` answers what observes the events of a replica, by number, or of a model, by
-    name. Raises InputError for a trace that cannot be read.
+    With a ReplayConfig, `trace` is a Trace, a Workload to make one from, or the path of a file. With a SharingConfig it
+    is a mapping of these by the name of the model. `on_progress` is called with the number of requests that have ended
+    since its last call. `observers_of` returns the readers that observe the events of a replica, by number, or of a
+    model, by name. Raises InputError for a trace that cannot be read.
     """
     return (config or ReplayConfig()).replay(trace, on_progress=on_progress, observers_of=observers_of)
 
@@ -106,7 +106,7 @@ def replay_one(
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
 ) -> Report:
-    """Replay the traffic of one model through the engines that `config` describes, and report. `replay` says more."""
+    """Replay the traffic of one model through the engines of `config`; the arguments are those of `replay`."""
     trace = trace_of(traffic)
     source = config.source(trace)
     tiers = config.tiers
@@ -159,17 +159,17 @@ def replay_one(
 
 
 def prefill_cost(config: ReplayConfig) -> PrefillCost:
-    """Return how long prompts take in an engine of `config`."""
+    """Return the cost of prompts in an engine of `config`."""
     return PrefillCost(config.cost_model, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens)
 
 
 def open_replica(config: ReplayConfig, readers: Sequence[EventReader]) -> Replica:
-    """Build an engine in virtual time. `readers`: of what it tells."""
+    """Build an engine in virtual time. `readers` receive its events."""
     return _open(config, readers, SimExecutor(config.cost_model))
 
 
 def open_ranks(config: ReplayConfig, readers: Sequence[Sequence[EventReader]]) -> tuple[list[Replica], Ranks]:
-    """Build engines in virtual time that are in lock step, one for each of `readers`; return them and their runner."""
+    """Build engines in virtual time that are in lock step, one per entry of `readers`; return them and their runner."""
     cost = cast(LockstepCost, config.cost_model)
     executors = [GivenDuration(cost) for _ in readers]
     replicas = [_open(config, each, executor) for each, executor in zip(readers, executors, strict=True)]

@@ -1,4 +1,4 @@
-"""One engine in virtual time: steps, leaps over steps that are alike, and pauses.
+"""One engine in virtual time: steps, leaps over identical steps, and pauses.
 
 The events of a leap are the same as if its steps had been done one by one.
 """
@@ -29,16 +29,16 @@ __all__ = ["NEVER_NS", "Replica", "tell_by_step"]
 
 
 FAR_NS = 1_000_000_000
-"""So far ahead it is worth knowing that nothing ends: requests come more often than that."""
+"""A useful distance to look ahead for ends: requests arrive more often than that."""
 MOST_STEPS = 1 << 16
-"""Of a leap: bounds the memory of its event."""
+"""The most steps of a leap: bounds the memory of its event."""
 
 
 class Replica:
-    """An engine in virtual time: its executor says how long steps take.
+    """An engine in virtual time: its executor gives the durations of steps.
 
-    Owner of what is under way: a step, a leap or a pause. `step_by_step`: never do many steps at once. `plans_ahead`:
-    the next step is planned while one runs, see Joining.
+    Owner of the current activity: a step, a leap or a pause. `step_by_step`: never do many steps at once.
+    `plans_ahead`: the next step is planned while one runs (Joining).
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Replica:
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
         self._dropping: list[Request] = []
-        """Requests that were given up since what is under way began."""
+        """Requests that were given up since the current activity started."""
         self._num_leapt = 0
-        """Steps under way that are alike; 0 for a scheduled step."""
+        """Identical steps under way; 0 for a scheduled step."""
         self.is_pausing = False
         """Whether the engine waits: nothing can be computed before a transfer ends or a request arrives."""
-        self._last_decode_ns = 10_000_000  # a first guess; decides how many durations to ask for
+        self._last_decode_ns = 10_000_000  # a first guess; decides how many durations to request
 
     @property
     def now_ns(self) -> int:
-        """The end of what is under way; without that, the time that the engine has reached."""
+        """The end of the current activity; without one, the time that the engine has reached."""
         return self.engine.now_ns
 
     @property
@@ -77,7 +77,7 @@ class Replica:
         return 0 if self._joining is None else self._joining.num_requests
 
     def num_evicted_parts(self) -> tuple[int, ...]:
-        """Return how many parts of each KV group were evicted; none where pages are counted whole."""
+        """Return the number of evicted parts of each KV group; empty where pages are counted whole."""
         return self.scheduler.num_evicted_parts()
 
     def wake(self, now_ns: int) -> None:
@@ -87,7 +87,7 @@ class Replica:
             self.engine.now_ns = now_ns
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request` at `now_ns`; or return the reason why it can never run. Ends a pause."""
+        """Queue `request` at `now_ns`, or return the reason why it can never run. Ends a pause."""
         if self.is_pausing:
             self.wake(now_ns)
         if self._joining is not None and self.has_work:
@@ -98,7 +98,7 @@ class Replica:
         return self.engine.submit(request, now_ns)
 
     def cancel(self, request: Request, now_ns: int = 0) -> None:
-        """Drop `request` between steps, at `now_ns` if the engine has not reached that. Its pages are free at once."""
+        """Drop `request` between steps, at `now_ns` if the engine is not beyond that. Its pages are free at once."""
         self.engine.now_ns = max(self.engine.now_ns, now_ns)
         if self._joining is not None and self._joining.drop(request):
             request.cancelled_ns = self.engine.now_ns
@@ -106,7 +106,7 @@ class Replica:
             self.engine.cancel(request)
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
-        """Drop `request`; return False if `finish` will do that, at the end of what is under way."""
+        """Drop `request`; return False if `finish` will do that, at the end of the current activity."""
         if self._is_under_way:
             self._dropping.append(request)
             return False
@@ -127,7 +127,7 @@ class Replica:
         self.engine.log.flush()
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
-        """Start a step at `now_ns`, and all following steps that are alike and start before `until_ns`.
+        """Start a step at `now_ns`, and all identical following steps that start before `until_ns`.
 
         Return when the last one ends. `finish` must be called for that time before anything else is done.
         """
@@ -153,7 +153,7 @@ class Replica:
         if engine.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
-        # Requests that join have no step under way to wait for.
+        # Requests that join need not wait: no step is under way.
         return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
 
     def finish(self) -> list[Request]:
@@ -196,16 +196,16 @@ class Replica:
                     return
                 finished += self.finish()
             now_ns = engine.now_ns
-            # Most of `has_work` is spelled out, because this runs before every step.
+            # Most of `has_work` is inlined, because this runs before every step.
             if now_ns >= until_ns or not (running.num_running or waiting.num_waiting or self.has_work):
                 return
             self.start(now_ns, until_ns)
 
     def run_towards(self, until_ns: int, finished: list[Request], is_watched: bool) -> int:
-        """Do steps as `run_until` does, or leave them for later as long as nothing ends in them by `until_ns`.
+        """Do steps as `run_until` does, but they may be left for later if nothing ends in them by `until_ns`.
 
-        Return until when no request ends and no prompt is computed, and if `is_watched` no page becomes findable or is
-        evicted; NEVER_NS without work.
+        Return the time until which no request ends and no prompt is computed, and if `is_watched` no page becomes
+        findable or is evicted; NEVER_NS without work.
         """
         while True:
             now_ns = self.engine.now_ns
@@ -224,9 +224,10 @@ class Replica:
             self.start(now_ns, until_ns)
 
     def _quiet_until(self, now_ns: int, far_ns: int, is_watched: bool) -> int | None:
-        """Return what `quiet_until` does, or a time about `far_ns` if that is sooner.
+        """Return the result of `quiet_until`, or a time about `far_ns` if that is sooner.
 
-        `is_watched`: the time before a page may be evicted, and before the last of the steps, which may fill a page.
+        `is_watched`: the time must also be before a page may be evicted, and before the last of the steps, which may
+        fill a page.
         """
         num_steps = min(
             self.scheduler.horizon(now_ns),
@@ -246,7 +247,7 @@ class Replica:
         return min(now_ns + sum(self.decode_ns(num_steps)), next_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
-        """Return when the last step would end if many alike could start now: no request ends before. Else None."""
+        """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
         can_leap = self._leaps and not self.num_joining
         num_steps = min(self.scheduler.horizon(now_ns) if can_leap else 0, self.scheduler.cache.most_certain_steps)
         next_ns = self._next_ns(now_ns)
@@ -262,7 +263,7 @@ class Replica:
         return next_ns
 
     def decode_ns(self, num_steps: int) -> list[int]:
-        """Return how long the next `num_steps` steps take, if they are alike."""
+        """Return the durations of the next `num_steps` steps, if they are identical."""
         wheel = self.scheduler.wheel
         return self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
 
@@ -273,7 +274,7 @@ class Replica:
         return until_ns
 
     def _leap(self, now_ns: int, until_ns: int, num_steps: int) -> int:
-        # Ask for no more durations than reach `until_ns`, estimated by the last one.
+        # Ask for no more durations than reach `until_ns`, estimated from the last one.
         num_wanted = (until_ns - now_ns) // self._last_decode_ns + 2
         if num_wanted < num_steps:
             num_steps = num_wanted
@@ -287,9 +288,9 @@ class Replica:
         return self.leap(now_ns, durations_ns, end_ns)
 
     def leap(self, now_ns: int, durations_ns: list[int], end_ns: int) -> int:
-        """Start steps that are alike, of these durations, the last of which ends at `end_ns`; return when they end.
+        """Start identical steps of these durations, the last of which ends at `end_ns`; return when they end.
 
-        That is earlier, and the last durations are dropped, where the cache ends the leap.
+        If the cache ends the leap early, the remaining durations are dropped and the end is earlier.
         """
         scheduler = self.scheduler
         wheel = scheduler.wheel
@@ -341,10 +342,9 @@ def tell_by_step(
     pages_taken: list[int],
     num_empty: int,
 ) -> list[Event]:
-    """Return the events of a leap, step by step.
+    """Return the events of a leap in the order of its steps.
 
-    The leap itself evicts pages only for those that no empty page was left for, and makes pages findable in its last
-    step only.
+    A leap evicts only the pages that it needs beyond the empty ones, and makes pages findable only in its last step.
     """
     evicted: list[PagesRemoved | CopiesRemoved] = []
     rest: list[Event] = []

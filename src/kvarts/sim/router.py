@@ -1,7 +1,7 @@
-"""The seam of routers: a router places requests on workers; it is told of them, and never looks at them.
+"""The seam of routers: a router places requests on workers. It knows them only by the reports that it receives.
 
-The room `routers` answers it with policies by name. What needs no room is here: turns, and turns of groups in lock
-step.
+The room `routers` implements policies by name. Only the policies that need no room are here: round robin, and round
+robin over groups in lock step.
 """
 
 from __future__ import annotations
@@ -42,71 +42,71 @@ class Routed(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """What it is built from."""
+        """Its configuration."""
 
     @property
     def scheduler(self) -> Scheduler:
-        """Where its metrics come from."""
+        """Its scheduler, the source of its metrics."""
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request` at `now_ns`; or return the reason why it can never run."""
+        """Queue `request` at `now_ns`, or return the reason why it can never run."""
 
     def cancel(self, request: Request, now_ns: int) -> None:
         """Drop `request` at `now_ns`, between steps."""
 
 
 class Router(Protocol):
-    """Places requests on workers. Promises: it knows of them what it is told, and what it did itself.
+    """Places requests on workers. Promises: it knows only the reports that it received, and its own placements.
 
-    Workers are numbered in the order in which they joined. The driver tells everything up to the time of a
-    request before it asks for a place.
+    Workers are numbered in the order in which they joined. Before it asks for a placement, the driver delivers all
+    reports up to the time of the request.
     """
 
     is_told: bool
-    """Whether it wants to be told of placements that it did not make, and of ends."""
+    """Whether it receives ends, and placements that it did not make."""
     reads_prefills: bool
-    """Whether it wants to be told when prompts are computed."""
+    """Whether it receives notice of computed prompts."""
     reads_metrics: bool
-    """Whether it wants metrics."""
+    """Whether it receives metrics."""
     reads_events: bool
-    """Whether it reads what the workers do, as it happens."""
+    """Whether it reads the workers' events as they happen."""
     staleness_ns: int
-    """How old metrics get before they are read again; 0: they are read whenever a request arrives."""
+    """The age at which metrics are read again; 0: they are read whenever a request arrives."""
     holds_requests: bool
     """Whether requests may wait in it."""
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the worker that `request` goes to; None if it waits here until `take_placed` returns it."""
+        """Return the worker for `request`; None if it waits here until `take_placed` returns it."""
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
-        """Return the requests that waited here and go to a worker now, in that order."""
+        """Return the requests that waited here and are now placed, each with its worker, in the order to send them."""
 
     @property
     def num_held(self) -> int:
-        """Requests that wait here."""
+        """The number of requests that wait here."""
 
     def withdraw(self, request: Request) -> None:
-        """Forget `request`, which waits here: its client gave it up."""
+        """Remove `request`, which waits here: its client gave it up."""
 
     def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
-        """Note that something else sent `request` to `worker`."""
+        """Record that another component sent `request` to `worker`."""
 
     def prefilled(self, request: int) -> None:
-        """Note that the prompt of the request with this index is computed."""
+        """Record that the prompt of the request with this index is computed."""
 
     def ended(self, request: int) -> None:
-        """Note that a request finished, or was refused by its worker."""
+        """Record that a request finished, or was refused by its worker."""
 
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
-        """Take in metrics: requests that run and wait, pages in use, pages of waiting tokens, share of pages in use."""
+        """Record metrics: requests that run and wait, pages in use, pages of waiting tokens, share of pages in use."""
 
     def reader_of(self, worker: int) -> EventReader | None:
-        """Return what reads the events of a worker; None if the router wants none."""
+        """Return the reader of a worker's events; None if the router reads none."""
 
     def follow(self, worker: int, log: EventLog) -> None:
-        """Take note that the reader of `worker` reads `log`, and may look at events that wait in it."""
+        """Record that the reader of `worker` reads `log`, and may look at events that wait in it."""
 
     def join(self) -> int:
         """Add a worker; return its number."""
@@ -115,17 +115,17 @@ class Router(Protocol):
         """Send requests to `worker` again, which has left."""
 
     def leave(self, worker: int) -> None:
-        """Send nothing to `worker` any more. What is in flight there may still end."""
+        """Send no more requests to `worker`. Requests in flight there may still end."""
 
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
-        """Let take effect what happened in `workers` since, as far as it reaches the router by `now_ns`."""
+        """Apply the events of `workers` since the last call, as far as they reach the router by `now_ns`."""
 
 
 class RoutingSettings(Protocol):
-    """Settings of how a router knows its workers."""
+    """Settings of a router's knowledge of its workers."""
 
     def check(self, router: str | RouterMaker) -> None:
-        """Raise ConfigError for a `router` that is no policy, and for settings that have no effect on it."""
+        """Raise ConfigError if `router` is not a policy, or if a setting would not affect it."""
 
     def open(
         self,
@@ -137,12 +137,12 @@ class RoutingSettings(Protocol):
         tiers: Sequence[str],
         directory: AskedCaches | None,
     ) -> Router:
-        """Return a new router. `directory`: answers for the pages of workers, in `tiers`, instead of their events."""
+        """Return a new router. `directory`, if given, answers for workers' pages in `tiers` instead of their events."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RoundRobin:
-    """Sends requests to the workers in turn. It wants to know nothing.
+    """Sends requests to the workers in turn. It needs no reports.
 
     `workers`: those that take requests, ascending; `next_turn`: the place of the next one among them.
     """
@@ -166,44 +166,44 @@ class RoundRobin:
         return self.workers[place]
 
     def take_placed(self, now_ns: int) -> list[tuple[Request, int]]:
-        """Return nothing."""
+        """Return no requests: none wait here."""
         return []
 
     @property
     def num_held(self) -> int:
-        """No request."""
+        """Zero: no request waits here."""
         return 0
 
     def withdraw(self, request: Request) -> None:
         """Do nothing: no request waits here."""
 
     def placed(self, request: Request, session: str | None, worker: int, now_ns: int) -> None:
-        """Note nothing."""
+        """Ignore the placement."""
 
     def prefilled(self, request: int) -> None:
-        """Note nothing."""
+        """Ignore the prefill."""
 
     def ended(self, request: int) -> None:
-        """Note nothing."""
+        """Ignore the end."""
 
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
-        """Note nothing."""
+        """Ignore the metrics."""
 
     def reader_of(self, worker: int) -> EventReader | None:
-        """Return nothing."""
+        """Return None: events are not read."""
         return None
 
     def follow(self, worker: int, log: EventLog) -> None:
-        """Note nothing."""
+        """Ignore the log."""
 
     def enter(self, worker: int) -> None:
         """Send requests to `worker` again."""
         insort(self.workers, worker)
 
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
-        """Do nothing."""
+        """Do nothing: nothing is buffered."""
 
     def join(self) -> int:
         """Add a worker; return its number."""
@@ -212,13 +212,13 @@ class RoundRobin:
         return self.workers[-1]
 
     def leave(self, worker: int) -> None:
-        """Send nothing to `worker` any more."""
+        """Send no more requests to `worker`."""
         self.workers.remove(worker)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Informed:
-    """Tells `router` of its workers: `engines`, by their numbers."""
+    """Reports the state of `engines`, by their numbers, to `router`."""
 
     def __init__(self, router: Router, engines: Sequence[Routed]) -> None:
         self.router = router
@@ -226,7 +226,8 @@ class Informed:
         self._polled_ns = -1
 
     def poll_ns(self, now_ns: int) -> int:
-        """Return the time by `now_ns` as of which metrics are to be read; NEVER_NS if those that were read will do."""
+        """Return the time, at most `now_ns`, at which metrics must be read; NEVER_NS if the last ones are recent
+        enough."""
         router = self.router
         if not router.reads_metrics:
             return NEVER_NS
@@ -254,7 +255,7 @@ class Informed:
             )
 
     def tell(self, now_ns: int, runners: Iterable[int]) -> None:
-        """Tell the router what happened by `now_ns` in engines, those of `runners`, by their numbers."""
+        """Report to the router what happened by `now_ns` in the engines with the numbers `runners`."""
         router = self.router
         if router.reads_prefills:
             for index in sorted(set(runners)):
@@ -264,9 +265,9 @@ class Informed:
 
 
 class WithinGroups(RoundRobin):
-    """Sends requests to groups of `ranks` engines in turn, and in a group to the rank that vLLM chooses.
+    """Sends requests to groups of `ranks` engines in turn, and within a group to the rank that vLLM would choose.
 
-    That is the one with the fewest requests, where one that waits counts as four that run.
+    That is the rank with the fewest requests, where a waiting request counts as four running ones.
     """
 
     reads_metrics = True
@@ -277,7 +278,7 @@ class WithinGroups(RoundRobin):
         self._loads = [0] * num_workers
 
     def place(self, request: Request, session: str | None, now_ns: int) -> int | None:
-        """Return the rank of the next group that has the least to do."""
+        """Return the least loaded rank of the next group."""
         first = self.next_turn * self._num_ranks % len(self.workers)
         self.next_turn += 1
         return min(range(first, first + self._num_ranks), key=self._loads.__getitem__)
@@ -285,14 +286,14 @@ class WithinGroups(RoundRobin):
     def report(
         self, worker: int, running: int, waiting: int, used_pages: int, waiting_pages: int, usage: float
     ) -> None:
-        """Take note of what a rank has to do."""
+        """Record the load of a rank."""
         self._loads[worker] = 4 * waiting + running
 
 
 def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int = 1, tells_pages: bool = True) -> Router:
-    """Return a new router of a replay of `config`, in which `engines` will be its workers.
+    """Return a new router for a replay of `config`, with `engines` as its workers.
 
-    `ranks`: how many engines, one after the other, are in lock step. `tells_pages`: whether events tell of pages.
+    `ranks`: the number of consecutive engines in lock step. `tells_pages`: whether events describe pages.
     """
     if config.router == "round-robin" and config.routing is None:
         return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)

@@ -1,4 +1,4 @@
-"""How uncertain the latencies of a replay are, where a fit said how uncertain its cost model is."""
+"""The uncertainty of a replay's latencies, where a fit gave the uncertainty of its cost model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Distributions = dict[str, dict[str, float | None]]
 
 
 class UncertainCost(Protocol):
-    """A cost model with alternatives: pairs, one standard deviation to either side along axes that are independent."""
+    """A cost model with alternatives: pairs, one standard deviation to either side along independent axes."""
 
     def alternatives(self) -> list[tuple[Any, Any]]:
-        """Return the pairs; none where nothing is uncertain."""
+        """Return the pairs; none if nothing is uncertain."""
 
 
 def spread_of(pairs: list[tuple[Any, Any]], replayed: Callable[[Any], Distributions]) -> Distributions:
     """Return one standard deviation of each statistic of latency, in milliseconds.
 
-    `replayed`: answers the distributions by metric of a replay with one of the cost models. None where a replay has no
-    such value.
+    `replayed` replays with one of the cost models, and returns the distributions by metric. A statistic is None if
+    a replay lacks it.
     """
     squares: dict[tuple[str, str], float | None] = {(a, b): 0.0 for a in METRICS for b in STATISTICS}
     for above, below in pairs:

@@ -1,8 +1,7 @@
-"""What more memory would give, found by replays: the least host memory that keeps what eviction loses.
+"""The benefit of more memory, found by replays: the least host memory that keeps the hits that eviction loses.
 
-Sizes are tried on a grid, a tenth apart, by bisection: the size that is named has been replayed, and so has the next
-smaller one, which loses more. A hit ratio counts as kept where it has all but a hundredth of what host memory without
-bound gains.
+Sizes are tried on a grid, a tenth apart, by bisection: both the returned size and the next smaller one, which loses
+more, have been replayed. A hit ratio counts as kept if it has all but a hundredth of the gain of unbounded host memory.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ __all__ = ["MOST_REQUESTS", "MOST_STEPS", "ReplayTrials", "round_sizes"]
 GIB, MIB = 1 << 30, 1 << 20
 RATIO = 1.1
 SMALLEST = 1 / 64
-"""Of the working set: no less host memory than that is tried."""
+"""The smallest host memory to try, as a share of the working set."""
 KEPT = 0.99
-"""The share of what unbounded host memory gains that counts as all of it."""
+"""The share of the gain of unbounded host memory that counts as all of it."""
 WORTHWHILE = 0.005
-"""Hits that host memory must gain, as a share of prompt tokens, before it is advised."""
+"""The hits that host memory must gain, as a share of prompt tokens, before it is advised."""
 MOST_REQUESTS, MOST_STEPS = 2_000, 500_000
-"""Of a replay that is repeated without being asked for: some tenths of a second."""
+"""Limits of a replay that is repeated without being asked for: some tenths of a second."""
 
 
 def round_sizes(least_bytes: float, most_bytes: float) -> list[int]:
-    """Return sizes a tenth apart, from about `least_bytes` to at least `most_bytes`, that people write: 94 GiB."""
+    """Return round sizes such as 94 GiB, a tenth apart, from about `least_bytes` to at least `most_bytes`."""
     sizes = {_rounded_up(most_bytes)}
     size = most_bytes / RATIO
     while size > least_bytes:
@@ -50,9 +49,9 @@ def _rounded_up(num_bytes: float) -> int:
 
 
 class ReplayTrials:
-    """Answers what more memory would give a replay of `trace` under `config`; each answer costs some replays.
+    """Measures the effect of more memory on a replay of `trace` under `config`; each answer costs some replays.
 
-    `is_asked`: also of long replays. `on_replay` is called before each.
+    `is_asked`: repeat long replays as well. `on_replay` is called before each.
     """
 
     def __init__(
@@ -70,19 +69,19 @@ class ReplayTrials:
         self._found: dict[tuple[int, int], dict[str, Any]] = {}
 
     def least_pages(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Return the smallest pool that a request fits into, its output included."""
+        """Return the smallest pool, in pages, that fits a request with its output."""
         config = self._config
         if config.kv_groups == "off":
             return max(1, -(-(num_prompt_tokens + max_tokens - 1) // config.page_size))
         memory = config.memory
-        from kvarts.kv.group_needs import GroupNeeds  # only a trace with KV groups pays for it
+        from kvarts.kv.group_needs import GroupNeeds  # imported only for a trace with KV groups
 
         needs = GroupNeeds(memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         return -(-needs.of_request(num_prompt_tokens, max_tokens) * memory.block_bytes // memory.page_bytes)
 
     @property
     def can_have_host_memory(self) -> bool:
-        """Whether host memory is something that can be added."""
+        """Whether host memory can be added."""
         try:
             self.with_memory(host_memory=GIB * 1024)
         except ConfigError:
@@ -90,12 +89,12 @@ class ReplayTrials:
         return True
 
     def is_too_long(self, summary: dict[str, Any]) -> bool:
-        """Whether the replay is one that is not repeated without being asked for."""
+        """Whether the replay is too long to be repeated without being asked for."""
         is_long = summary["num_requests"] > MOST_REQUESTS or summary["num_steps"] > MOST_STEPS
         return is_long and not self._is_asked
 
     def host_memory(self, summary: dict[str, Any]) -> HostMemory | None:
-        """Return the least host memory that keeps the hits of a replay with that `summary`; None where none helps."""
+        """Return the least host memory that keeps the hits of a replay with that `summary`; None if none helps."""
         if summary["working_set_pages"] is None or not self.can_have_host_memory:
             return None
         working_set = summary["working_set_pages"] * self._page_bytes
@@ -116,8 +115,8 @@ class ReplayTrials:
         return HostMemory(num_bytes=sizes[high], hit_ratio=self._hit_ratio(sizes[high]), most_hit_ratio=most)
 
     def replayed(self, host_bytes: int, disk_bytes: int = 0) -> dict[str, Any]:
-        """Return the summary of a replay with so much below the device; each combination is replayed once."""
-        from kvarts.sim.replay import replay_one  # which makes trials of its own
+        """Return the summary of a replay with these sizes below the device; each combination is replayed once."""
+        from kvarts.sim.replay import replay_one  # it makes trials itself
 
         sizes = host_bytes, disk_bytes
         if sizes not in self._found:
@@ -129,7 +128,7 @@ class ReplayTrials:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV per token on each device: those of the model, else what tiers take where none is named."""
+        """Bytes of KV per token on each device: those of the model, else those of the tiers if no model is named."""
         config = self._config
         if config.placement is not None:
             return config.placement.kv_bytes_per_token
@@ -144,7 +143,7 @@ class ReplayTrials:
         return self.replayed(host_bytes)["prefix_hit_ratio"] or 0.0
 
     def with_memory(self, **sizes: int | None) -> ReplayConfig:
-        """Return the configuration with tiers of these sizes. Raise ConfigError where there can be none."""
+        """Return the configuration with tiers of these sizes. Raise ConfigError if it cannot have tiers."""
         offload: Any = self._config.offload or self._offload()
         pages = dict.fromkeys((name.replace("memory", "pages") for name in sizes), None)
         offload = msgspec.structs.replace(offload, **pages, **sizes)

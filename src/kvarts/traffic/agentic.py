@@ -21,6 +21,7 @@ import numpy as np
 
 from kvarts.content import UNIT_BYTES, pack_units
 from kvarts.errors import InputError, parts_of
+from kvarts.hints import Hints
 from kvarts.limits import LATEST_NS, MOST_COUNT
 from kvarts.traffic.graph import components
 from kvarts.traffic.rows import by_arrival, nothing_left, unlike_any_other
@@ -64,6 +65,7 @@ class _Row(msgspec.Struct, gc=False):
     priority: Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)] | None = None
     dependencies: list[_Dependency] = []
     cancel_after_ms: Milliseconds | None = None
+    hints: Hints | None = None
 
 
 def load_agentic(path: Path | str | TraceFile) -> Trace:
@@ -156,6 +158,7 @@ def _request(
         session_id=f"{row.play_id}/{row.session_id}",
         request_id=row.request_id,
         cancel_after_ns=None if row.cancel_after_ms is None else round(row.cancel_after_ms * NS_PER_MS),
+        hints=row.hints,
         after=tuple(
             After(number_of[each.request_id], round(each.delay_ms * NS_PER_MS), each.trigger == "dispatch")
             for each in row.dependencies
@@ -231,6 +234,8 @@ def _line(trace: Trace, request: TraceRequest, play: int, waits: list[After]) ->
         row["priority"] = request.priority
     if request.cancel_after_ns is not None:
         row["cancel_after_ms"] = request.cancel_after_ns / NS_PER_MS
+    if request.hints is not None:
+        row["hints"] = request.hints
     if waits:
         row["dependencies"] = [
             {

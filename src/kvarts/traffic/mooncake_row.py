@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvarts.hints import Hints
 from kvarts.limits import LATEST_NS, MOST_COUNT
 
 __all__ = ["MooncakeRow"]
@@ -30,3 +31,4 @@ class MooncakeRow(msgspec.Struct, gc=False):
     wait_for: list[str | int] | None = None
     tool_wait_ms: int | float | None = None
     cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None
+    hints: Hints | None = None

@@ -8,6 +8,7 @@ import msgspec
 
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError, parts_of
+from kvarts.hints import Hints
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
 
@@ -28,6 +29,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_tokens: int = 0
     priority: int = 0
     tenant: str | None = None
+    hints: Hints | msgspec.UnsetType = msgspec.UNSET
     request_id: str | None = None
     ended: str = "finished"
     began_ns: int | msgspec.UnsetType = msgspec.UNSET
@@ -89,4 +91,5 @@ def _request(index: int, row: RecordedRow, first_ns: int) -> TraceRequest:
         row.priority,
         request_id=row.request_id,
         tenant=row.tenant,
+        hints=row.hints if isinstance(row.hints, Hints) else None,
     )

@@ -162,6 +162,7 @@ class Trace:
             unit_tokens=unit_tokens,
             owner=owner,
             salt=request.tenant,
+            hints=request.hints,
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvarts.hints import Hints
+
 __all__ = ["After", "TraceRequest", "Units"]
 
 Units = bytes | tuple[range, ...]
@@ -46,3 +48,4 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """Time after sending at which the client abandons the request, unless it has ended."""
     answered_units: bytes | None = None
     """Units of the prompt and its answer, if a later prompt reveals them; later prompts can then hit them."""
+    hints: Hints | None = None

@@ -51,6 +51,8 @@ def mooncake_lines(trace: Trace) -> Iterator[bytes]:
             row["tenant"] = request.tenant
         if request.cancel_after_ns is not None:
             row["cancel_after_ms"] = _ms(request.cancel_after_ns)
+        if request.hints is not None:
+            row["hints"] = request.hints
         yield encoder.encode(row) + b"\n"
 
 

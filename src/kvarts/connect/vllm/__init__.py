@@ -4,7 +4,7 @@
       "kv_connector_extra_config": {"spec_name": "KvartsOffloadingSpec", "spec_module_path": "kvarts.connect.vllm",
       "host_memory": "4GiB"}}'
 
-vLLM is imported when the spec is asked for, and not before.
+vLLM is imported only when the spec is accessed.
 """
 
 from __future__ import annotations

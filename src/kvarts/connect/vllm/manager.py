@@ -1,4 +1,4 @@
-"""vLLM's offloading manager, answered by kvarts' tiers. Runs in the process of vLLM's scheduler."""
+"""vLLM's offloading manager over kvarts' tiers. Runs in the process of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ RESULTS = {
 
 
 class HostPlaces(LoadStoreSpec):  # type: ignore[misc]
-    """Places in host memory, in the order in which vLLM names the keys of a transfer."""
+    """Places in host memory, in the order of the keys of a vLLM transfer."""
 
     def __init__(self, places: list[int]) -> None:
         self.places = places
 
 
 class Path:
-    """The keys of one request that it asked for or stored, in the order of their positions."""
+    """The keys that one request looked up or stored, ordered by their positions."""
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
@@ -47,13 +47,13 @@ class Path:
         self._is_sorted = True
 
     def add(self, keys: Iterable[bytes], context: Any) -> None:
-        """Add keys; vLLM says where each ends in the sequence."""
+        """Add keys, with the position in the sequence at which vLLM states that each ends."""
         known, places = self.known, self._places
         for key in keys:
             if key not in known:
                 known.add(key)
                 place = context.get_offload_key_position(key) or 0
-                # They come in their order, except for those of windows, which are looked up from the last.
+                # Keys arrive in order, except those of windows, which are looked up from the last.
                 self._is_sorted = self._is_sorted and (not places or places[-1][0] <= place)
                 places.append((place, key))
                 self._keys.append(key)
@@ -69,7 +69,7 @@ class Path:
 
 
 class KvartsManager(OffloadingManager):  # type: ignore[misc]
-    """Answers for the pages in `store`. `region`: its places in host memory, which the workers have opened."""
+    """Manages the pages of `store`. `region`: its places in host memory, which the workers have opened."""
 
     def __init__(self, store: KeyStore, region: HostRegion, *, with_events: bool = False) -> None:
         self.store = store
@@ -78,7 +78,7 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def on_new_request(self, req_context: Any) -> Any:
-        self._region.unlink()  # the workers have opened it: requests come after that
+        self._region.unlink()  # the workers have opened it before the first request
         req_context.set_state(Path())
         return RequestOffloadingContext()
 

@@ -1,4 +1,4 @@
-"""Files below host memory: a thread that writes, reads and deletes them, and what of it has ended."""
+"""Files below host memory: a thread that writes, reads and deletes pages, and the results of its operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ended", "PageIo"]
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A write or a read that ended. `is_good`: the page is in its file, or in its place of host memory."""
+    """A completed write or read. `is_good`: the page is in its file, or in its place in host memory."""
 
     key: bytes
     is_write: bool
@@ -25,7 +25,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class PageIo:
-    """Moves pages between `region` and `files` in a thread of its own. Reads go before writes and deletions."""
+    """Moves pages between `region` and `files` in a separate thread. Reads are served before writes and deletions."""
 
     def __init__(self, files: PageFiles, region: HostRegion) -> None:
         self._files = files
@@ -41,11 +41,11 @@ class PageIo:
 
     @property
     def num_open(self) -> int:
-        """Operations that were begun and have not ended."""
+        """Operations that have begun and not ended."""
         return self._num_open
 
     def write(self, key: bytes, place: int) -> None:
-        """Begin to write the page in `place`, which stays as it is until that has ended."""
+        """Begin to write the page in `place`, which must not change until the write has ended."""
         self._begin(lambda: self._write(key, place))
 
     def delete(self, key: bytes) -> None:
@@ -53,7 +53,7 @@ class PageIo:
         self._begin(lambda: self._files.delete(key))
 
     def read(self, key: bytes, place: int) -> None:
-        """Begin to read a page into `place`, which nothing else uses until that has ended."""
+        """Begin to read a page into `place`, which must not be used otherwise until the read has ended."""
         with self._condition:
             self._reads.append((key, place))
             self._num_open += 1
@@ -67,12 +67,12 @@ class PageIo:
         return ended
 
     def drain(self) -> None:
-        """Wait until everything that was begun has ended."""
+        """Wait until all operations have ended."""
         with self._condition:
             self._condition.wait_for(lambda: not self._num_open)
 
     def close(self) -> None:
-        """End everything that was begun, then the thread."""
+        """Complete all operations, then end the thread."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()

@@ -1,4 +1,4 @@
-"""Host memory that the scheduler's and the workers' processes of one engine share."""
+"""Host memory shared by the scheduler's and the workers' processes of one engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["HostRegion"]
 
 
 class HostRegion:
-    """`num_places` places of `place_bytes` bytes, of which each worker has an equal part, in the order of their ranks.
+    """`num_places` places of `place_bytes` bytes, each divided equally among the workers, in the order of their ranks.
 
-    The first process that opens it makes the file behind it. `unlink` removes its name as soon as every process has
-    opened it, so that nothing is left of an engine that is killed.
+    The first process that opens the region creates its file. `unlink` removes the file's name once every process has
+    opened it, so that an engine that is killed leaves no file behind.
     """
 
     def __init__(self, engine_id: str, num_places: int, place_bytes: int) -> None:
@@ -39,11 +39,11 @@ class HostRegion:
         return self.memory[place * self.place_bytes : (place + 1) * self.place_bytes]
 
     def write(self, place: int, payload: bytes) -> None:
-        """Set the bytes of a place, of which there are as many as `payload` has."""
+        """Set the bytes of a place; `payload` must have exactly as many."""
         self.memory[place * self.place_bytes : (place + 1) * self.place_bytes] = payload
 
     def unlink(self) -> None:
-        """Remove the name of the file: no other process opens it any more."""
+        """Remove the name of the file: no further process can open it."""
         if self._has_name:
             self._has_name = False
             self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""vLLM's offloading spec: what the two processes of an engine build from one configuration."""
+"""vLLM's offloading spec: builds the objects of an engine's two kinds of processes from one configuration."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ KEY_BYTES = 36
 
 
 class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
-    """Host memory of `host_memory` bytes, and files in `directory` of `disk` bytes below it, if that is given.
+    """Host memory of `host_memory` bytes, and below it files in `directory` of `disk` bytes, if given.
 
-    `prefill_tokens_per_s`: how many tokens the device computes in a second; files that are slower are not read.
+    `prefill_tokens_per_s`: tokens that the device computes per second; files that are slower are not read.
     `most_writes`: chunks that may wait to be written. `most_read_s`: how long a request waits for a file. Raises
-    ConfigError for options that cannot be.
+    ConfigError for unknown, missing or invalid options.
     """
 
     def __init__(self, config: Any) -> None:
@@ -85,7 +85,7 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def fingerprint(self) -> str:
-        """Return what the bytes of a page depend on besides its tokens, as a name of a folder."""
+        """Return a folder name that identifies everything except its tokens that the bytes of a page depend on."""
         config, parallel = self.config, self.config.parallel
         facts = [
             *(config.model.name, config.model.dtype, config.cache.tokens_per_hash, config.cache.blocks_per_chunk),

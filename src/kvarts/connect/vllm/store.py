@@ -1,4 +1,4 @@
-"""The tiers of one engine, as its scheduler asks them: host memory, and files below it. Knows nothing of vLLM."""
+"""The tiers of one engine, for its scheduler: host memory, and files below it. Does not depend on vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["KeyStore", "Reads", "StoreCounts"]
 
 RATE_WEIGHT = 0.1
-"""The weight of the last read in the mean time of one."""
+"""The weight of the last read in the mean time per read."""
 
 
 class StoreCounts(msgspec.Struct):
-    """What the tiers did since the beginning, in pages."""
+    """Totals of the tiers since they were opened, in pages."""
 
     stored: int = 0
     loaded: int = 0
@@ -30,16 +30,16 @@ class StoreCounts(msgspec.Struct):
     promoted: int = 0
     """Pages that were read from files into host memory."""
     broken: int = 0
-    """Files that could not be read, or had other bytes than were written."""
+    """Files that could not be read, or whose bytes differ from those written."""
     written: int = 0
     unwritten: int = 0
-    """Pages that were not written to files: the disk was behind, or failed."""
+    """Pages that were not written to files, because the disk was too slow, or failed."""
     computed_instead: int = 0
-    """Pages in files that were not read because computing them was sooner."""
+    """Pages in files that were not read because computing them is faster."""
 
 
 class Reads:
-    """The pages that were read from files for one request: `asked`, and `held` in host memory until it loads them."""
+    """The pages read from files for one request: `asked`, and those `held` in host memory until it loads them."""
 
     def __init__(self) -> None:
         self.asked: set[bytes] = set()
@@ -48,11 +48,11 @@ class Reads:
 
 
 class KeyStore:
-    """Pages by key. `host`: places in host memory. `files`: as many pages in files, moved by `page_io`.
+    """Pages by key. `host`: places in host memory. `files`: places in files; `page_io` moves their pages.
 
-    `most_writes`: pages that may wait to be written; more are not written. `compute_s`: how long computing a page
-    takes; a page that takes longer to read is not read. `most_read_s`: how long a request waits for a page to be read.
-    A page in a file gets to host memory before it can be loaded.
+    `most_writes`: pages that may wait to be written; further pages are not written. `compute_s`: the time to compute a
+    page; pages that take longer to read are not read. `most_read_s`: how long a request waits for a page to be read. A
+    page in a file is read into host memory before it can be loaded.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class KeyStore:
         self._most_read_s = most_read_s
         self._num_writing = 0
         self._reading: dict[bytes, tuple[float, Reads]] = {}
-        """Keys that are being read: since when, and for which request."""
+        """Keys that are being read, with the start and the reads of their request."""
 
     @property
     def has_work(self) -> bool:
@@ -84,10 +84,10 @@ class KeyStore:
         return bool(self._reading)
 
     def lookup(self, key: bytes, path: Container[bytes], reads: Reads) -> KeyState:
-        """Return whether `key` can be loaded; COMING if it will be, or may be. A page in a file begins to be read.
+        """Return whether `key` can be loaded; COMING if it will be, or may be. Begins to read a page that is in a file.
 
-        `path`: the keys of the sequence that are known, which do not make way for it. `reads`: those that were read
-        for this request. None is read twice for one request, so that each gets on.
+        `path`: the known keys of the sequence, which are not evicted for it. `reads`: the pages read for this request.
+        No page is read twice for one request, so that every request makes progress.
         """
         self.poll()
         state = self.host.state(key)
@@ -115,9 +115,9 @@ class KeyStore:
     def prepare_store(
         self, keys: Sequence[bytes], path: Sequence[bytes]
     ) -> tuple[dict[bytes, int], list[bytes]] | None:
-        """Take places for those of `keys` that are not here; return these, and the keys evicted. None: no room.
+        """Allocate places for those of `keys` that are not stored; return these, and the evicted keys. None: no room.
 
-        `path`: the keys of the sequence that are known, in the order of its prefix.
+        `path`: the known keys of the sequence, in the order of its prefix.
         """
         self.poll()
         self.touch(path)
@@ -128,7 +128,7 @@ class KeyStore:
         return None if missing and not places else (places, evicted)
 
     def complete_store(self, keys: Collection[bytes], path: Sequence[bytes], *, is_stored: bool = True) -> list[bytes]:
-        """End a store, and begin to write its pages to files; return the keys that are stored now."""
+        """End a store, and begin to write its pages to files; return the keys that are now stored."""
         wanted = set(keys)
         done = [key for key in path if key in wanted]
         done = [key for key in done if self.host.state(key) is KeyState.COMING and key not in self._reading]
@@ -149,7 +149,7 @@ class KeyStore:
         return places
 
     def end_reads(self, reads: Reads) -> None:
-        """Take note that the request of `reads` loads nothing any more."""
+        """Release the pages held for the request of `reads`, which loads no more of them."""
         reads.is_over = True
         self.host.unpin(reads.held)
         reads.held = []
@@ -167,7 +167,7 @@ class KeyStore:
             self.files.touch(path)
 
     def poll(self) -> None:
-        """Take note of reads and writes that have ended."""
+        """Process reads and writes that have ended."""
         if self._page_io is None:
             return
         assert self.files is not None
@@ -195,7 +195,7 @@ class KeyStore:
                 self._page_io.delete(key)
 
     def reset(self) -> None:
-        """Forget all pages, and delete the files."""
+        """Drop all pages, and delete the files."""
         if self._page_io is not None:
             assert self.files is not None
             self._page_io.drain()
@@ -206,7 +206,7 @@ class KeyStore:
         self.host.reset()
 
     def close(self) -> None:
-        """End what is under way."""
+        """Complete all reads and writes, and end the thread."""
         if self._page_io is not None:
             self._page_io.close()
             self.poll()

@@ -17,14 +17,14 @@ __all__ = ["KvartsWorker"]
 
 
 class _Copy:
-    """A copy under way. `ready`: an event of the device, None where copies are done at once."""
+    """A running copy. `ready`: an event of the device; None if copies complete at once."""
 
     def __init__(self, job_id: int, num_bytes: int, ready: Any, staged: list[Any], kept: list[Any]) -> None:
         self.job_id = job_id
         self.num_bytes = num_bytes
         self.ready = ready
         self.staged = staged
-        """Of a store: rows of host memory, where they begin and end in a place, and the bytes that get there."""
+        """For a store: rows of host memory, their first and last byte in a place, and the bytes to put there."""
         self.kept = kept
         """Pinned memory that is read until then."""
         self.began = time.monotonic()
@@ -33,8 +33,8 @@ class _Copy:
 class KvartsWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies between `kv_caches`, vLLM's canonical views of a device, and the part of `rank` in `region`.
 
-    A place has `blocks_per_chunk` blocks of one KV group, each the layers of the group one after the other. On a
-    device with streams, copies have one of their own, through pinned memory.
+    A place has `blocks_per_chunk` blocks of one KV group, each with the group's layers in order. On a device with
+    streams, copies run on a separate stream, through pinned memory.
     """
 
     def __init__(
@@ -122,9 +122,10 @@ class KvartsWorker(OffloadingWorker):  # type: ignore[misc]
         )
 
     def _moves(self, device: Any, host: Any) -> Iterator[tuple[Any, Any, Any, int, int]]:
-        """Yield what is copied: a tensor and its blocks, and their places in host memory with first and last byte.
+        """Yield the parts of a copy: a tensor and its blocks, and their places in host memory with first and last byte.
 
-        vLLM names the blocks of each KV group one after the other, without a gap; the first may be inside a chunk.
+        vLLM lists the blocks of the KV groups one group after the other, without gaps; the first block may be inside a
+        chunk.
         """
         at = place_at = 0
         size = self._blocks_per_chunk

@@ -1,1 +1,1 @@
-"""Sessions over OpenAI's API: the store that is served over gRPC as well."""
+"""Sessions over OpenAI's API, from the same store that gRPC serves."""

@@ -1,8 +1,8 @@
-"""Requests that name a session: a conversation of which the history and the KV stay here between turns.
+"""Requests that name a session: a conversation whose history and KV are kept between turns.
 
-A client sends its whole conversation, as to any other server. What the session has of it already is kept; what it has
-beyond that is rolled back; the rest is appended. So a client that edits its past is answered as it should be, and one
-that only goes on pays for what is new.
+A client sends its whole conversation, as to any other server. The part that the session already has is kept, history
+beyond that is rolled back, and the rest is appended. A client that edits its past is therefore answered correctly, and
+one that only continues pays only for the new part.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ REASONS = {
 
 
 MAX_ATTEMPTS = 4
-"""So often a session is made that goes for another before it has said anything: then there is no room."""
+"""Attempts to create a session that is evicted for another before its first token; after that, there is no room."""
 
 MAX_NAMES = 4096
-"""So many names are remembered with the ids that they stand for; others are looked up again."""
+"""Names whose session ids are remembered; others are looked up again."""
 
 
 class Store(SessionRuntime, Protocol):
-    """A SessionRuntime that can be asked for what it has of a conversation, and by names."""
+    """A SessionRuntime with lookups by name, and by the history's common prefix with a conversation."""
 
     async def named(self, owner: str, name: str) -> str | None:
         """Return the id of the session of `owner` with this id or label; None if there is none."""
 
     def counts(self) -> SessionCounts:
-        """Return what all sessions are and hold now."""
+        """Return the counts of all sessions now."""
 
     async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return how many of `tokens`, from the first, the history of a session begins with, and how long that is."""
+        """Return the length of the common prefix of `tokens` and the session's history, and the history's length."""
 
     def generate(
         self,
@@ -81,18 +81,18 @@ class Store(SessionRuntime, Protocol):
         priority: int = 0,
         begun: Callable[[Request], object] = lambda _: None,
     ) -> AsyncGenerator[Update, None]:
-        """As of SessionRuntime; append `tokens` before, in the same step. `begun` is told of the request.
+        """Generate as in SessionRuntime, after appending `tokens` in the same step. `begun` receives the request.
 
-        Tokens come with log-probabilities where `params` ask for them. `priority`: the larger, the earlier.
+        Tokens carry log-probabilities if `params` ask for them. `priority`: larger values first.
         """
 
 
 class SessionsDoor:
-    """The sessions of one served model, by the names that clients have for them. For one event loop.
+    """The sessions of one served model, by the names that clients use. For one event loop.
 
-    A name is the id of a session, as it is known over gRPC, or the label of one. A session that there is not is made,
-    with the settings that sessions have by default and the name as its label. What has a salt is of another owner:
-    tenants share no session. `is_own`: nothing else has the store, so it is shut down with this.
+    A name is the id of a session, as in gRPC, or its label. An unknown session is created, with the default settings of
+    sessions and the name as its label. A request with a salt belongs to a separate owner: tenants do not share
+    sessions. `is_own`: the store is used only here, so it is shut down with this object.
     """
 
     def __init__(self, store: Store, served: Served, *, is_own: bool = False) -> None:
@@ -103,7 +103,7 @@ class SessionsDoor:
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
-        """Have `choice` told what the session says to `ask`; cancelling the task ends it, and keeps the session."""
+        """Run `ask` in session `name` and stream the answer to `choice`. Cancelling the task keeps the session."""
         if ask.tenant is not None:
             owner = f"{owner}{PARTED}{ask.tenant}"
         page_size = self._served.host.config.page_size
@@ -120,7 +120,7 @@ class SessionsDoor:
         task = asyncio.ensure_future(self._answer(owner, name, ask, choice, generation))
 
         def ended(_: object) -> None:
-            """Tell an end of which nothing was told: its client has gone, or it was ended here or over gRPC.
+            """End the choice if the task did not: its client disconnected, or it was ended here or over gRPC.
 
             A task may be cancelled before it has begun.
             """
@@ -135,11 +135,11 @@ class SessionsDoor:
         return task
 
     def counts(self) -> SessionCounts:
-        """Return what the sessions hold now."""
+        """Return the counts of the sessions now."""
         return self._store.counts()
 
     async def close(self) -> None:
-        """End what is under way, and write what is to be kept, of a store that nothing else has."""
+        """End requests under way and write durable state, if this object owns the store."""
         if self._is_own:
             with suppress(EngineDeadError):
                 await self._store.shut_down()
@@ -147,14 +147,14 @@ class SessionsDoor:
     async def _answer(self, owner: str, name: str, ask: Ask, choice: Choice, generation: Generation) -> None:
         turn = self._turns.setdefault((owner, name), asyncio.Lock())
         try:
-            async with turn:  # in the order in which they came
+            async with turn:  # in order of arrival
                 for attempt in range(MAX_ATTEMPTS):
                     session_id, num_common = await self._brought_to(owner, name, ask.tokens)
                     try:
                         await self._generate(owner, session_id, ask, choice, generation, num_common)
                         break
                     except UnknownSessionError:
-                        # For one moment it was idle, and went for another; what it has said stays.
+                        # It was idle for a moment, and was evicted for another session; its tokens so far are kept.
                         if generation.tokens or attempt + 1 == MAX_ATTEMPTS:
                             raise
         except KvartsError as error:
@@ -163,7 +163,7 @@ class SessionsDoor:
             choice.fail(error)
 
     async def _brought_to(self, owner: str, name: str, tokens: Sequence[int]) -> tuple[str, int]:
-        """Bring the history of the session to be the beginning of `tokens`; return its id, and how long it is."""
+        """Make the session's history a prefix of `tokens`; return the session's id, and the length of the history."""
         session_id = await self._found(owner, name)
         if session_id is not None:
             try:
@@ -171,9 +171,9 @@ class SessionsDoor:
                 if num_common < length:
                     await self._store.rollback(owner, session_id, num_common, queue=True)
             except UnknownSessionError:
-                pass  # it has gone meanwhile
+                pass  # it was closed meanwhile
             except SessionNotReadyError:
-                # What the changed conversation would need of its past was dropped: it begins again.
+                # KV that the changed conversation would need was dropped, so the session begins again.
                 await self._store.close(owner, session_id)
             else:
                 return session_id, num_common
@@ -212,7 +212,7 @@ class SessionsDoor:
         )
         told = Logprobs()
         choice.logprobs = lambda: told
-        held: int | None = None  # a token that may be an end, of which the text is no part of the answer
+        held: int | None = None  # a token that may be an end, whose text is not part of the answer
         async with aclosing(updates):
             async for update in updates:
                 if under_way:
@@ -240,8 +240,8 @@ class SessionsDoor:
 
 
 def _copy(under_way: Request, told: Request) -> None:
-    """Note what a request of the engine has found of its prompt, and when it came how far."""
-    # A session with pages of its own computes from where it was.
+    """Copy the hits and the times of a request in the engine."""
+    # a session with reserved pages resumes from its own position
     told.cached_tokens = under_way.cached_tokens if under_way.own is None else under_way.start
     told.cached_tokens_below = under_way.cached_tokens_below
     told.arrival_ns = under_way.arrival_ns

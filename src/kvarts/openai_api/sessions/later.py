@@ -1,4 +1,4 @@
-"""Sessions that are there when a request names the first: until then a server imports and holds nothing for them."""
+"""Sessions that are opened when a request names the first one, so that a server without them pays nothing for them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["SessionsLater"]
 
 
 class SessionsLater:
-    """An InSessions that `open_now` returns when it is needed. For one event loop."""
+    """An InSessions that calls `open_now` on first use. For one event loop."""
 
     def __init__(self, open_now: Callable[[], InSessions]) -> None:
         self._open_now = open_now
         self._opened: InSessions | None = None
 
     def begin(self, owner: str, name: str, ask: Ask, choice: Choice) -> asyncio.Task[None]:
-        """Have `choice` told what the session `name` of `owner` says to `ask`. Cancelling the task ends that."""
+        """Run `ask` in session `name` and stream the answer to `choice`. Cancelling the task ends the request."""
         if self._opened is None:
             self._opened = self._open_now()
         return self._opened.begin(owner, name, ask, choice)
 
     def counts(self) -> CountsOfSessions | None:
-        """Return what they hold now; None as long as no request has named one."""
+        """Return the counts of the sessions now; None until a request has named one."""
         return None if self._opened is None else self._opened.counts()
 
     async def close(self) -> None:
-        """Close what was opened."""
+        """Close the sessions if they were opened."""
         if self._opened is not None:
             await self._opened.close()

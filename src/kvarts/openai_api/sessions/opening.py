@@ -1,4 +1,4 @@
-"""Puts a server over HTTP together, with the model and the sessions of a session runtime."""
+"""Assembly of a server over HTTP with the model and the sessions of a session runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["open_beside", "open_own", "word_mock"]
 
 
 def word_mock(config: Any, **settings: Any) -> Any:
-    """Return a model for `open_sessions` that writes words, with the bytes of a token of the mock of sessions."""
+    """Return a model for `open_sessions` that writes words; the bytes per token are those of the sessions' mock."""
     of_mock = mock_host(config)
     cost = settings.pop("cost", None)
     if cost is None:
@@ -34,7 +34,7 @@ def word_mock(config: Any, **settings: Any) -> Any:
 
 
 def open_beside(sessions: Sessions, door: Door, *, model: str) -> Opened:
-    """Return a server of the model of `sessions`, in which requests that name a session go on with it."""
+    """Return a server of the model of `sessions`; requests can name a session, and continue it."""
     host = sessions.host
     is_mock = host.tokenizer is None and host.fingerprint().startswith("mock")
     most = host.core.scheduler.most_tokens(min(door.limits.max_model_len, host.max_positions or 1 << 62))
@@ -61,9 +61,10 @@ def open_own(
     state_dir: Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> SessionsDoor:
-    """Return sessions of a model that is served, in memory or in `state_dir`. Raise ConfigError.
+    """Return sessions of a served model, in memory or in `state_dir`. Raise ConfigError.
 
-    Sessions that reserve pages have half of them, unless `config` says otherwise: what names no session runs as well.
+    Sessions that reserve pages get at most half of the pages, unless `config` sets a limit, so that requests without a
+    session can run as well.
     """
     host = served.host
     if config.memory_bytes is None and config.max_pages is None:

@@ -1,1 +1,1 @@
-"""Several models on one device, mocked together and served at one address."""
+"""Mocks of several models on one device, served at one address."""

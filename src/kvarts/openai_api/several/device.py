@@ -1,7 +1,6 @@
-"""The engines of several mocks on one device, moved turn by turn on a clock that keeps pace with real time.
+"""The engines of several mocks on one device, advanced turn by turn on a clock that keeps pace with real time.
 
-One loop owns all of them. A request is for the model that it was assigned to before it was queued; its index is its
-own among all models.
+One loop owns all of them. A request is assigned to a model before it is queued; its index is unique among all models.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from kvarts.sharing.turns import TurnLoop
 __all__ = ["ModelOfDevice", "PacedDevice", "SamplingOfModels", "TurnCost"]
 
 RETRY_NS = 1_000_000
-"""For so long nothing is tried where only requests wait that a degraded model does not admit."""
+"""Delay before the next attempt when all waiting requests are for a degraded model, which does not admit any."""
 
 
 class TurnCost:
-    """A CostModel with turns of no time where a model gave way to another and has nothing left to compute."""
+    """A CostModel in which a turn without computation, of a model that has given way to another, takes no time."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -42,13 +41,13 @@ class TurnCost:
 
 
 class Assignments:
-    """Owner of which request under way is for which model."""
+    """Owner of the mapping from requests under way to models."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
     def assign(self, index: int, name: str) -> None:
-        """Note that request `index` is for the model `name`."""
+        """Assign request `index` to the model `name`."""
         self._names[index] = name
 
     def of(self, index: int) -> str | None:
@@ -56,7 +55,7 @@ class Assignments:
         return self._names.get(index)
 
     def forget(self, index: int) -> None:
-        """Note that a request is over."""
+        """Remove a request that is over."""
         self._names.pop(index, None)
 
 
@@ -83,7 +82,7 @@ class PacedDevice:
         return self._turns.has_work
 
     def submit(self, request: Request, now_ns: int) -> str | None:
-        """Queue `request`, or return why it can never run. Transfers that have ended since the last step end first."""
+        """Queue `request`, or return why it can never run. Transfers that have ended meanwhile are finished first."""
         name = self._models.of(request.index)
         assert name is not None, "a request is assigned before it is queued"
         self._turns.run_until(now_ns, [])
@@ -103,9 +102,9 @@ class PacedDevice:
         self.device.retry_blocked()
 
     def step(self, now_ns: int) -> list[Request]:
-        """Do one turn that starts at `now_ns`, or wait until one is possible. Return the requests that finished."""
+        """Execute one turn that starts at `now_ns`, or wait until one is possible. Return finished requests."""
         turns = self._turns
-        if not self.has_requests:  # transfers only, which have gone on meanwhile
+        if not self.has_requests:  # transfers only, which have progressed meanwhile
             turns.run_until(now_ns, [])
             if turns.has_work:
                 self._clock.wait_until_ns(max(turns.now_ns, now_ns))
@@ -119,12 +118,12 @@ class PacedDevice:
             self._clock.wait_until_ns(end_ns)
         finished = turns.finish()
         for tenant in self._tenants.values():
-            del tenant.settled[:]  # of reports, which nothing here makes
+            del tenant.settled[:]  # for reports, which a mock does not make
         return finished
 
 
 class SamplingOfModels:
-    """A SamplingState and Generations of all models: each request's is with its own."""
+    """A SamplingState and Generations of all models: each request is sampled by its own model."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class SamplingOfModels:
     def add(
         self, request_index: int, params: SamplingParams, prompt: Sequence[int], stop_ids: Collection[int] = ()
     ) -> None:
-        """Sample for a request from now on; tokens in `stop_ids` end it."""
+        """Start sampling for a request; tokens in `stop_ids` end it."""
         self._executors[self._name(request_index)].add(request_index, params, prompt, stop_ids)
 
     def drop(self, request_index: int) -> None:
@@ -154,11 +153,11 @@ class SamplingOfModels:
         return self._executors[self._name(request_index)].logprobs(request_index)
 
     def prompt_logprobs(self, request_index: int) -> Logprobs | None:
-        """Return those of its prompt."""
+        """Return the log-probabilities of its prompt."""
         return self._executors[self._name(request_index)].prompt_logprobs(request_index)
 
     def error(self, request_index: int) -> None:
-        """Return None: nothing goes wrong."""
+        """Return None: mocks do not fail in sampling."""
 
     def of_generations(self) -> GenerationsOfModels:
         """Return the generations of the same requests."""
@@ -178,11 +177,11 @@ class GenerationsOfModels:
         self._models = models
 
     def add(self, generation: Generation) -> None:
-        """Make text for a request from now on."""
+        """Start making text for a request."""
         self._of(generation.request.index).add(generation)
 
     def get(self, request_index: int) -> Generation | None:
-        """Return a request under way; None if there is none of that index."""
+        """Return a request under way; None if `request_index` is unknown."""
         name = self._models.of(request_index)
         return None if name is None else self._generations[name].get(request_index)
 
@@ -207,17 +206,17 @@ class ModelOfDevice:
         self._tenant = tenant
 
     def assign(self, index: int) -> None:
-        """Note that request `index`, which is about to be queued, is for this model."""
+        """Assign request `index`, which is about to be queued, to this model."""
         self._models.assign(index, self._name)
 
     def set_health(self, health: Health) -> None:
-        """Set the health of this model, between steps, after what it had was ended."""
+        """Set the health of this model, between steps, after its requests were ended."""
         left = self._paced.device.set_health(self._name, health)
         assert not left, "its requests were ended before"
         self._tenant.is_fresh = True
 
     def loans(self) -> list[tuple[str, int]]:
-        """Return the memory that it uses and others are guaranteed: the other, and how many bytes."""
+        """Return the memory that this model uses out of others' guarantees: each lender, and the bytes."""
         parts = self._paced.device.memory.parts
         found = debts(
             self._paced.device.memory.num_bytes,
@@ -228,5 +227,5 @@ class ModelOfDevice:
 
     @property
     def num_reclaimed(self) -> int:
-        """Its requests that were preempted for other models."""
+        """Requests of this model that were preempted for other models."""
         return self._paced.device.num_reclaimed(self._name)

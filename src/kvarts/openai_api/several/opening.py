@@ -1,4 +1,4 @@
-"""Puts a server of several mocks on one device together."""
+"""Assembly of a server of several mocks on one device."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def open_several(
     clock: Clock | None = None,
     watcher: Watcher | None = None,
 ) -> Opened:
-    """Return mocks of all models of `config`, served under their names there.
+    """Return mocks of all models of `config`, served under their names in it.
 
-    `readers_of` is asked by the name of a model what reads all of its events.
+    `readers_of` returns the readers of all events of a model, by its name.
     """
     paced_clock = PacedClock(speedup=speedup)
     if clock is None:

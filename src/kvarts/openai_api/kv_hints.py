@@ -1,0 +1,146 @@
+"""How long the KV of a request is worth keeping, in the forms in which clients say so.
+
+- `kv_hints`: vLLM's envelope of actions (vLLM pull request 53423). Of the actions, `kv.retain` of version 1 is read:
+  its `directives` hold a `priority` from 0 to 100 and a `duration` in seconds, or null.
+- `nvext`: Dynamo's extension. `agent_hints.priority` and `cache_control` are read.
+- `cache_control`: Anthropic's, of a whole request: `{"type": "ephemeral", "ttl": "5m"}`.
+- `kvarts_hints`: `kvarts.hints.Hints`, as rows of traces have them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from kvarts.errors import parts_of
+from kvarts.hints import Hints, Priority
+from kvarts.openai_api.errors import ApiError
+
+__all__ = ["NO_PRIORITY", "CacheControl", "KvHints", "NvExt", "hints_of"]
+
+NO_PRIORITY = "the owner of this key may not set priorities: leave it out"
+MOST_ACTIONS = 16
+DEFAULT_TTL = "5m"
+MOST_TTL_S = 3600
+MOST_DURATION_S = 30 * 24 * 3600.0
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+class CacheControl(msgspec.Struct):
+    """A time to live: a number of `s`, `m` or `h`, at most an hour."""
+
+    type: Literal["ephemeral"]
+    ttl: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}[smh]$")] | None = None
+
+
+class AgentHints(msgspec.Struct):
+    """Dynamo's hints. The others are for its router."""
+
+    priority: Priority | None = None
+
+
+class NvExt(msgspec.Struct):
+    """Dynamo's extension of a body."""
+
+    agent_hints: AgentHints | None = None
+    cache_control: CacheControl | None = None
+
+
+class Action(msgspec.Struct):
+    """One action of vLLM's envelope; the others than `kv.retain` are ignored."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any] = {}
+
+
+class KvHints(msgspec.Struct):
+    """vLLM's envelope."""
+
+    protocol_version: str
+    message_id: str
+    actions: Annotated[list[Action], msgspec.Meta(max_length=MOST_ACTIONS)] = []
+
+
+class Directive(msgspec.Struct, forbid_unknown_fields=True):
+    """What `kv.retain` asks of a range of tokens; here it is all of a request's."""
+
+    priority: Annotated[int, msgspec.Meta(ge=0, le=100)]
+    duration: Annotated[float, msgspec.Meta(ge=0, le=MOST_DURATION_S)] | None = None
+    start: Literal[0] = 0
+    end: None = None
+    covers_output: Literal[False] = False
+
+
+class Retain(msgspec.Struct):
+    """The payload of `kv.retain`. `scope`: whose claim it is; claims here are of runs of pages, whoever made them."""
+
+    directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=1)]
+    scope: str | None = None
+
+
+def hints_of(
+    kvarts_hints: Hints | None,
+    kv_hints: KvHints | None,
+    nvext: NvExt | None,
+    cache_control: CacheControl | None,
+    *,
+    may_prioritize: bool,
+) -> Hints | None:
+    """Return the hints of a body; None for none.
+
+    Raise ApiError for a bad one, one that is given twice, and a priority of those that may not set any.
+    """
+    nvext = nvext or NvExt()
+    agent_hints = nvext.agent_hints or AgentHints()
+    found = {
+        "kvarts_hints": kvarts_hints,
+        "kv_hints": None if kv_hints is None else _retained(kv_hints),
+        "nvext.agent_hints": None if agent_hints.priority is None else Hints(priority=agent_hints.priority),
+        "nvext.cache_control": _cached(nvext.cache_control, "nvext.cache_control"),
+        "cache_control": _cached(cache_control, "cache_control"),
+    }
+    merged: Hints | None = None
+    for param, hints in found.items():
+        if hints is None:
+            continue
+        if hints.priority and not may_prioritize:
+            raise ApiError(403, NO_PRIORITY, param=param)
+        given = {name: value for name, value in asdict(hints).items() if value is not None}
+        if merged is not None and (twice := [name for name in given if getattr(merged, name) is not None]):
+            raise ApiError(400, f"{twice[0]} is given by another field as well: give it once", param=param)
+        merged = hints if merged is None else replace(merged, **given)
+    return merged
+
+
+def _cached(control: CacheControl | None, param: str) -> Hints | None:
+    if control is None:
+        return None
+    ttl = control.ttl or DEFAULT_TTL
+    ttl_s = int(ttl[:-1]) * SECONDS[ttl[-1]]
+    if not 0 < ttl_s <= MOST_TTL_S:
+        raise ApiError(400, f"must be from 1s to 1h, got {ttl}", param=f"{param}.ttl")
+    return Hints(ttl_ms=1000.0 * ttl_s)
+
+
+def _retained(envelope: KvHints) -> Hints | None:
+    actions = [(index, each) for index, each in enumerate(envelope.actions) if each.action_type == "kv.retain"]
+    if not actions:
+        return None
+    index, action = actions[0]
+    where = f"kv_hints.actions[{index}]"
+    if len(actions) > 1:
+        raise ApiError(400, "one kv.retain for a request", param=f"kv_hints.actions[{actions[1][0]}]")
+    if action.action_version.partition(".")[0] != "1":
+        raise ApiError(400, f"must be 1.x, got {action.action_version[:20]!r}", param=f"{where}.action_version")
+    try:
+        [directive] = msgspec.convert(action.payload, Retain).directives
+    except msgspec.ValidationError as error:
+        what, field = parts_of(error)
+        hint = "A directive here is of the whole request: omit start, end and covers_output"
+        raise ApiError(400, f"{field}: {what}. {hint}", param=f"{where}.payload") from error
+    ttl_ms = None if directive.duration is None else 1000.0 * directive.duration
+    return Hints(priority=directive.priority, ttl_ms=ttl_ms)

@@ -1,0 +1,50 @@
+"""What a request that waits is certain to need: no less than it needs later, when some of what it found is gone."""
+
+from __future__ import annotations
+
+from kvarts.content import Content
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.group_pages import GroupPages
+
+from builders.grouped import FULL
+
+WINDOW = KvLayer(kind="window", num_heads=1, head_numbers=2, span=2)
+CHUNK = KvLayer(kind="chunk", num_heads=1, head_numbers=2, span=8)
+TOKENS = list(range(12))
+
+
+def open_cache(layer: KvLayer, num_blocks: int, most_new: int) -> GroupPages:
+    memory = GroupMemory((PartGroup(FULL, part_bytes=1), PartGroup(layer, part_bytes=1)))
+    return GroupPages(memory, num_blocks=num_blocks, page_size=2, most_new_tokens=most_new)
+
+
+def test_the_copy_that_is_found_may_be_one_that_others_hold() -> None:
+    cache = open_cache(WINDOW, 15, 8)
+    contents = [Content.from_tokens(TOKENS, page_size=2, owner=owner) for owner in range(3)]
+    holdings = [cache.open(cache.match(content, 0)) for content in contents[:2]]
+    for holding in holdings:
+        cache.extend(holding, 4, is_end=True)
+    cache.close(holdings[0], 2, 2)
+    match = cache.match(contents[2], 5)
+    wanted, least = cache.num_to_admit(match, 12, 8), cache.least_to_admit(match, 12, 8)
+    cache.shed(4)
+    match = cache.match(contents[2], 5)
+    assert match.num_pages == 2
+    assert least == cache.num_to_admit(match, 12, 8) < wanted
+
+
+def test_a_request_that_finds_less_may_need_less() -> None:
+    """At the end of a chunk there is nothing to hold of it; pages before have the chunk's parts to hold."""
+    cache = open_cache(CHUNK, 14, 2)
+    content, other = (Content.from_tokens([*TOKENS, 1, 2, 3, 4], page_size=2, owner=owner) for owner in range(2))
+    holding = cache.open(cache.match(content, 0))
+    for num_tokens in range(2, 16, 2):
+        cache.extend(holding, num_tokens, is_end=num_tokens == 14)
+        cache.settle(holding, num_tokens)
+    cache.count()
+    cache.close(holding, 7, 7)
+    found = cache.match(other, 7), cache.match(other, 4)
+    assert [match.num_pages for match in found] == [7, 4]
+    needs = [cache.num_to_admit(match, 16, 2) for match in found]
+    assert cache.least_to_admit(found[0], 16, 2) <= needs[1] < needs[0]

@@ -1,0 +1,139 @@
+"""Hints in bodies: each published form keeps what it names, bad ones are refused, and they are part of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvarts.hints import Hints
+from kvarts.openai_api.running import RunningServer
+from kvarts.owners.keys import Owner
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
+from kvarts.traffic.recorded import load_recorded
+
+from builders.http_client import call
+
+Start = Callable[..., RunningServer]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPT_TOKENS = 64
+
+
+def retain(*directives: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """An envelope of vLLM's with one action."""
+    action = {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0"}
+    action |= {"payload": {"scope": None, "directives": list(directives)}} | changes
+    other = {**action, "action_type": "kv.prefetch", "payload": {"session": "s"}}
+    return {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [other, action]}}
+
+
+FORMS: dict[str, tuple[dict[str, Any], Hints]] = {
+    "kvarts_hints": (
+        {"kvarts_hints": {"priority": 2, "ttl_ms": 5, "pause_ms": 7, "tool": "bash"}},
+        Hints(priority=2, ttl_ms=5, pause_ms=7, tool="bash"),
+    ),
+    "kv_hints": (retain({"priority": 80, "duration": 30}), Hints(priority=80, ttl_ms=30_000)),
+    "kv_hints, whole": (retain({"start": 0, "end": None, "priority": 80}), Hints(priority=80)),
+    "agent_hints": ({"nvext": {"agent_hints": {"priority": 5, "osl": 9}, "annotations": []}}, Hints(priority=5)),
+    "nvext.cache_control": ({"nvext": {"cache_control": {"type": "ephemeral", "ttl": "90s"}}}, Hints(ttl_ms=90_000)),
+    "cache_control": ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, Hints(ttl_ms=3_600_000)),
+    "cache_control, default": ({"cache_control": {"type": "ephemeral"}}, Hints(ttl_ms=300_000)),
+    "two": (
+        {"cache_control": {"type": "ephemeral"}, "nvext": {"agent_hints": {"priority": -1}}},
+        Hints(priority=-1, ttl_ms=300_000),
+    ),
+}
+NOTHING: list[dict[str, Any]] = [
+    {},
+    {"kvarts_hints": None, "kv_hints": None, "nvext": None, "cache_control": None},
+    {"nvext": {}},
+    {"nvext": {"agent_hints": {"speculative_prefill": True}}},
+    {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": []}},
+    {"kv_hints": {"protocol_version": "0.1", "message_id": "m"}},
+]
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"kvarts_hints": {"priority": 2**31}}, "kvarts_hints.priority"),
+    ({"kvarts_hints": {"ttl_ms": -1}}, "kvarts_hints.ttl_ms"),
+    ({"kvarts_hints": {"pause_ms": 1e13}}, "kvarts_hints.pause_ms"),
+    ({"kvarts_hints": {"tool": "x" * 257}}, "kvarts_hints.tool"),
+    ({"kvarts_hints": {"ttl": 1}}, "kvarts_hints"),
+    ({"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
+    ({"nvext": {"cache_control": {"type": "forever"}}}, "nvext.cache_control.type"),
+    ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+    ({"cache_control": {"type": "ephemeral", "ttl": "0s"}}, "cache_control.ttl"),
+    ({"cache_control": {"type": "ephemeral", "ttl": "soon"}}, "cache_control.ttl"),
+    ({"kv_hints": {"message_id": "m", "actions": []}}, "kv_hints"),
+    ({"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [1]}}, "kv_hints.actions[0]"),
+    (retain({"priority": 101}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 1, "duration": -1}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 1, "start": 4, "end": 8}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 1, "covers_output": True}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 2}, {"priority": 1}), "kv_hints.actions[1].payload"),
+    (retain(payload={}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 1}, action_version="2.0"), "kv_hints.actions[1].action_version"),
+    ({**FORMS["kv_hints"][0], **FORMS["agent_hints"][0]}, "nvext.agent_hints"),
+    ({**FORMS["cache_control"][0], **FORMS["nvext.cache_control"][0]}, "cache_control"),
+]
+
+
+def body(first: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": list(range(first, first + PROMPT_TOKENS)), "max_tokens": 1, **more}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_each_form_is_read_and_recorded(start: Start, tmp_path: Path, path: str) -> None:
+    asked = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
+    running = start(is_recording=True)
+    cases = [*FORMS.values(), *((given, None) for given in NOTHING)]
+    for given, _ in cases:
+        reply = call(running.url, path, {**asked, "max_tokens": 1, **given})
+        assert reply.status == 200, reply.payload
+    running.settle()
+    recorder = running.opened.recorder
+    assert recorder is not None
+    recorder.write(tmp_path / "run.jsonl")
+    assert [row.hints for row in load_recorded(tmp_path / "run.jsonl")] == [hints for _, hints in cases]
+
+
+@pytest.mark.parametrize(("given", "param"), BAD)
+def test_what_is_no_hint_is_refused_by_its_field(server: RunningServer, given: dict[str, Any], param: str) -> None:
+    reply = call(server.url, COMPLETIONS, body(1, **given))
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == param, reply.payload
+
+
+def test_owners_that_may_not_set_priorities_may_not_hint_them(start: Start) -> None:
+    owners = {"high": Owner(name="high", may_prioritize=True), "low": Owner(name="low", may_prioritize=False)}
+    running = start(api_key=owners)
+    for key, given, status in (
+        ("low", "kv_hints", 403),
+        ("low", "agent_hints", 403),
+        ("low", "kvarts_hints", 403),
+        ("low", "cache_control", 200),
+        ("high", "kv_hints", 200),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        assert call(running.url, COMPLETIONS, body(1, **FORMS[given][0]), headers=headers).status == status
+
+
+@pytest.mark.parametrize(
+    ("order", "given", "num_hit"),
+    [
+        (HintedOrder, {}, 0),
+        (HintedOrder, {"cache_control": {"type": "ephemeral"}}, 48),
+        (HintedOrder, retain({"priority": 1, "duration": 60}), 48),
+        (HintedOrder, {"kvarts_hints": {"pause_ms": 60_000}}, 48),
+        (SoonestReturnOrder, {"kvarts_hints": {"pause_ms": 60_000}}, 48),
+        (SoonestReturnOrder, {"cache_control": {"type": "ephemeral"}}, 0),
+    ],
+)
+def test_what_is_hinted_stays(start: Start, order: Any, given: dict[str, Any], num_hit: int) -> None:
+    """Three prompts in a pool for two: without a hint, the first is gone when it comes back."""
+    running = start(pages=2 * PROMPT_TOKENS // 16, page_size=16, eviction=order)
+    for first, more in ((1, given), (1001, {}), (2001, {}), (1, {})):
+        reply = call(running.url, COMPLETIONS, body(first, **more))
+        assert reply.status == 200, reply.payload
+    usage = reply.json["usage"]
+    assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) == num_hit

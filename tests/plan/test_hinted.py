@@ -1,0 +1,172 @@
+"""Orders that use hints and times, against a cache that looks at every page; without hints they are LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.content import Content
+from kvarts.events import Event, PagesRemoved
+from kvarts.hints import Hints
+from kvarts.kv.eviction import LruOrder
+from kvarts.kv.page_cache import PageCache
+from kvarts.kv.pool import CountPool
+from kvarts.kv.tree import PrefixTree
+from kvarts.offload.safe_first import SafeFirst
+from kvarts.plan.cache import CachePlan
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, ToolTtlOrder, best_ttl_ns
+from kvarts.plan.league import serial_hits
+from kvarts.sharing.ages import AgedOrder, ReleaseClock
+from kvarts.traffic.trace import Trace, TraceRequest
+
+from builders.plan_traces import small_traces
+from oracles.hinted_pages import Claims, NaivePages
+
+pytestmark = pytest.mark.laws
+
+S = 1_000_000_000
+NUM_PAGES = 9
+
+
+def hinted_rank(claims: Claims, now_ns: int) -> tuple[float, ...]:
+    """The largest priority since all times to live had passed, and whether one has not passed."""
+    ends = [
+        (at_ns, at_ns + (hints.ttl_ns if hints.ttl_ns is not None else 2 * (hints.pause_ns or 0)), hints)
+        for at_ns, hints in claims
+    ]
+    since = 0
+    for index in range(1, len(ends) + 1):
+        at_ns = ends[index][0] if index < len(ends) else now_ns
+        forever = any(
+            hints.priority and hints.ttl_ms is None and hints.pause_ms is None for _, _, hints in ends[since:index]
+        )
+        if not forever and max(end_ns for _, end_ns, _ in ends[:index]) <= at_ns:
+            since = index
+    priority = max((hints.priority or 0 for _, _, hints in ends[since:]), default=0)
+    return (priority, max(end_ns for _, end_ns, _ in ends) > now_ns)
+
+
+def soonest_rank(claims: Claims, now_ns: int) -> tuple[float, ...]:
+    """Whether any client is waited for, and when the last one returns."""
+    pauses = [(at_ns, hints.pause_ns) for at_ns, hints in claims if hints.pause_ns is not None]
+    if not any(at_ns + 2 * pause_ns > now_ns for at_ns, pause_ns in pauses):
+        return (0, 0)
+    return (1, -sum(pauses[-1]))
+
+
+ORDERS: dict[str, tuple[Callable[[], Any], Callable[[Claims, int], tuple[float, ...]]]] = {
+    "hinted": (HintedOrder, hinted_rank),
+    "soonest-return": (SoonestReturnOrder, soonest_rank),
+}
+
+times_ms = st.none() | st.sampled_from([0.0, 1000.0, 2000.0, 5000.0])
+prompts: st.SearchStrategy[list[int]] = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+hints_of = st.none() | st.builds(
+    Hints,
+    priority=st.none() | st.integers(-1, 2),
+    ttl_ms=times_ms,
+    pause_ms=times_ms,
+    tool=st.sampled_from([None, "a"]),
+)
+
+
+@pytest.mark.parametrize("name", list(ORDERS))
+@pytest.mark.parametrize("wrap", [lambda order: order, lambda order: AgedOrder(order, ReleaseClock())])
+@given(rows=st.lists(st.tuples(st.integers(0, 4), prompts, hints_of), max_size=14))
+def test_what_goes_next_is_what_a_look_at_every_page_says(
+    name: str, wrap: Callable[[Any], Any], rows: list[tuple[int, list[int], Hints | None]]
+) -> None:
+    make, rank = ORDERS[name]
+    naive = NaivePages(NUM_PAGES, rank)
+    cache = PageCache(CountPool(NUM_PAGES), PrefixTree(wrap(make())))
+    events: list[Event] = []
+    cache.tree.tell = events.append
+    now_ns = 0
+    for owner, (passed_s, tokens, hints) in enumerate(rows):
+        now_ns += passed_s * S
+        events.clear()
+        content = Content.from_tokens(tokens, page_size=1, owner=owner, hints=hints)
+        cache.set_time(now_ns)
+        holding = cache.open(cache.match(content, len(tokens)))
+        found = holding.num_pages
+        cache.grow(holding, len(tokens))
+        cache.close(holding, len(tokens), len(tokens))
+        cache.check([])
+        evicted = [
+            tuple(event.content.tokens(0, page + 1))
+            for event in events
+            if isinstance(event, PagesRemoved)
+            for page in reversed(range(event.start_page, event.end_page))
+        ]
+        assert (found, evicted) == naive.serve(tokens, hints, now_ns)
+
+
+@pytest.mark.parametrize("make", [HintedOrder, SoonestReturnOrder])
+@given(small_traces(), st.integers(1, 4), st.integers(1, 20))
+def test_without_hints_it_is_lru(make: Callable[[], Any], trace: Trace, page_size: int, num_pages: int) -> None:
+    plan = CachePlan(trace, page_size)
+    assert serial_hits(trace, page_size, num_pages, make) == plan.curve.hit_pages(num_pages)
+
+
+@given(st.lists(st.integers(1, 20), max_size=12), st.sampled_from([0, 0.25, 1]), st.integers(0, 40))
+def test_a_time_to_live_is_the_best_of_all(pauses: list[int], hits: float, life: int) -> None:
+    def gain(ttl: int) -> float:
+        """Returns before the end, minus the hits of others in the time kept."""
+        return sum(pause <= ttl for pause in pauses) - sum(min(pause, ttl) for pause in pauses) * hits / life
+
+    best = best_ttl_ns(pauses, hits, life)
+    assert best in (0, *pauses)
+    if life and best:
+        assert gain(best) == pytest.approx(max(map(gain, pauses)))
+    assert bool(best) == bool(life and any(gain(pause) > 0 for pause in pauses))
+
+
+def sessions(tool: str | None) -> Trace:
+    """Three sessions that return every second; between, one prompt that never returns, and every third second nine."""
+    rows: list[TraceRequest] = []
+
+    def ask(now_ns: int, which: int, name: str | None) -> None:
+        first = 100 * which
+        rows.append(TraceRequest(len(rows), now_ns, (range(first, first + 11),), 11, 1, hints=Hints(tool=name)))
+
+    for second in range(120):
+        for which in range(3):
+            ask(second * S + which, which, tool)
+        for each in range(9 if second % 3 == 2 else 1):
+            ask(second * S + 10 + each, 100 + 10 * second + each, None)
+    return Trace(rows)
+
+
+def test_the_tool_of_a_pause_decides_how_long_it_is_kept() -> None:
+    """Prompts that never return push sessions out of a pool for six, unless these have a tool that returns."""
+    num_pages = 66
+    lru, one, two = (
+        serial_hits(sessions(tool), 1, num_pages, make)
+        for tool, make in ((None, LruOrder), (None, ToolTtlOrder), ("bash", ToolTtlOrder))
+    )
+    assert lru == one < 0.9 * two
+    assert two > 0.9 * 3 * 10 * 119
+
+
+def test_an_order_without_the_method_is_not_told() -> None:
+    cache = PageCache(CountPool(4), PrefixTree(LruOrder()))
+    assert not cache.keeps_time
+
+
+def test_an_order_of_two_lists_tells_both() -> None:
+    order = SafeFirst(HintedOrder)
+    cache = PageCache(CountPool(6), PrefixTree(order, watcher=order))
+    assert cache.keeps_time
+    for owner, (tokens, hints) in enumerate([([1, 2], Hints(ttl_ms=5000)), ([3, 4], None), ([5, 6], None)]):
+        content = Content.from_tokens(tokens, page_size=1, owner=owner, hints=hints)
+        holding = cache.open(cache.match(content, 2))
+        cache.grow(holding, 2)
+        cache.close(holding, 2, 2)
+    assert list(order.next_run().content.tokens(0, 2)) == [3, 4]
+    cache.set_time(6 * S)
+    cache.close(cache.open(cache.match(Content.from_tokens([5], page_size=1, owner=9), 0)), 0, 0)
+    assert list(order.next_run().content.tokens(0, 2)) == [1, 2]
