@@ -76,7 +76,7 @@ BOTH_WAYS = [
     (
         "roofline-windows",
         "chat-200.csv",
-        "--page-size 16 --model gemma-3-27b --device h200-141gb --memory-fraction 0.5",
+        "--page-size 16 --model gemma-3-27b --device h200-141gb --memory-fraction 0.5 --kv-groups off",
     ),
     ("roofline-latent", "chat-200.csv", "--page-size 64 --model deepseek-v3 --device b200-180gb --tensor-parallel 8"),
     ("roofline-cpu", "chat-200.csv", "--page-size 16 --model model --device cpu:cores=8,bandwidth=80GB/s,memory=16GiB"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_guesses_change_nothing_with_host_memory(
             assert list(completion.tokens) == answers[tuple(prompt)]
     assert engine.drafts is not None and engine.drafts.num_accepted_tokens > 50
     assert engine.transfers[0].counts["num_stores"] > 0
+
+
+def test_files_below_have_whole_pages_unless_groups_are_asked_for(
+    windowed: Callable[[str], tuple[Any, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = windowed("gemma2")
+    assert engine_of(model).kv_groups == "all" and not caplog.text
+    with caplog.at_level("INFO", logger="kvarts"):
+        engine = engine_of(model, offload=OffloadConfig(host_pages=8, disk_pages=8), disk_path=tmp_path)
+    assert (engine.kv_groups, engine.kv_blocks) == ("off", {})
+    assert engine.whole_pages == "disk_pages does not go with KV groups: files keep whole pages"
+    assert engine.whole_pages in caplog.text
 
 
 def test_files_below_are_refused(windowed: Callable[[str], tuple[Any, Any]]) -> None:

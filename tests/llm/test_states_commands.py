@@ -85,7 +85,7 @@ def test_a_profile_counts_states(kvarts: Kvarts, directory: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "--kv-groups: qwen3_next has 3 layers that keep a state instead of tokens"),
+        (["--kv-groups", "off"], "--kv-groups: qwen3_next has 3 layers that keep a state instead of tokens"),
         (["--kv-groups", "all", "--speculative-config", "ngram"], "--speculative-config: does not go with layers with"),
         (["--kv-groups", "all", "--layers", "compiled"], "3 layers keep a state"),
     ],

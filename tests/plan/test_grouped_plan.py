@@ -85,7 +85,9 @@ def test_commands_replay_to_what_the_plan_says(
         assert summary["prefix_hit_ratio"] == point["hit_ratio"]
         assert summary["ttft_ms"]["p99"] == point["ttft_ms"]["p99"]
     # A Gemma holds few pages of long requests at once if every layer keeps every token.
-    whole = asked("plan", trace, *MODEL[:4], *options, "--json")["latency"]["points"]
+    by_default = asked("plan", trace, *MODEL[:4], *options, "--json")["latency"]["points"]
+    assert [point["ttft_ms"] for point in by_default] == [point["ttft_ms"] for point in latency["points"]]
+    whole = asked("plan", trace, *MODEL[:4], "--kv-groups", "off", *options, "--json")["latency"]["points"]
     assert as_given(latency["points"])["num_rejected"] < as_given(whole)["num_rejected"]
 
 
@@ -105,3 +107,19 @@ def test_what_is_planned_in_whole_pages_only_is_refused(
     said = capsys.readouterr()
     assert not said.out
     assert f"{option[0]}: does not go with KV groups and a plan" in said.err
+
+
+def test_by_default_what_is_planned_in_whole_pages_only_is_planned_so(
+    tmp_path: Path, run_command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the commands of the plan replay whole pages, too."""
+    trace = tmp_path / "trace.jsonl"
+    assert run_command("trace", "slice", SAMPLE, "--count", 20, "-o", trace) == 0
+    capsys.readouterr()
+    assert run_command("plan", trace, *MODEL[:4], "--page-size", 512, "--policy", "arc", "--at", 64, "--json") == 0
+    said = capsys.readouterr()
+    assert "kvarts: pages are whole, though layers of the model keep less: policy does not go with KV" in said.err
+    plan = msgspec.json.decode(said.out)
+    assert plan["config"]["kv_groups"] == "off" and plan["config"]["whole_pages"].startswith("policy does not go")
+    assert all("--kv-groups off" in row["command"] for row in plan["league"] if row.get("replayed"))
+    assert all("--kv-groups off" in point["command"] for point in plan["latency"]["points"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import PartGroup
 from kvarts.report.advice import advice
 from kvarts.report.report import Report
-from kvarts.sim.config import ReplayConfig, make_config
+from kvarts.sim.config import SECTIONS, ReplayConfig, make_config, optional_sections
 from kvarts.sim.replay import replay
 from kvarts.traffic.workload import FixedLength, Workload
 
@@ -48,10 +49,41 @@ def test_a_model_of_full_layers_is_replayed_as_ever() -> None:
     assert on.requests_jsonl() == off.requests_jsonl()
 
 
-def test_groups_are_counted_only_where_they_are_asked_for() -> None:
-    summary = replayed("gemma-3-27b").summary
-    assert "kv_groups" not in summary
-    assert "kv_groups" not in summary["config"]
+def test_groups_are_counted_unless_they_are_off() -> None:
+    on, asked, off = (replayed("gemma-3-27b", **given) for given in ({}, {"kv_groups": "all"}, {"kv_groups": "off"}))
+    assert on.to_json() == asked.to_json()
+    assert on.summary["config"]["kv_groups"] == "all"
+    assert "kv_groups" not in off.summary and "kv_groups" not in off.summary["config"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"profile": "mocker"}, "profile does not go with KV groups: Dynamo's mocker knows whole pages only"),
+        pytest.param(
+            {"offload.host_memory": "8GB", "offload.disk_memory": "80GB"},
+            "disk_memory does not go with KV groups: files keep whole pages",
+            marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed"),
+        ),
+    ],
+)
+def test_the_default_gives_way_to_what_it_does_not_go_with(changes: dict[str, Any], why: str) -> None:
+    sections = [*SECTIONS, *optional_sections()]
+    given = {"model": "gemma-3-27b", "device": "h100-80gb", **changes}
+    config = make_config(given, sections=sections)
+    assert config.whole_pages == why
+    assert msgspec.structs.replace(config, whole_pages="") == make_config(
+        {**given, "kv_groups": "off"}, sections=sections
+    )
+    stated = config.to_builtins()
+    assert (stated["kv_groups"], stated["whole_pages"]) == ("off", why)
+    with pytest.raises(ConfigError, match="does not go with KV groups"):
+        make_config({**given, "kv_groups": "all"}, sections=sections)
+
+
+def test_an_error_that_whole_pages_have_too_is_theirs() -> None:
+    with pytest.raises(ConfigError, match="speedup: must be above 0"):
+        make_config({"model": "gemma-3-27b", "device": "h100-80gb", "speedup": 0})
 
 
 def test_memory_is_that_of_whole_pages_and_holds_more() -> None:

@@ -52,7 +52,7 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
     measured_path = path
     if path.suffix == ".toml":
         measured_path, given, options = _described(path, given, options)
-    config = resolve_replay(given)
+    config = resolve_replay(given, counts_groups=False)
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError(
             "model and device are missing",

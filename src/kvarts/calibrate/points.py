@@ -102,7 +102,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def config(self) -> ReplayConfig:
         """Return the configuration of a replay of this point. Raise ConfigError for incompatible values."""
-        return make_config(self.settings())
+        return make_config(self.settings(), counts_groups=False)
 
     def trace(self) -> Trace:
         """Return a load with these lengths. Equal points give equal loads."""

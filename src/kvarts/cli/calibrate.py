@@ -211,7 +211,7 @@ def _fit_steps(path: Path, given: Given) -> _Found:
     from kvarts.executor.roofline import RooflineCost
 
     # Steps are not replayed, so any number of pages will do.
-    config = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS)))
+    config = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS)), counts_groups=False)
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
     with Progress(f"fitting {path}"):
@@ -224,7 +224,7 @@ def _fit_steps(path: Path, given: Given) -> _Found:
 def _design(given: Given, *, as_json: bool) -> None:
     from kvarts.calibrate.design import design
 
-    config = resolve_replay(given)
+    config = resolve_replay(given, counts_groups=False)
     with Progress("designing"):
         proposals, unknown = design(config)
     if as_json:

@@ -62,11 +62,10 @@ def kv_groups_option(command: Command, **attributes: Any) -> Command:
     """Add the option `--kv-groups`: which KV the layers retain. `attributes` are passed to it."""
     text = (
         "What layers with a window keep: off, every token; all or tails, what later tokens see, and for later requests "
-        "everything while there is room, or what a hit at the end of a prompt or an answer needs. Changes no token."
+        "everything while there is room, or what a hit at the end of a prompt or an answer needs. Changes no token. "
+        "[all where layers keep less and the other options go with it, else off]"
     )
-    return click.option("--kv-groups", metavar="NAME", default="off", show_default=True, help=text, **attributes)(
-        command
-    )
+    return click.option("--kv-groups", metavar="NAME", help=text, **attributes)(command)
 
 
 def speculation_option(command: Command, **attributes: Any) -> Command:

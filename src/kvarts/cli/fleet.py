@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
+from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.parts import Part, Run
 from kvarts.cli.printing import print_bytes
 from kvarts.errors import ConfigError
@@ -46,6 +47,8 @@ class FleetRun:
         self._given = given
         self._trace = trace
         self.config = resolve_fleet(given, sections)
+        for pool in self.config.pools:
+            tell_whole_pages(pool.each, f"the workers in pool {pool.name or pool.role}")
 
     @property
     def inputs(self) -> list[Path]:

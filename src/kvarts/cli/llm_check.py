@@ -51,7 +51,7 @@ def check_command(
     layers: str,
     quantization: str | None,
     trust_remote_code: bool,
-    kv_groups: str,
+    kv_groups: str | None,
     as_json: bool,
 ) -> int:
     r"""Check whether the model in the directory MODEL runs in pages.

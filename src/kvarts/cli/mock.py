@@ -23,6 +23,7 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
+from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
@@ -131,7 +132,9 @@ def mock_command(**params: Any) -> None:
             given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
         )
         if opened is None:
-            config = resolve_replay(given, sections)
+            asked = {"windows": "session_window"} if params["session_window"] else {}
+            config = resolve_replay(given, sections, asked=asked)
+            tell_whole_pages(config)
             if "eviction" in given:
                 config = from_room("plan.policy", "with_policy", field="eviction")(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"

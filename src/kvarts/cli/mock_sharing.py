@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import options_of
 from kvarts.cli.sharing import MODELS
 from kvarts.cli.sharing import PART as SHARING
@@ -66,6 +67,7 @@ def open_if_several(
 
     config = resolve_shares(given, sections)
     for name, of_model in config.configs.items():
+        tell_whole_pages(of_model, name)
         if of_model.kv_groups != "off":
             kv_groups[name] = of_model.memory.to_builtins()["kv_groups"]
     return open_several(config, door, speedup=speedup, readers_of=readers_of)

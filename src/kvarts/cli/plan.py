@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
+from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
@@ -246,7 +247,13 @@ def plan_command(
     check_policy(given)
     config = None
     if replays:
-        config = resolve_replay(given, sections)
+        of_plan = {"plan": "plan"}
+        if league or policies or prices is not None:
+            of_plan["prices"] = "price" if prices is not None else "policy" if policies else "league"
+        if ages is not None:
+            of_plan["late_events"] = "router_ages"
+        config = resolve_replay(given, sections, asked=of_plan)
+        tell_whole_pages(config)
     traffic = load_traffic(given, trace)
     if config is not None:
         config = with_policy(config, given, traffic)

@@ -61,6 +61,8 @@ class Asked:
 
     def replay(self, changes: Mapping[str, Any]) -> str:
         """Return the command line of a replay with `changes`."""
+        if self._config is not None and self._config.whole_pages:
+            changes = {"kv_groups": "off", **changes}  # what led to that may be an option of the plan
         return command_line(self._given, all_sections(), self._trace, self._config_file, changes)
 
     def make(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.effects import check_effects
+from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import Outputs, Run, load_parts
@@ -158,6 +159,7 @@ class OneRun:
         self._given = given
         self._trace = trace
         self.config = resolve_replay(given, sections)
+        tell_whole_pages(self.config)
 
     @property
     def inputs(self) -> list[Path]:

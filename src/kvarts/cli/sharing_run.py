@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.outputs import Outputs
 from kvarts.cli.printing import print_bytes
 from kvarts.cli.progress import Progress
@@ -50,6 +51,8 @@ class SharedRun:
             self.config.check_traces(self._paths)
         except ConfigError as error:
             raise given.named(error, ()) from error
+        for name, of_model in self.config.configs.items():
+            tell_whole_pages(of_model, name)
 
     @property
     def inputs(self) -> list[Path]:

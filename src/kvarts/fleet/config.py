@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
+from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.fleet.faults import Fault, parse_faults
 from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
@@ -322,7 +323,7 @@ def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Se
         inner = key.removeprefix(f"{table}.")
         if inner in known:
             own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
-    return resolve_replay(own.over(of_all), sections)
+    return resolve_replay(own.over(of_all), sections, asked={"fleet": "pools"})
 
 
 def _token_bytes(config: ReplayConfig) -> int | None:
@@ -405,8 +406,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             ):
                 if getattr(pool.each, field) is not None:
                     raise SettingError(f"{why} are not modelled in a fleet yet", field, hint="Leave them out.")
-            if pool.each.kv_groups != "off":
-                raise SettingError("is not counted in a fleet yet", "kv_groups", hint="Leave it out.")
+            check_combination({**pool.each.features, "fleet": "pools"})
             if int(getattr(pool.each.cost, "num_ranks", 1)) > 1:
                 raise SettingError("is not modelled in a fleet yet", "data_parallel", hint="Leave it out.")
 

@@ -79,7 +79,7 @@ def check_model(
     *,
     attention: str = "auto",
     layers: str = "auto",
-    kv_groups: str = "off",
+    kv_groups: str | None = None,
     num_prompts: int = 8,
     num_tokens: int = 16,
     seed: int = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
-from kvarts.llm.room import KVRoom, latent_token_bytes, token_bytes
+from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, StepTimes
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
@@ -34,6 +35,8 @@ from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals
 
 __all__ = ["LLM"]
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -79,7 +82,7 @@ class LLM:
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
     tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
-    now.
+    now. None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
 
     `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
 
@@ -113,7 +116,7 @@ class LLM:
         layers: str = "auto",
         quantization: str | None = None,
         trust_remote_code: bool = False,
-        kv_groups: str = "off",
+        kv_groups: str | None = None,
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
@@ -133,7 +136,10 @@ class LLM:
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
-        room = KVRoom(model, page_size, kv_groups)
+        self.offload = None if offload is None else offload.for_model(token_bytes(model))
+        room = open_room(model, page_size, kv_groups, lambda room: _tiers_of(self.offload, room, page_size))
+        if room.whole_pages:
+            logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         if room.has_states and speculation is not None:
             check_combination({"speculation": "speculative_config", "states": "model"})
         if config is None:
@@ -146,13 +152,8 @@ class LLM:
         room.check(config.num_pages)
         self.config = config
         self.tokenizer = tokenizer
-        self.offload = None if offload is None else offload.for_model(token_bytes(model))
-        self.tiers: dict[str, int] = {}
+        self.tiers: dict[str, int] = _tiers_of(self.offload, room, page_size)
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
-        if self.offload is not None and room.cut is None:
-            self.tiers = self.offload.tiers(config.page_size)
-        elif self.offload is not None and room.cut is not None:
-            self.tiers = self.offload.group_tiers(room.cut.memory, config.page_size)
         if self.tiers and model.device.type != "cpu":
             check_combination({"tiers": "offload", "gpu": "device"})
         if ("disk" in self.tiers) != (disk_path is not None):
@@ -199,8 +200,10 @@ class LLM:
             make_order=eviction,
             drafter=drafter,
         )
-        self.kv_groups = kv_groups
+        self.kv_groups = room.kv_groups
         """Retention rule of the layers; `off` if they keep every token."""
+        self.whole_pages = room.whole_pages
+        """The refusal of KV groups where they are the default; empty if they were not refused."""
         self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
         """The bytes of a block, and the KV groups; empty without groups."""
         self.latent_token_bytes = latent_token_bytes(model)
@@ -437,6 +440,13 @@ def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, co
             f"there are {len(each)} for {count} prompts", field="params", hint="Give one for all, or one for each."
         )
     return each
+
+
+def _tiers_of(offload: Offload | None, room: KVRoom, page_size: int) -> dict[str, int]:
+    """Return the pages or blocks of each tier below the device. Raise ConfigError for what a room cannot have."""
+    if offload is None:
+        return {}
+    return offload.tiers(page_size) if room.cut is None else offload.group_tiers(room.cut.memory, page_size)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

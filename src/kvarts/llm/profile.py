@@ -47,12 +47,15 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     slo: NoSlo = NoSlo()
     offload: Any = None
     kv_groups: str = "off"
+    whole_pages: str = ""
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the configuration as JSON-able values."""
         values: dict[str, Any] = msgspec.to_builtins(self)
-        if self.kv_groups == "off":
-            del values["kv_groups"]
+        if not self.whole_pages:
+            del values["whole_pages"]
+            if self.kv_groups == "off":
+                del values["kv_groups"]
         return values
 
 
@@ -108,6 +111,7 @@ class Profile:
             profile=config.profile,
             offload=llm.offload,
             kv_groups=llm.kv_groups,
+            whole_pages=llm.whole_pages,
         )
         self._report = Report(
             Trace(rows, name="prompts"),

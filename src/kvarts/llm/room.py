@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kvarts.executor.torch.probe import examine, layer_shapes
 from kvarts.kv.group_memory import Retention
 from kvarts.units import meant_size, parse_bytes
 
-__all__ = ["KV_GROUPS", "KVRoom", "latent_token_bytes", "token_bytes"]
+__all__ = ["KV_GROUPS", "KVRoom", "latent_token_bytes", "open_room", "token_bytes"]
 
 MOST_AUTO_BYTES = 4 << 30
 KV_GROUPS = ("off", "all", "tails")
@@ -56,6 +57,10 @@ class KVRoom:
             )
         self._model = model
         self._page_bytes = token_bytes(model) * page_size
+        self.kv_groups = kv_groups
+        """What layers keep: `off` for everything, else by which rule."""
+        self.whole_pages = ""
+        """The refusal of KV groups, which are the default for the model; empty if they were not refused."""
         self.cut: BlockCut | None = None
         """The groups, and the blocks of each layer; None if every layer keeps every token."""
         states = examine(model).states
@@ -104,6 +109,31 @@ class KVRoom:
                 field="kv_memory",
                 hint="Give less, or leave it to auto.",
             )
+
+
+def open_room(
+    model: Any, page_size: int, kv_groups: str | None = None, check: Callable[[KVRoom], object] = lambda room: None
+) -> KVRoom:
+    """Return the KVRoom of `model` with `kv_groups`; None: `all` where layers keep less and nothing refuses it.
+
+    `check` raises ConfigError for a room that the other settings do not go with. Such a model then keeps every token,
+    unless layers keep a state instead.
+    """
+    states, layers = examine(model).states, layer_shapes(model)
+    if kv_groups is not None or not (states or any(layer.window is not None for layer in layers)):
+        room = KVRoom(model, page_size, "off" if kv_groups is None else kv_groups)
+        check(room)
+        return room
+    try:
+        room = KVRoom(model, page_size, "all")
+        check(room)
+    except ConfigError as refused:
+        if states:
+            raise
+        room = KVRoom(model, page_size)
+        check(room)
+        room.whole_pages = refused.what if refused.field is None else f"{refused.field} {refused.what}"
+    return room
 
 
 def _free_bytes(device: torch.device) -> int:

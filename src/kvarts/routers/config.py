@@ -121,17 +121,10 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tiers: Sequence[str] = ("device",),
         directory: Directory | None = None,
     ) -> PolicyRouter:
-        """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events.
-
-        Raise ConfigError for an event lag together with a directory.
-        """
+        """Return a new router of `num_workers` workers. `directory`: looks up their pages, instead of events."""
         from kvarts.routers.router import PolicyRouter
         from kvarts.routers.spec import policy_of
 
-        if directory is not None and self.event_lag_ns:
-            raise SettingError(
-                "is not modelled with KV groups, nor with several models", "routing.event_lag", hint="Leave it out."
-            )
         return PolicyRouter(
             policy_of(router),
             self,

@@ -109,7 +109,7 @@ def open_sessions(
     layers: str = "auto",
     quantization: str | None = None,
     trust_remote_code: bool = False,
-    kv_groups: str = "off",
+    kv_groups: str | None = None,
     host_memory: str | int | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
@@ -137,7 +137,7 @@ def open_sessions(
         max_history_tokens=MOST_HISTORY_TOKENS if max_history_tokens is None else max_history_tokens,
         at_capacity=at_capacity,
     )
-    if mock and kv_groups != "off":
+    if mock and kv_groups not in (None, "off"):
         raise ConfigError("a mock counts whole pages", field="kv_groups", hint="Leave it off.")
     if mock and host_memory is not None:
         raise ConfigError("a mock has no host memory", field="host_memory", hint="Leave it out.")

@@ -56,7 +56,8 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     round, see TokenBudgets. `guarantee`: KV memory that it can always reclaim, as a size or as a fraction of the whole;
     by default, the part by weight of the memory that other guarantees leave. `priority` is added to that of each of its
     requests. `kv_groups`: as in ReplayConfig; the model then draws on the memory in blocks, and its states are counted.
-    `groups`, which only Python can give: PartGroups that are counted instead of those of the model.
+    None: `all` if its layers keep less and nothing refuses it, else `off`. `groups`, which only Python can give:
+    PartGroups that are counted instead of those of the model.
     """
 
     weight: Annotated[float, setting("Its part of tokens and memory, relative to the others.", flag=None)] = 1.0
@@ -71,8 +72,8 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     cost: Annotated[Any, setting("How long a step takes, instead of the roofline.", flag=None)] = None
     kv_groups: Annotated[
-        KvGroupsName, setting("Count for each of its layers what it keeps: off, all or tails.", flag=None)
-    ] = "off"
+        KvGroupsName | None, setting("Count for each of its layers what it keeps: off, all or tails.", flag=None)
+    ] = None
     # Any, as in ReplayConfig.
     groups: tuple[Any, ...] = ()
 
@@ -82,7 +83,7 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
         check_whole(self.priority, "priority", least=-MOST_COUNT)
         if self.kv_bytes_per_token is not None:
             check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
-        if self.kv_groups not in get_args(KvGroupsName):
+        if self.kv_groups not in (None, *get_args(KvGroupsName)):
             raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
         part = self.part
         if part is not None and not 0.0 <= part <= 1.0:
@@ -222,6 +223,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         return {name: self._groups_of(name, share) for name, share in self.models.items()}
 
     def _groups_of(self, name: str, share: ModelShare) -> tuple[PartGroup, ...]:
+        if share.kv_groups is None and not share.groups:
+            return () if self._whole_pages else self._default_groups[name]
         if share.kv_groups == "off" or share.groups:
             return share.groups
         if share.model is None or share.kv_bytes_per_token is not None:
@@ -232,14 +235,39 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             )
         return counted_groups(self._placed[name], self.each, self, share.kv_dtype)
 
+    @cached_property
+    def _default_groups(self) -> dict[str, tuple[PartGroup, ...]]:
+        """The KV groups that are counted by default, by model; empty for a model with `kv_groups`."""
+        found: dict[str, tuple[PartGroup, ...]] = {}
+        for name, share in self.models.items():
+            found[name] = ()
+            if share.kv_groups is None and share.model is not None and share.kv_bytes_per_token is None:
+                found[name] = counted_groups(self._placed[name], self.each, self, share.kv_dtype)
+        return found
+
+    @cached_property
+    def _whole_pages(self) -> str:
+        """Why KV groups are not counted by default; empty if they are."""
+        try:
+            check_combination({**self._given_features, "kv_groups": "kv_groups"})
+        except SettingError as error:
+            return f"{error.field} {error.what}"
+        return ""
+
     @property
     def _features(self) -> dict[str, str]:
         """Features of this replay that `combines` checks, each with the setting that requests it."""
+        given = self._given_features
+        if self.has_groups:
+            given["kv_groups"] = "kv_groups"
+        return given
+
+    @property
+    def _given_features(self) -> dict[str, str]:
+        """The same features without KV groups."""
         parallel = ("data_parallel", "expert_parallel", "pipeline_parallel")
         asked = {field: "pipeline" if field == "pipeline_parallel" else "ranks" for field in parallel}
         given = {name: field for field, name in asked.items() if getattr(self, field) > 1}
-        if self.each.offload is not None and self.has_groups:
-            given["kv_groups"] = "kv_groups"
         return {"several": "models", **self.each.features, **given}
 
     @property
@@ -344,7 +372,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             offload = self.each.offload
             if offload is not None:
                 offload = offload.for_model(placed.kv_bytes_per_token)
-            groups, kv_groups = self.groups[name], self.models[name].kv_groups
+            groups, kv_groups = self.groups[name], self.models[name].kv_groups or "all"
             with _errors_of(name, ("kv_groups", "groups")):
                 configs[name] = msgspec.structs.replace(
                     self.each,
@@ -354,6 +382,7 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                     offload=offload,
                     kv_groups=kv_groups if groups else "off",
                     groups=groups,
+                    whole_pages=self._whole_pages if self._default_groups[name] and not groups else "",
                 )
         return configs
 

@@ -166,10 +166,11 @@ class ReplayConfig(
     keep of sessions between turns; without it, a turn is a request like any other.
 
     Some fields can be set in Python only. `groups`: PartGroups to count if `kv_groups` is not off and no model provides
-    them. `placement`: the names of the model and the device from which `cost` and `num_pages` were derived, for
-    reports. `router`, if not a name: a callable that makes the Router of a replay. `eviction`: a callable that makes
-    the EvictionOrder of a replica (LruOrder by default). `admission`: a callable that makes its AdmissionPolicy
-    (PriorityPolicy by default). Each callable is a class, or a function without arguments.
+    them. `whole_pages`: why they are not counted although they are the default. `placement`: the names of the model and
+    the device from which `cost` and `num_pages` were derived, for reports. `router`, if not a name: a callable that
+    makes the Router of a replay. `eviction`: a callable that makes the EvictionOrder of a replica (LruOrder by
+    default). `admission`: a callable that makes its AdmissionPolicy (PriorityPolicy by default). Each callable is a
+    class, or a function without arguments.
     """
 
     cost: Annotated[
@@ -249,7 +250,8 @@ class ReplayConfig(
         KvGroupsName,
         setting(
             "Count for each layer what it keeps. off: every layer all tokens; all: what leaves a window stays cached, "
-            "as in vLLM; tails: of that, only what prompts and turns end with."
+            "as in vLLM; tails: of that, only what prompts and turns end with.",
+            default="all for a model whose layers keep less, if all that is given goes with that, else off",
         ),
     ] = "off"
     offload: TiersBelow | None = None
@@ -257,6 +259,7 @@ class ReplayConfig(
     routing: RoutingSettings | None = None
     placement: Placement | None = None
     groups: PartGroups = ()
+    whole_pages: str = ""
     eviction: EvictionMaker = msgspec.field(default_factory=_default_eviction)
     admission: AdmissionMaker = msgspec.field(default_factory=_default_admission)
 
@@ -316,10 +319,14 @@ class ReplayConfig(
         """The features of `combines` that this replay uses, each with the setting that asks for it."""
         of_field = {
             "kv_groups": self.kv_groups != "off" and "kv_groups",
+            "states": any(group.is_state for group in self.groups) and "kv_groups",
+            "sinks": any(group.layer.sink for group in self.groups) and "kv_groups",
+            "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
             "tiers": self.offload is not None and "offload",
             "orders": self.eviction is not _default_eviction() and "eviction",
             "mocker": self.profile == "mocker" and "profile",
             "sessions": self.sessions is not None and "sessions",
+            "late_events": getattr(self.routing, "event_lag_ns", 0) > 0 and "routing.event_lag",
             "ranks": getattr(self.cost, "num_ranks", 1) > 1 and "data_parallel",
         }
         return {name: field for name, field in of_field.items() if field}
@@ -486,8 +493,10 @@ class ReplayConfig(
         groups = values.pop("groups")
         if groups:
             values["page_bytes"] = self.memory.page_bytes
-        else:
+        elif not self.whole_pages:
             del values["kv_groups"]
+        if not self.whole_pages:
+            del values["whole_pages"]
         if self.sessions is None:
             del values["sessions"]
         else:
@@ -570,21 +579,51 @@ def optional_sections() -> list[Section]:
     return found
 
 
-def resolve_replay(given: Given, sections: Sequence[Section] = SECTIONS) -> ReplayConfig:
+def resolve_replay(
+    given: Given,
+    sections: Sequence[Section] = SECTIONS,
+    *,
+    asked: Mapping[str, str] | None = None,
+    counts_groups: bool = True,
+) -> ReplayConfig:
     """Build a ReplayConfig from the given settings: model and device first, then tables, then the rest.
 
-    A section whose table is a field of ReplayConfig becomes that field's value if anything in it was given. Raises
-    ConfigError that names the setting and where it was given.
+    A section whose table is a field of ReplayConfig becomes that field's value if anything in it was given. `asked`:
+    more features of `combines`, each with its setting. `counts_groups`: KV groups are the default for a model with
+    layers that keep less; if they are refused and whole pages are not, pages are whole.
+
+    Raise ConfigError that names the setting and where it was given.
     """
+    if not counts_groups or "kv_groups" in given:
+        return _resolved(given, sections, asked or {}, counts_groups=False)
+    try:
+        return _resolved(given, sections, asked or {}, counts_groups=True)
+    except ConfigError as refused:
+        config = _resolved(given, sections, asked or {}, counts_groups=False)
+        return msgspec.structs.replace(config, whole_pages=_reason(refused))
+
+
+def _reason(error: ConfigError) -> str:
+    """Return the refusal with the name of the field at fault, however the user spelled it."""
+    cause = error.__cause__
+    while isinstance(cause, ConfigError) and cause is not error:
+        error, cause = cause, cause.__cause__
+    return error.what if error.field is None else f"{error.field} {error.what}"
+
+
+def _resolved(
+    given: Given, sections: Sequence[Section], asked: Mapping[str, str], *, counts_groups: bool
+) -> ReplayConfig:
     if "engine" in given:
         given = with_engine(given, DeviceSettings, ReplayConfig)
-    facts = resolve_hardware(given)
+    facts = resolve_hardware(given, counts_groups=counts_groups)
     engine = engine_of(given["engine"]) if "engine" in given else None
     if engine is not None and hasattr(facts.get("cost"), "separate_passes"):
         facts["cost"] = msgspec.structs.replace(facts["cost"], separate_passes=engine.separate_passes)
     config = build_replay(given, sections, facts)
     try:
         config.check_tiers()
+        check_combination({**config.features, **asked})
     except ConfigError as error:
         raise given.named(error, ()) from error
     return config
@@ -605,6 +644,8 @@ def build_replay(given: Given, sections: Sequence[Section], facts: Mapping[str, 
         values["groups"] = facts["groups"]
         if not facts["groups"]:
             values["kv_groups"] = "off"  # every layer of this model keeps every token
+        elif "kv_groups" not in given:
+            values["kv_groups"] = "all"
     if "router" in given and is_code_name(given["router"]):
         values["router"] = _own_router(given)
     if "data_parallel" in facts:
@@ -631,7 +672,11 @@ def _own_router(given: Given) -> RouterMaker:
 
 
 def make_config(
-    values: Mapping[str, Any], path: Path | None = None, *, sections: Sequence[Section] = SECTIONS
+    values: Mapping[str, Any],
+    path: Path | None = None,
+    *,
+    sections: Sequence[Section] = SECTIONS,
+    counts_groups: bool = True,
 ) -> ReplayConfig:
     """Build a ReplayConfig from values by the keys of a file. Raises ConfigError that names the key, and `path`."""
-    return resolve_replay(given_in(values, sections, path), sections)
+    return resolve_replay(given_in(values, sections, path), sections, counts_groups=counts_groups)

@@ -268,10 +268,11 @@ def given_cost(given: Given) -> Any:
         raise given.named(error, ()) from error
 
 
-def resolve_hardware(given: Given) -> dict[str, Any]:
+def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, Any]:
     """Return the fields of an engine that follow from model and device: cost, pages, and bytes of KV per token.
 
-    Empty if neither is given. Raise ConfigError for settings that are unknown, contradict each other, or do not fit.
+    Empty if neither is given. `counts_groups`: KV groups are counted if `kv_groups` is not given. Raise ConfigError for
+    settings that are unknown, contradict each other, or do not fit.
     """
     of_model, of_device = settings_of(ModelSettings), settings_of(DeviceSettings)
     cost = given_cost(given)
@@ -292,7 +293,7 @@ def resolve_hardware(given: Given) -> dict[str, Any]:
         if on.data_parallel > 1:
             facts["data_parallel"] = on.data_parallel
         groups: tuple[PartGroup, ...] = ()
-        if "kv_groups" in given and given["kv_groups"] != "off":
+        if given["kv_groups"] != "off" if "kv_groups" in given else counts_groups:
             groups = facts["groups"] = counted_groups(placed, engine, on, model.kv_dtype)
         if "pages" not in given:
             facts["num_pages"] = _num_pages(placed, engine, on, model.kv_dtype, groups)
