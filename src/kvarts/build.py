@@ -239,14 +239,12 @@ def open_group_cache(
     from kvarts.kv.group_pages import GroupPages
 
     order = None if make_order is LruOrder else make_order()
-    if isinstance(order, LruOrder):
-        if type(order) is not LruOrder:
-            raise ConfigError(
-                f"makes {type(order).__name__}, which is derived from LruOrder: that lists whole pages only",
-                field="eviction",
-                hint="Derive it from BaseOrder.",
-            )
-        order = None
+    if getattr(order, "links_pages", False):
+        raise ConfigError(
+            f"makes {type(order).__name__}, which is derived from LruOrder: that lists whole pages only",
+            field="eviction",
+            hint="Derive it from BaseOrder.",
+        )
     return GroupPages(
         memory,
         num_blocks=num_blocks,

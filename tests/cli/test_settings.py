@@ -102,6 +102,7 @@ def test_a_setting_has_help_and_one_default(section: Section, setting: Setting) 
     assert option.help is not None and option.help.startswith(setting.help)
     if isinstance(setting.default, int | float | str) and not isinstance(setting.default, bool):
         text = f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
+        text = setting.default_text or text
         assert option.help.partition(" [")[2].startswith(text)
 
 
@@ -129,7 +130,7 @@ def test_a_flag_wins_over_a_file_and_a_file_over_the_default(
 
 def test_settings_of_models_are_keys_of_their_tables() -> None:
     for section in SECTIONS:
-        if section.is_named:
+        if section.table == "models":
             for setting in settings_of(section.struct, f"{section.table}.chat"):
                 _, value = written(setting, 1)
                 name = setting.key.removeprefix("models.chat.")

@@ -98,10 +98,16 @@ def test_claims_hold(page: str, pattern: str, holds: Callable[..., bool]) -> Non
 def test_equality_with_vllm_is_claimed_as_its_table_has_it() -> None:
     page = (ROOT / "docs" / "equal-to-vllm.md").read_text()
     rows = {cells[1].strip(): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
-    _, _, _, num_workloads, version, differ, _ = rows["one full group, first come, first served"]
-    found = re.search(r"On ([\d,]+) random workloads vLLM ([\d.]+)'s own scheduler", (ROOT / "README.md").read_text())
-    assert found is not None and differ.strip() == "0"
-    assert found[1] == num_workloads.strip() and version.strip().startswith(f"{found[2]}.")
+    claimed = [
+        rows["one full group, first come, first served"],
+        rows["a window next to a full group, everything kept"],
+        rows["chunks next to a full group, everything kept"],
+    ]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(r"On ([\d,]+) random workloads, of models with and without windows, vLLM ([\d.]+)'s own", text)
+    assert found is not None and all(row[5].strip() == "0" for row in claimed)
+    assert found[1] == f"{sum(int(row[3].replace(',', '')) for row in claimed):,}"
+    assert all(row[4].strip().startswith(f"{found[2]}.") for row in claimed)
 
 
 def test_no_accuracy_is_claimed_on_the_first_pages_that_is_not_computed() -> None:

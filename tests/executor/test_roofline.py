@@ -319,7 +319,7 @@ def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: A
         ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1kB"}, "kv_memory: 1kB hold no page"),
         (
-            {"model": "granite-4.0-h-tiny", "device": "l40s", "kv_memory": "1GiB"},
+            {"model": "granite-4.0-h-tiny", "device": "l40s", "kv_memory": "1GiB", "kv_groups": "off"},
             "kv_memory: 1GiB hold no page of 131,072 bytes beside 14,679,539,712 bytes of states of 256 sequences",
         ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "much"}, "'much' is not a size"),

@@ -163,7 +163,7 @@ def test_a_journal_with_groups_is_read_with_care(tmp_path: Path) -> None:
 def test_a_window_that_begins_where_its_sink_ends_gives_back_nothing(tmp_path: Path) -> None:
     """An empty run of pages in a journal cannot be read."""
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2, sink=1), 1)
-    case = Case([Row(0, [0] * 5, 10, 1, None, 0, None), Row(0, [0], 2, 1, None, 0, None)], 2, 2, 4, 4, 1, "default", 1)
+    case = Case([Row(0, [0] * 5, 10, 1, None, 0, None), Row(0, [0], 2, 1, None, 0, None)], 2, 2, 5, 4, 1, "default", 1)
     for text in journals_of(case, kv_groups="all", groups=(window,)):
         given = [line for line in loaded(text, tmp_path).lines if isinstance(line, GivenBackLine)]
         assert [(line.start_page, line.end_page) for line in given] == [(1, 3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +24,7 @@ from kvarts.cli.http_options import (
 )
 from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
+from kvarts.cli.paths import INPUT
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
 from kvarts.rooms import from_room
@@ -70,7 +70,7 @@ def _options() -> list[click.Parameter]:
                       help="Steps take an Xth of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
                       help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
-        GroupedOption(["--answers"], group="Mock", metavar="FILE", type=click.Path(path_type=Path),
+        GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]

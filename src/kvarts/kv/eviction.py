@@ -7,7 +7,7 @@ runs that nothing references. A run is listed by `released` and unlisted by `pin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -161,10 +161,12 @@ class BaseOrder:
 class LruOrder:
     """Evicts the least recently released run first, and the deepest of those released together.
 
-    That is exactly the order of a page-by-page list to which a request's pages are appended, deepest first.
+    That is exactly the order of a page-by-page list to which a request's pages are appended, deepest first. It links
+    runs of whole pages to each other, so it lists no parts of KV groups.
     """
 
     __slots__ = ("_ring",)
+    links_pages: ClassVar[bool] = True
 
     def __init__(self) -> None:
         # One sentinel closes the list to a ring: its `newer` is the oldest run, its `older` the youngest.

@@ -294,7 +294,7 @@ def load_rules(path: Path) -> tuple[Rule, ...]:
         if not isinstance(given, list):
             raise ConfigError("is not a list of rules", field="answers", hint=HINT)
         return rules_of(given)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"is not JSON: {error}", path=path, hint=HINT) from error
     except ConfigError as error:
         error.path = path
