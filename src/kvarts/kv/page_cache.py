@@ -202,15 +202,6 @@ class PageCache(Cache):
             page_ids += node.page_ids
         return page_ids
 
-    def num_idle(self, pages: HeldPages) -> int:
-        """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
-        num_pages = 0
-        for node in walk(pages.runs, pages.start):
-            for copy in node.twins or (node,):
-                if not copy.refs:
-                    num_pages += copy.end - copy.start
-        return num_pages
-
     def unhold(self, pages: HeldPages) -> None:
         """End a `hold`."""
         tree = self.tree

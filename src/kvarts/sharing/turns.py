@@ -303,11 +303,11 @@ class TurnLoop:
             self._store(tenant)
 
     def _store(self, tenant: Tenant) -> None:
-        """End transfers of `tenant` that are due after its turn; if it has no next turn, begin to store its pages."""
+        """End transfers of `tenant` that are due after its turn, and begin to store the pages that it completed."""
         tiers = tenant.tiers
         assert tiers is not None
         self._end_transfers(tenant, tiers)
-        if tiers.is_due and tenant.is_stalled:
+        if tiers.is_due:
             tenant.store(self.now_ns)
 
     def _look_below(self, tenant: Tenant, tiers: LowerTiers) -> None:
