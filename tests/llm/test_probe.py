@@ -54,6 +54,12 @@ def test_the_tenths_are_all_families() -> None:
     assert sorted(name for number in range(10) for name in model_families.tenth(number)) == model_families.families()
 
 
+def test_more_tokens_than_a_model_has_positions_are_refused_before_anything_is_computed(models: Models) -> None:
+    _, model = models("qwen3")
+    with pytest.raises(ConfigError, match="the positions of the model, got 10,000,000"):
+        check_model(model, num_tokens=10_000_000)
+
+
 # Rotations by the length of a sequence -----------------------------------------------------------------------
 
 

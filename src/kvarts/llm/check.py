@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import ATTENTION
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import Facts, examine
@@ -150,7 +151,10 @@ def _prompts(model: Any, facts: Facts, count: int, num_tokens: int, seed: int) -
     random = Random(seed)
     text = model.config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
-    room = (most if isinstance(most, int) and most > 0 else 1 << 20) - num_tokens
+    most = most if isinstance(most, int) and most > 0 else 1 << 20
+    if num_tokens >= most:
+        raise ConfigError(f"must be below {most:,}, the positions of the model, got {num_tokens:,}", field="max_tokens")
+    room = most - num_tokens
     if facts.switch is not None:
         room = min(room, facts.switch.length - num_tokens)
     far = max((layer.window for layer in facts.layers if layer.window and layer.window <= MOST_WINDOW), default=0)
