@@ -194,6 +194,7 @@ class Auditor:
                 self._hear_gone(event)
                 return
             case PartsGivenBack():
+                self._serve_before(event.content.owner)
                 self._expect_nothing()
                 self._give_back(event)
                 return
@@ -246,7 +247,6 @@ class Auditor:
                 # In a step: for a decode that found no free page, or for requests planned after the decodes.
                 self._serve()
                 self._unpin(event.pin)
-                self._serve_takers()
             case StoreStarted() if self._has_groups:
                 self._below.begin_store(event)
             case StoreStarted():
@@ -313,8 +313,6 @@ class Auditor:
         self._compare("stored", event.group, content, range(start, event.end_page), None)
 
     def _hear_gone(self, event: PagesRemoved | CopiesRemoved) -> None:
-        if not self.ledger.happened:
-            self._serve()
         what = "dropped" if event.is_dropped else "evicted"
         copy = None
         if isinstance(event, CopiesRemoved):
@@ -342,6 +340,9 @@ class Auditor:
         happened, num_resident, where = self.ledger.happened, self.ledger.num_resident, self._digests.where
         for page in pages:
             digest = digests[page]
+            if not happened and what != "stored":
+                self._begin_serving()
+                self._serve_takers(until_evicted=True)
             first = happened[0] if happened else None
             if first is None or first.name != digest or (first.what, first.group, first.copy) != (what, group, copy):
                 self._find_told(what, group, content, page, copy)
@@ -397,18 +398,38 @@ class Auditor:
                 self._close(request, self._requests.pop(request))
 
     def _serve(self) -> None:
-        """Take the parts for decodes that begin a page: after pages arrived by loads, before everything else."""
+        """Take the parts for all decodes that begin a page, as far as there is room."""
+        self._begin_serving()
+        self._serve_takers()
+
+    def _begin_serving(self) -> None:
+        """List the decodes that begin a page in this step: after pages arrived by loads, before everything else."""
         if self._is_served:
             return
         self._is_served = True
         size, requests = self._page_size, self._requests
         self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
-        self._serve_takers()
 
-    def _serve_takers(self) -> None:
+    def _serve_takers(self, before: int | None = None, *, until_evicted: bool = False) -> None:
+        """Take parts for decodes in turn: those admitted before `before`; the others take theirs later.
+
+        `until_evicted`: only until the ledger has evicted something.
+        """
         while self._takers and self._page_blocks <= self.ledger.num_free:
-            known = self._requests[self._takers.pop(0)]
+            known = self._requests[self._takers[0]]
+            if (before is not None and known.admission >= before) or (until_evicted and self.ledger.happened):
+                return
+            del self._takers[0]
             self._held.take_pages(known, known.computed + 1)
+
+    def _serve_before(self, owner: int) -> None:
+        """Take parts for the decodes that have taken theirs when the request of `owner` releases some."""
+        if self._is_settled:
+            return
+        known = self._holders.get(owner)
+        self._begin_serving()
+        is_decoding = known is not None and any(self._requests[request] is known for request in self._decoding)
+        self._serve_takers(known.admission if known is not None and is_decoding else None)
 
     def _settle(self) -> None:
         """Count the token that each decode of this step computes."""
@@ -532,8 +553,6 @@ class Auditor:
         if known is None or index >= len(known.parts):
             self._find(f"was given back{words}, and was not held", request, event.start_page)
             return
-        if self._is_served and not self._is_settled:
-            self._serve_takers()
         needed = self.ledger.groups[index].needed(known.computed, self._page_size)
         for page in range(event.end_page - 1, event.start_page - 1, -1):
             part = known.parts[index].get(page)
@@ -572,7 +591,6 @@ class Auditor:
             for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
                 del self._decoding[request]
         self._takers = [request for request in self._takers if request in self._decoding]
-        self._serve_takers()
 
     def _finish(self, request: int) -> None:
         known = self._requests.pop(request)
