@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def test_an_order_of_whole_pages_only_is_named() -> None:
 
     case = Case([Row(0, [1], 4, 1, None, 0, None)], 4, 4, 13, 64, 4, "default", 1)
     groups: dict[str, Any] = {"groups": (PartGroup(FULL, 2), WINDOW), "keeps": "all"}
-    report, _ = told_by(case, **groups, eviction=partial(LruOrder))
+    report, _ = told_by(case, **groups, eviction=LruOrder)
     assert report.summary["num_requests"] == 1
     with pytest.raises(ConfigError, match="makes Mine, which is derived from LruOrder"):
         told_by(case, **groups, eviction=Mine)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
-from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.parts import Part, Run
-from kvarts.cli.printing import print_bytes
+from kvarts.cli.printing import print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
 from kvarts.fleet.config import SECTIONS, FleetConfig, is_of_fleet, resolve_fleet

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from kvarts.sim.config import ReplayConfig
-
-__all__ = ["narrate", "tell_whole_pages"]
+__all__ = ["narrate"]
 
 
 class _Narrator(logging.Handler):
@@ -28,9 +24,3 @@ def narrate() -> None:
         logger.addHandler(_Narrator())
         logger.setLevel(logging.INFO)
         logger.propagate = False
-
-
-def tell_whole_pages(config: ReplayConfig, of: str = "the model") -> None:
-    """Say why pages are whole, though layers keep less and KV groups are the default."""
-    if config.whole_pages:
-        click.echo(f"kvarts: pages are whole, though layers of {of} keep less: {config.whole_pages}", err=True)

@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from kvarts.cli.effects import NO_REPLAY, check_effects
-from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
@@ -18,7 +17,7 @@ from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.plan_asked import TIER_NAMES, Asked
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
-from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
 from kvarts.cli.sample import load_traffic, over_sample_settings

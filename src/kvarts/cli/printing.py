@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
 import msgspec
 
 from kvarts.errors import OutputError
 
-__all__ = ["print_bytes", "print_json"]
+if TYPE_CHECKING:
+    from kvarts.sim.config import ReplayConfig
+
+__all__ = ["print_bytes", "print_json", "tell_whole_pages"]
 
 
 def print_bytes(text: bytes) -> None:
@@ -26,3 +30,9 @@ def print_bytes(text: bytes) -> None:
 def print_json(value: Any) -> None:
     """Print one JSON value on standard output, indented, with a newline."""
     print_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def tell_whole_pages(config: ReplayConfig, of: str = "the model") -> None:
+    """Say why pages are whole, though layers keep less and KV groups are the default."""
+    if config.whole_pages:
+        click.echo(f"kvarts: pages are whole, though layers of {of} keep less: {config.whole_pages}", err=True)

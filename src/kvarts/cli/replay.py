@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.effects import check_effects
-from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import Outputs, Run, load_parts
+from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.directories import new_directory

@@ -7,9 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli.narrating import tell_whole_pages
 from kvarts.cli.outputs import Outputs
-from kvarts.cli.printing import print_bytes
+from kvarts.cli.printing import print_bytes, tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sharing_table import render_shared_table
 from kvarts.errors import ConfigError
