@@ -27,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = ROOT / "scripts" / "plain_words.toml"
 SLACK = 0.5
+TARGET = 3.0
+"""Native text has 1 to 3: no budget goes below."""
 PER = 1000
 
 _DETERMINERS = "an?|the|one|two|each|every|all|any|some|no|this|that|these|those|such|its|several|others?"
@@ -123,7 +125,7 @@ def faults(rooms: dict[str, Room], budgets: dict[str, float]) -> list[str]:
             found.append(f"{name} has no budget: add it to {BUDGETS.name}, {room.rate:.1f} or less")
         elif room.rate > budget:
             found.append(f"{name}: {room.rate:.2f} per 1,000 words, and its budget is {budget}; see --list {name}")
-        elif room.rate < budget - SLACK:
+        elif max(room.rate, TARGET) < budget - SLACK:
             found.append(f"{name}: {room.rate:.2f} per 1,000 words: lower its budget of {budget} with --write")
     found += [f"{name} is not there: take it out of {BUDGETS.name}" for name in sorted({*budgets} - {*rooms})]
     return found
@@ -134,7 +136,7 @@ def write(rooms: dict[str, Room], budgets: dict[str, float]) -> None:
     lines = BUDGETS.read_text().splitlines(keepends=True)
     for number, line in enumerate(lines):
         name, equals, _ = line.partition(" = ")
-        least = math.ceil(rooms[name].rate * 10) / 10 if name in rooms else math.inf
+        least = max(TARGET, math.ceil(rooms[name].rate * 10) / 10) if name in rooms else math.inf
         if equals and least < budgets[name]:
             lines[number] = f"{name} = {least:.1f}\n"
     BUDGETS.write_text("".join(lines))

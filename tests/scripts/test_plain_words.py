@@ -51,9 +51,9 @@ def test_budgets_only_fall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     budgets = {"clean": 9.0, "dirty": 2.0}
     assert len(plain_words.faults(rooms, budgets)) == 2
     plain_words.write(rooms, budgets)
-    assert plain_words.BUDGETS.read_text() == "# Budgets.\nclean = 1.0\ndirty = 2.0\n"
+    assert plain_words.BUDGETS.read_text() == "# Budgets.\nclean = 3.0\ndirty = 2.0\n"
     (fault,) = plain_words.faults(
-        {**rooms, "dirty": plain_words.Room(1000, 2)}, {"clean": 1.0, "dirty": 2.0, "gone": 1}
+        {**rooms, "dirty": plain_words.Room(1000, 2)}, {"clean": 3.0, "dirty": 2.0, "gone": 1}
     )
     assert fault.startswith("gone is not there")
     (fault,) = plain_words.faults({"new": plain_words.Room(10, 0)}, {})

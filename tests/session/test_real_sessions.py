@@ -40,7 +40,8 @@ def open_on(
     config = EngineConfig(
         num_pages=2400 // page_size, page_size=page_size, max_num_batched_tokens=budget, max_num_seqs=8
     )
-    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, **settings)
+    # In whole pages, whose bounds are told below; for KV groups see test_real_group_sessions.
+    llm = LLM(model, None, config, audit=HAS_AUDIT, attention=attention, **{"kv_groups": "off", **settings})
     return llm, sessions_on(llm.host(), SessionsConfig(chunk_tokens=chunk))
 
 
