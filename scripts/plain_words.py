@@ -4,8 +4,8 @@
 
 Reads docstrings and comments of src/kvarts, and the prose of the docs and of the pages beside the README: code, tables
 and what stands between backticks do not count. A room's budget is hits per 1,000 words, in plain_words.toml. It only
-falls: a room above its budget is an error, and so is a budget that is more than SLACK above what the room needs; then
-`--write` lowers it, and raises none. `--list` prints the lines of a room, the file with the most hits first.
+falls: a room above its budget is an error, and so is a budget above TARGET with more than SLACK to spare. `--write`
+lowers budgets, and raises none. `--list` prints the lines of a room, the file with the most hits first.
 
 A hit is a symptom: mend the sentence. CONTRIBUTING has the rules.
 """
