@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,10 @@ def test_what_is_hinted_stays(start: Start, order: Any, given: dict[str, Any], n
     assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) == num_hit
 
 
-@pytest.mark.parametrize("command", [("mock",), ("serve", "model", "--model", "none")])
+NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="a real model needs kvarts[torch]")
+
+
+@pytest.mark.parametrize("command", [("mock",), pytest.param(("serve", "model", "--model", "none"), marks=NEEDS_TORCH)])
 @pytest.mark.parametrize(("name", "said"), [("session-aware", b"needs a trace"), ("nothing", b"is no policy")])
 def test_a_policy_of_a_server_is_checked_before_it_starts(
     run_command: Callable[..., int],

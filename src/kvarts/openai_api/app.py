@@ -165,13 +165,16 @@ class OpenAIApp:
                 self._cut(scope, response)
             else:
                 # Do not bind the error: its traceback holds this frame, and its data would wait for the collector.
-                told = self._told(error)
-                body = told.body
-                if request.path.startswith(MESSAGES):
-                    from kvarts.openai_api.messages import error_body
+                await response.error(*self._answer_to(error, request.path), without_body=request.method == "HEAD")
 
-                    body = error_body(told)
-                await response.error(told, body, without_body=request.method == "HEAD")
+    def _answer_to(self, error: Exception, path: str) -> tuple[ApiError, Any]:
+        """Return the error that the client receives, and the body of the answer, in the form of the API at `path`."""
+        told = self._told(error)
+        if not path.startswith(MESSAGES):
+            return told, told.body
+        from kvarts.openai_api.messages import error_body
+
+        return told, error_body(told)
 
     def _told(self, error: Exception) -> ApiError:
         """Return the error that the client receives."""
