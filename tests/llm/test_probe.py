@@ -55,7 +55,7 @@ def test_the_tenths_are_all_families() -> None:
 
 
 def test_more_tokens_than_a_model_has_positions_are_refused_before_anything_is_computed(models: Models) -> None:
-    _, model = models("qwen3")
+    model, _ = models("qwen3")
     with pytest.raises(ConfigError, match="the positions of the model, got 10,000,000"):
         check_model(model, num_tokens=10_000_000)
 

@@ -273,7 +273,7 @@ def test_states_are_read_as_they_were_written(data: st.DataObject) -> None:
 def test_a_state_needs_kv_groups(stateful: Any) -> None:
     model, _ = stateful("qwen3_next")
     with pytest.raises(ConfigError, match="3 layers that keep a state") as error:
-        LLM(model, None, kv_memory=1 << 20)
+        LLM(model, None, kv_memory=1 << 20, kv_groups="off")
     assert error.value.field == "kv_groups"
     with pytest.raises(ConfigError, match="does not go with"):
         LLM(model, None, kv_memory=1 << 20, kv_groups="all", speculative_config="ngram")
