@@ -11,7 +11,6 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.fleet.faults import Fault, parse_faults
 from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
 from kvarts.limits import MOST_MS, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Source, setting, settings_of
@@ -21,6 +20,7 @@ from kvarts.units import parse_rate
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
+    from kvarts.fleet.faults import Fault
     from kvarts.fleet.report import FleetReport
     from kvarts.sim.replay import Traffic
 
@@ -134,7 +134,11 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def faults(self) -> tuple[Fault, ...]:
         """The script, parsed."""
-        return () if self.script is None else parse_faults(self.script)
+        if self.script is None:
+            return ()
+        from kvarts.fleet.faults import parse_faults  # a replay without faults imports nothing of them
+
+        return parse_faults(self.script)
 
 
 OF_POOL = (
