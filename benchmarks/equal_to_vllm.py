@@ -185,9 +185,9 @@ def draw_workload(row: str, seed: int) -> Workload:
 ROWS = {
     "full": "one full group, first come, first served",
     "priority": "three priorities",
-    "window": "a window beside a full group, everything kept",
-    "chunk": "chunks beside a full group, everything kept",
-    "groups": "several windows and chunks beside a full group, everything kept, three priorities",
+    "window": "a window next to a full group, everything kept",
+    "chunk": "chunks next to a full group, everything kept",
+    "groups": "several windows and chunks next to a full group, everything kept, three priorities",
 }
 
 

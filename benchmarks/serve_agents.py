@@ -1,9 +1,9 @@
-"""Runs agent libraries that others have written against `kvarts mock`, unchanged, and says what became of them.
+"""Runs third-party agent libraries, unchanged, against `kvarts mock`, and prints the outcome of each.
 
     python benchmarks/serve_agents.py --python /venvs/agents/bin/python
 
-`--python`: that of an environment with openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor; it needs
-nothing of kvarts, and kvarts nothing of it. Prints a JSON object for each: what it printed, or the end of its error.
+`--python`: the interpreter of an environment with openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor,
+which does not need kvarts. Prints one JSON object per library: its output, or the end of its error.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def main() -> None:
 def run(name: str, python: Path, program: str) -> None:
     """Run one client, and print its outcome."""
     done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    told = {"client": name, "exit code": done.returncode, "printed": done.stdout.splitlines()}
+    outcome = {"client": name, "exit code": done.returncode, "printed": done.stdout.splitlines()}
     if done.returncode:
-        told["error"] = done.stderr.splitlines()[-3:]
-    print(json.dumps(told, ensure_ascii=False), flush=True)
+        outcome["error"] = done.stderr.splitlines()[-3:]
+    print(json.dumps(outcome, ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":
