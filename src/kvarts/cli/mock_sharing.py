@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["given", "open_if_several", "options"]
 
-KEYS = ("static_split", "turns", "reclaim_after_s")
+KEYS = ("static_split", "reclaim_after_s")
 
 
 def options() -> dict[str, click.Option]:

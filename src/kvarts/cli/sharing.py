@@ -42,7 +42,7 @@ class SharingPart(Part):
         (model,) = (each for each in settings_of(ModelSettings) if each.key == "model")
         several = (
             " Several models on one device: --model NAME=MODEL for each, and after a colon its weight=2, floor=100, "
-            "ceiling=800 (per mille of the tokens), guarantee=20GiB or 0.3, priority=1, weight_dtype=fp8, "
+            "ceiling=800 (per mille of the time), guarantee=20GiB or 0.3, priority=1, weight_dtype=fp8, "
             "kv_dtype=fp8, cost=FILE, kv_groups=all."
         )
         return (
