@@ -65,7 +65,7 @@ def test_steps_are_fitted_without_replays(asked: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
-        ([RUN / "requests.jsonl"], {}, "config: is missing: on what the run was measured"),
+        ([RUN / "requests.jsonl"], {}, "config: is missing: the device on which the run was measured"),
         ([RUN / "requests.jsonl", ReplayConfig()], {}, "cost: only the roofline can be fitted"),
         ([LOG, ReplayConfig()], {}, "config: model and device are missing"),
         ([LOG, CONFIG], {"fit_on": 3}, "fit_on: is for a run of requests"),

@@ -164,7 +164,7 @@ def test_runs_are_described_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ('measured = "dense.jsonl"\nfit_on = "x"\n', "fit_on: 'x' is no fit_on"),
         ('measured = "dense.jsonl"\nmodle = "x"\n', "modle: unknown key"),
         ('measured = "none.jsonl"\nmodel = "qwen3-8b"\ndevice = "l40s"\n', "none.jsonl"),
-        ('measured = "dense.jsonl"\ncolumns = { arrival = 3 }\n', "columns.arrival: 3 is no name"),
+        ('measured = "dense.jsonl"\ncolumns = { arrival = 3 }\n', "columns.arrival: 3 is not a name"),
     ],
 )
 def test_a_run_that_is_described_badly_is_named(tmp_path: Path, change: str, says: str) -> None:

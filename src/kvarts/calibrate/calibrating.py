@@ -142,7 +142,9 @@ def _run(run: File | Measured | MeasuredRun, config: ReplayConfig | None, option
         return load_runs([Path(run)], Given(), options)[0]
     if config is None:
         raise ConfigError(
-            "is missing: on what the run was measured", field="config", hint="Give ReplayConfig.for_device(...)."
+            "is missing: the device on which the run was measured",
+            field="config",
+            hint="Give ReplayConfig.for_device(...).",
         )
     if not isinstance(run, Measured):
         run = load_measured(run, columns=options.columns, time_unit=options.time_unit)

@@ -44,7 +44,7 @@ def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[
     if len(paths) > 1:
         for field, value in (("prompts", options.prompts), ("series", options.series), ("fit_on", options.fit_on)):
             if value is not None:
-                raise ConfigError("is of one run, and there are several", field=field, hint="Say it in a RUN.toml.")
+                raise ConfigError("is of one run, and there are several", field=field, hint="Give it in a RUN.toml.")
     return [_load(path, given, options) for path in paths]
 
 
@@ -57,7 +57,7 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
         raise ConfigError(
             "model and device are missing",
             path=path if path.suffix == ".toml" else None,
-            hint="Name what was measured: --model NAME --device NAME, or these keys in a RUN.toml.",
+            hint="Name the measured model and device: --model NAME --device NAME, or these keys in a RUN.toml.",
         )
     measured = load_measured(measured_path, columns=options.columns, time_unit=options.time_unit)
     block = options.trace_block_size
@@ -89,7 +89,7 @@ def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Giv
     if columns := own.get("columns"):
         for name, value in columns.items():
             if not isinstance(value, str):
-                raise InputError(f"{value!r} is no name", path=path, field=f"columns.{name}")
+                raise InputError(f"{value!r} is not a name", path=path, field=f"columns.{name}")
     of_run = given_in(values, SECTIONS, path)
     return measured, of_run.over(given), options._replace(**files, **own)
 

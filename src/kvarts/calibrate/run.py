@@ -89,7 +89,7 @@ class FittedRun:
         outcome = replayed_of(replay(self._trace, msgspec.structs.replace(self.run.config, cost=cost)))
         if np.isnan(outcome.last_token_ms).any():
             raise ConfigError(
-                "is too small for some of the measured requests", field="pages", hint="Give what the engine had."
+                "is too small for some of the measured requests", field="pages", hint="Give the engine's value."
             )
         return outcome
 

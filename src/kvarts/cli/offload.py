@@ -22,7 +22,7 @@ class OffloadPart(Part):
         by_flags = [key for key in given.in_table(TABLE) if given.source_of(key) == Flags()]
         if by_flags and not {f"{TABLE}.host_pages", f"{TABLE}.host_memory"} & set(given.in_table(TABLE)):
             raise given.error(
-                by_flags[0], "says how, and not how much", hint="Give --host-pages or --host-memory as well."
+                by_flags[0], "has no effect without a size", hint="Give --host-pages or --host-memory as well."
             )
 
 

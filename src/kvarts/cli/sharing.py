@@ -70,7 +70,7 @@ class SharingPart(Part):
                 name, fields = parse_share(text)
                 if name in given.names(MODELS):
                     raise ConfigError(
-                        "is given twice", field=f"--model {name}", hint="Give each model a name of its own."
+                        "is given twice", field=f"--model {name}", hint="Give each model a different name."
                     )
                 self._add(given, name, fields, ModelShare, f"--model {name}")
         elif len(texts) > 1:
@@ -159,7 +159,7 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
             try:
                 fields[key] = number(fields[key])
             except ValueError:
-                raise ConfigError(f"{fields[key]!r} is no number", field=f"--model {name}: {key}") from None
+                raise ConfigError(f"{fields[key]!r} is not a number", field=f"--model {name}: {key}") from None
     return name, fields
 
 

@@ -207,12 +207,12 @@ def columns_of(path: Path) -> dict[str, Any]:
     for name in ("total_blocks", "block_size_tokens"):
         value = recording.top.get(name)
         if not is_count(value) or value < 1:
-            raise InputError(f"does not say its {name}", path=path)
+            raise InputError(f"does not state its {name}", path=path)
         columns[name] = value
     if not chunks:
         columns.update({name: np.zeros(0) for name in ("t_ms", "used_pct")})
     if (np.diff(columns["t_ms"]) < 0).any():
-        raise InputError("has times that go back", path=path, field="t_ms", hint="kvarts verify says where.")
+        raise InputError("has times that go back", path=path, field="t_ms", hint="kvarts verify names the rows.")
     return columns
 
 

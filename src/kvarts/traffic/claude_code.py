@@ -40,7 +40,9 @@ __all__ = ["load_claude_code"]
 COMMON = 1 << 60
 """First id of tokens that sessions share, 2**40 per model; ids of single sessions are below."""
 CHAIN_BITS = 36
-INFERRED = "the files do not say what prompts have in common: it is inferred from their lengths and from cache reads"
+INFERRED = (
+    "the files do not identify prefixes that prompts share: these are inferred from their lengths and from cache reads"
+)
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 

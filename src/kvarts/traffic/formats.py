@@ -72,7 +72,9 @@ def _form(file: TraceFile) -> Form:
     if file.is_json and not file.first_fields:
         raise file.malformed()
     if not file.is_json and not any(file.header):
-        raise InputError("has no requests", path=file.path, hint="`kvarts trace forms` lists what can be read.")
+        raise InputError(
+            "has no requests", path=file.path, hint="`kvarts trace forms` lists the forms that can be read."
+        )
     names = list(file.header or sorted(file.first_fields[0]))
     shown = ", ".join(name[:MOST_SHOWN] for name in names[:MOST_NAMES])
     more = ", ..." if len(names) > MOST_NAMES else ""
