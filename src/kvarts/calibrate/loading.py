@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvarts.calibrate.measured import load_measured
-from kvarts.calibrate.run import MeasuredRun
+from kvarts.calibrate.run import CalibrationRun
 from kvarts.calibrate.series import load_series
 from kvarts.errors import ConfigError, InputError
 from kvarts.executor.roofline import RooflineCost
@@ -35,7 +35,7 @@ class RunOptions(NamedTuple):
     fit_on: int | None
 
 
-def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[MeasuredRun]:
+def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[CalibrationRun]:
     """Load the runs at `paths`. `given` and `options` apply where a run's .toml sets nothing.
 
     Raise ConfigError if the model or the device is missing, or if prompts or a series are given for several runs;
@@ -48,7 +48,7 @@ def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[
     return [_load(path, given, options) for path in paths]
 
 
-def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
+def _load(path: Path, given: Given, options: RunOptions) -> CalibrationRun:
     measured_path = path
     if path.suffix == ".toml":
         measured_path, given, options = _described(path, given, options)
@@ -61,7 +61,7 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
         )
     measured = load_measured(measured_path, columns=options.columns, time_unit=options.time_unit)
     block = options.trace_block_size
-    return MeasuredRun(
+    return CalibrationRun(
         measured=measured,
         config=config,
         prompts=None if options.prompts is None else load_mooncake(options.prompts, trace_block_size=block),

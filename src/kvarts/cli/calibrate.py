@@ -20,7 +20,7 @@ from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
-    from kvarts.calibrate.run import MeasuredRun
+    from kvarts.calibrate.run import CalibrationRun
     from kvarts.calibrate.tables import TableFit
 
 __all__ = ["calibrate_command", "compare_command"]
@@ -196,7 +196,7 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     return columns or None
 
 
-def _fit_requests(runs: list[MeasuredRun], seed: int, prior: Path | None) -> _Found:
+def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None) -> _Found:
     import kvarts
 
     for run in runs:
@@ -241,7 +241,7 @@ def _design(given: Given, *, as_json: bool) -> None:
         click.echo(f"None of them identifies {', '.join(unknown)}: guesses will stand for these.")
 
 
-def _progress(runs: list[MeasuredRun]) -> Progress:
+def _progress(runs: list[CalibrationRun]) -> Progress:
     from kvarts.calibrate.coefficients import names_of
     from kvarts.calibrate.fitting import most_replays
 

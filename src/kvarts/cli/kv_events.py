@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
@@ -139,7 +139,7 @@ def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) ->
     return msgspec.structs.replace(config, groups=told)
 
 
-class KvEventsPart(Part):
+class KvEventsPart(CommandPart):
     """KV events over ZMQ."""
 
     def options(self) -> Sequence[click.Option]:

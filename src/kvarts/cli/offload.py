@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.offload.config import OffloadConfig
 from kvarts.settings import Flags, Given, Section
 
@@ -11,7 +11,7 @@ __all__ = ["PART"]
 TABLE = "offload"
 
 
-class OffloadPart(Part):
+class OffloadPart(CommandPart):
     """Host memory and files: options, and the table [offload]."""
 
     sections = (Section(struct=OffloadConfig, title="Host memory and files", table=TABLE),)

@@ -14,7 +14,7 @@ from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.plan_asked import TIER_NAMES, Asked
+from kvarts.cli.plan_asked import TIER_NAMES, PlanOptions
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
@@ -261,7 +261,7 @@ def plan_command(
         click.echo("kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True)
     outputs = ["--outputs"] if count_outputs else []
     own = _own_options(click.get_current_context())
-    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
+    asked = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
     if users is not None:
         values = asked.users(*users)
         values["command"] = asked.plan("--users", f"{users[0]}..{users[1]}", *own)

@@ -49,9 +49,9 @@ def verify_command(
     inconclusive (empty, constant zero, or too short). The exit code is 5 if any is violated, else that of the first
     file that cannot be read, else 6 if any is inconclusive, else 0.
     """
-    from kvarts.verify.verifier import Limits, verify_file
+    from kvarts.verify.verifier import TimelineLimits, verify_file
 
-    Limits.checked(preempt_threshold, max_bytes, block_bytes)
+    TimelineLimits.checked(preempt_threshold, max_bytes, block_bytes)
     codes = []
     answers: list[dict[str, Any]] = []
     for path, refused in _timelines(files):

@@ -9,7 +9,7 @@ from kvarts.errors import ConfigError, InputError
 from kvarts.files import reading
 from kvarts.samples import sample_of
 from kvarts.traffic.deltas import broken_sessions
-from kvarts.traffic.forms import FORMS, Form, form_of, nearest
+from kvarts.traffic.forms import FORMS, TraceForm, form_of, nearest
 from kvarts.traffic.mooncake import Turns
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_file import TraceFile
@@ -62,7 +62,7 @@ def load_trace(
     return trace
 
 
-def _form(file: TraceFile) -> Form:
+def _form(file: TraceFile) -> TraceForm:
     """Return the form of a file. Raise InputError, listing the known forms and the nearest one."""
     if file.is_directory:
         return _form_of_directory(file)
@@ -89,7 +89,7 @@ def _form(file: TraceFile) -> Form:
     )
 
 
-def _form_of_directory(directory: TraceFile) -> Form:
+def _form_of_directory(directory: TraceFile) -> TraceForm:
     """Return the form of the first candidate file. Raise InputError without one, or if its form is a single file."""
     with reading(directory.path):
         files = sorted(path for path in directory.path.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())

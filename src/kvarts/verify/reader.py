@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import Chunk, brief, chunk_of
+from kvarts.verify.chunk import RowChunk, brief, chunk_of
 from kvarts.verify.json_text import JsonText
 from kvarts.verify.lines_text import LinesText
-from kvarts.verify.text import Broken, Source, bytes_blocks, shortened
+from kvarts.verify.text import Broken, ByteSource, bytes_blocks, shortened
 from kvarts.verify.values import JSON_ERRORS, any_value
 
 __all__ = ["SLAB_ROWS", "BodyRecording", "Recording", "TextRecording", "open_recording"]
@@ -38,7 +38,7 @@ class Recording:
         self.is_cut = False
         """Whether the recording ended before its totals."""
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[RowChunk]:
         """Iterate over the rows, in order."""
         self.top, self.twice, self.notes, self.is_cut = {}, [], [], False
         self.has_timeline = False
@@ -60,7 +60,7 @@ def open_recording(path: Path | str) -> Recording:
     cannot be opened.
     """
     path = Path(path)
-    source = Source(path)
+    source = ByteSource(path)
     suffixes = path.suffixes[:-1] if path.suffixes[-1:] == [".gz"] else path.suffixes
     suffix = suffixes[-1] if suffixes else ""
     if source.head(4) == b"PAR1" or suffix == ".parquet":
@@ -72,7 +72,7 @@ def open_recording(path: Path | str) -> Recording:
     return _JsonRecording(source)
 
 
-def _is_lines(source: Source) -> bool:
+def _is_lines(source: ByteSource) -> bool:
     """Return whether the first line is a whole object and another line begins like one."""
     for block in shortened(source.blocks(), source.broken, keeps_lines=True):
         first, _, more = block.lstrip().partition(b"\n")
@@ -132,7 +132,7 @@ def _json_rows(recording: Recording, blocks: Iterator[bytes], broken: Broken) ->
 
 
 class _JsonRecording(Recording):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 
@@ -143,7 +143,7 @@ class _JsonRecording(Recording):
 
 
 class _LinesRecording(Recording):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 
