@@ -13,7 +13,7 @@ from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
 from kvarts.limits import MOST_MS, check_number, check_whole
-from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Source, setting, settings_of
+from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import parse_rate
@@ -217,7 +217,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 class _InPool(msgspec.Struct, frozen=True):
     """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
 
-    source: Source
+    source: ValueSource
     setting: Setting
 
     @property
