@@ -23,7 +23,7 @@ from kvarts.cli.http_options import (
     serve_http,
 )
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
-from kvarts.cli.paths import INPUT
+from kvarts.cli.paths import INPUT, OUTPUT
 from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
@@ -72,6 +72,10 @@ def _options() -> list[click.Parameter]:
                       help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
+        GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=OUTPUT,
+                      help="Its answers, as recorded of a real server in a .jsonl; no others."),
+        GroupedOption(["--record-from"], group="Mock", metavar="URL",
+                      help="Ask the server at URL, with the key $KVARTS_RECORD_KEY, for what --recordings lacks."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
@@ -97,6 +101,7 @@ def mock_command(**params: Any) -> None:
     need_http()
     from kvarts.openai_api.answers import load_rules
     from kvarts.openai_api.opening import Door, open_mock
+    from kvarts.openai_api.recordings import open_recordings
     from kvarts.openai_api.served import Limits
     from kvarts.sim.config import resolve_replay
     from kvarts.sim.hardware import resolve_hardware
@@ -121,6 +126,7 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
+        recordings=open_recordings(params["recordings"], params["record_from"]),
     )
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []

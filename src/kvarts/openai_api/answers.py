@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ from kvarts.openai_api.schemas import value_of
 from kvarts.openai_api.shapes import ANY_OBJECT, Segment
 from kvarts.openai_api.tool_calls import call_text
 from kvarts.openai_api.words import WORDS
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.recordings import Recordings
 
 __all__ = [
     "Answers",
@@ -80,6 +83,9 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     finish_reason: str = ""
     latency_s: float = 0.0
     fail: str = ""
+
+    is_as_long_as_asked: ClassVar[bool] = False
+    """Whether `max_tokens` leave the answer whole."""
 
     def __post_init__(self) -> None:
         if self.refusal and (self.text or self.calls):
@@ -174,12 +180,21 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 class Answers:
-    """Chooses the answers of a mock. `rules`: the first match wins. `seed`: for drawn answers, where no rule matches.
+    """Chooses the answers of a mock. `rules`: the first match wins. `recordings`: answers where no rule matches; None:
+    they are drawn, by `seed`.
 
     `allows_failures`: a request's own answer may have `fail` and `latency_s`. Owner of the use count of each rule.
     """
 
-    def __init__(self, rules: Sequence[Rule] = (), *, seed: int = 0, allows_failures: bool = False) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        seed: int = 0,
+        allows_failures: bool = False,
+        recordings: Recordings | None = None,
+    ) -> None:
+        self.recordings = recordings
         self._rules = tuple(rules)
         self._left = {index: rule.times for index, rule in enumerate(rules) if rule.times is not None}
         self._lock = Lock()

@@ -33,6 +33,7 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
+from kvarts.openai_api.recordings import CHAT_PATH, COMPLETION_PATH, Sent, Unrecorded
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
@@ -80,8 +81,12 @@ class Exchange(msgspec.Struct, kw_only=True):
         try:
             return await self.work(work, num_bytes=num_bytes + len(self.payload))
         finally:
-            self.payload = b""
-            self.read()
+            self.drop_payload()
+
+    def drop_payload(self) -> None:
+        """Release the bytes of the payload."""
+        self.payload = b""
+        self.read()
 
     async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
         """Return the result of `work`, which processes `num_bytes`; above INLINE_BYTES it runs off the event loop."""
@@ -152,6 +157,8 @@ def asks_of(
             natural = None
             if written:
                 natural = len(written[copy])
+                if scripted[copy].is_as_long_as_asked:
+                    most = min(natural, room)
             elif served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
@@ -258,9 +265,13 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     asked = _asked(served, body, exchange)
     if answers is None:
         return Wanted(structured)
+    question = None
     if isinstance(body.prompt, str):
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
         asked = asked or answers.find(question)
+    if asked is None and answers.recordings is not None:
+        return _scripted(answers.recordings.find(_sent(COMPLETION_PATH, body, exchange)))
+    if question is not None:
         if asked is None and schema is not None:
             return _scripted(
                 [answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)]
@@ -285,6 +296,13 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Scripted
     if served.answers is None:
         raise ApiError(400, "is of mocks: a model writes its own answers", param=param)
     return served.answers.asked(value, param)
+
+
+def _sent(path: str, body: GenerationBody, exchange: Exchange) -> Sent:
+    """Return the request that a real server would receive: the client's, or its translation to a chat."""
+    is_own = exchange.request.path == path
+    given = msgspec.json.decode(exchange.payload) if is_own else msgspec.structs.asdict(body)
+    return Sent(path, given, body.num_choices)
 
 
 def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
@@ -328,8 +346,12 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
     if answers is not None:
+        recordings = answers.recordings
+        sent = None if recordings is None else _sent(CHAT_PATH, body, exchange)
         question = _question(served, body, known)
         asked = asked or answers.find(question)
+        if asked is None and recordings is not None and sent is not None:
+            return _scripted(recordings.find(sent))
         scripted = [
             one
             for copy in range(body.num_choices)
@@ -485,7 +507,7 @@ class Generating:
             body.prompt = None
             return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
-        await self._answer(exchange, await exchange.apart(read))
+        await self._answer(exchange, await self._read(exchange, read))
 
     async def chat(self, exchange: Exchange) -> None:
         """Answer POST /v1/chat/completions."""
@@ -517,7 +539,19 @@ class Generating:
             body.messages = body.tools = None
             return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
-        return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
+        return await self._answer(exchange, await self._read(exchange, read_all, num_bytes=num_bytes))
+
+    async def _read(self, exchange: Exchange, read: Callable[[], _Read], *, num_bytes: int = 0) -> _Read:
+        """Return the result of `read`, as Exchange.apart does, once its answer is recorded if it has to be."""
+        num_bytes += len(exchange.payload)
+        try:
+            return await exchange.work(read, num_bytes=num_bytes)
+        except Unrecorded as unrecorded:
+            await unrecorded.record()
+            exchange.budget = self._models.budget()
+            return await exchange.work(read, num_bytes=num_bytes)
+        finally:
+            exchange.drop_payload()
 
     async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form

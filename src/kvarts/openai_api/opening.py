@@ -19,6 +19,7 @@ from kvarts.openai_api.mock import mock_model
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recorded import ArrivalRecorder
+from kvarts.openai_api.recordings import Recordings
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
 from kvarts.owners.keys import Keys
@@ -35,7 +36,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
-    failures. `is_recording`: record arrivals. `answers`: rules for the answers of mocks.
+    failures. `is_recording`: record arrivals. `answers`, `recordings`: rules and records for the answers of mocks.
     """
 
     names: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     is_recording: bool = False
     answers: tuple[Rule, ...] = ()
+    recordings: Recordings | None = None
 
 
 class Opened:
@@ -174,7 +176,7 @@ def make_served(
         facts=facts,
         shares={} if door.keys is None else door.keys.shares,
         sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
-        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
+        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures, recordings=door.recordings)
         if facts.get("mock")
         else None,
     )

@@ -238,7 +238,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
                 raise ApiError(400, "must be none, auto, required or a function", param="tool_choice")
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         # Other tools are run by OpenAI's servers: here they are never called.
-        functions = [tool for tool in self.tools or () if tool.get("type") == "function"]
+        functions = [
+            {name: value for name, value in tool.items() if name != "type"}
+            for tool in self.tools or ()
+            if tool.get("type") == "function"
+        ]
         return ChatBody(
             model=self.model,
             messages=messages,

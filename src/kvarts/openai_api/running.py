@@ -20,6 +20,7 @@ from kvarts.openai_api.answers import rules_of
 from kvarts.openai_api.app import Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
+from kvarts.openai_api.recordings import open_recordings
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.owners.keys import Keys, Owner
@@ -77,7 +78,8 @@ class RunningServer:
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own failures. `answers`: rules of the answers, as objects or as a file. `api_key`: one key, several, or keys
+    their own failures. `answers`: rules of the answers, as objects or as a file. `recordings`: a file of recorded
+    answers. `record_from`: URL of the server that gives those that the file lacks. `api_key`: one key, several, or keys
     with their owners. `speedup`: divides the time of steps. `settings`: further fields of ReplayConfig. `readers`
     receive all events of the engine. `several`: a SharingConfig, which replaces `model` and the settings of the engine;
     its models are served under their names. `sessions`: a SessionsConfig, which allows requests to name sessions.
@@ -103,6 +105,8 @@ class RunningServer:
         max_model_len: int = 131_072,
         output_tokens: int | None = None,
         answers: Sequence[Any] | str | Path = (),
+        recordings: str | Path | None = None,
+        record_from: str | None = None,
         trust_request_chat_template: bool = False,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
@@ -126,6 +130,7 @@ class RunningServer:
             seed=seed,
             is_recording=is_recording,
             answers=rules_of(answers),
+            recordings=open_recordings(recordings, record_from),
         )
         self.model = model
         self.seed = seed
