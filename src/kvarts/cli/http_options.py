@@ -63,6 +63,8 @@ def http_options() -> list[click.Option]:
                help="Answer that the server is starting for so long."),
         option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
                help="At SIGTERM, wait as long for requests under way."),
+        option(listening, "--no-ui", "has_page", flag_value=False, default=True,
+               help="Serve no live page at /."),
         option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
                help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. "
                "Local users can read a key on a command line: --api-key-file hides it."),
@@ -159,6 +161,7 @@ def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
     return {
         "keys": keys,
         "shares_prefix_cache": values["share_prefix_cache"],
+        "has_page": values["has_page"],
         "origins": values["origins"],
         "hosts": (values["host"], *values["hosts"]) if checks_names else None,
     }

@@ -23,7 +23,7 @@ from kvarts.cli.http_options import (
     serve_http,
 )
 from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
-from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.paths import INPUT
 from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
@@ -33,6 +33,7 @@ from kvarts.settings import Given
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.openai_api.opening import Opened
+    from kvarts.openai_api.recordings import Recordings
 
 __all__ = ["mock_command"]
 
@@ -72,7 +73,7 @@ def _options() -> list[click.Parameter]:
                       help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
-        GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=OUTPUT,
+        GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as recorded of a real server in a .jsonl; no others."),
         GroupedOption(["--record-from"], group="Mock", metavar="URL",
                       help="Ask the server at URL, with the key $KVARTS_RECORD_KEY, for what --recordings lacks."),
@@ -101,7 +102,6 @@ def mock_command(**params: Any) -> None:
     need_http()
     from kvarts.openai_api.answers import load_rules
     from kvarts.openai_api.opening import Door, open_mock
-    from kvarts.openai_api.recordings import open_recordings
     from kvarts.openai_api.served import Limits
     from kvarts.sim.config import resolve_replay
     from kvarts.sim.hardware import resolve_hardware
@@ -126,7 +126,7 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
-        recordings=open_recordings(params["recordings"], params["record_from"]),
+        recordings=_recordings(params),
     )
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []
@@ -153,6 +153,14 @@ def mock_command(**params: Any) -> None:
         opened.routes.event_sources += sources
         http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened))
+
+
+def _recordings(params: dict[str, Any]) -> Recordings | None:
+    if params["recordings"] is None and params["record_from"] is None:
+        return None
+    from kvarts.openai_api.recordings import open_recordings
+
+    return open_recordings(params["recordings"], params["record_from"])
 
 
 def _check_model(name: str) -> None:

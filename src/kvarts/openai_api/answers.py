@@ -6,7 +6,7 @@ cut by `max_tokens`, and its KV is a cache hit of the next turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -28,17 +28,21 @@ if TYPE_CHECKING:
     from kvarts.openai_api.recordings import Recordings
 
 __all__ = [
+    "CHAT_PATH",
+    "COMPLETION_PATH",
     "Answers",
     "Question",
     "Rule",
     "ScriptedAnswer",
     "ScriptedCall",
     "ScriptedUsage",
+    "Unrecorded",
     "converted",
     "load_rules",
     "rules_of",
 ]
 
+COMPLETION_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 1000
 SEEN_CHARS = 10_000
@@ -177,6 +181,14 @@ def _matches(pattern: str, text: str) -> bool:
             return False
         place += len(part)
     return True
+
+
+class Unrecorded(Exception):  # noqa: N818  # not an error: its answer is recorded, and the request read again
+    """A request without a recorded answer. `record`: asks the real server; raises ApiError."""
+
+    def __init__(self, record: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.record = record
 
 
 class Answers:

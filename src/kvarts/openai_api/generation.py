@@ -15,7 +15,15 @@ import msgspec
 
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
-from kvarts.openai_api.answers import Answers, Question, ScriptedAnswer, ScriptedUsage
+from kvarts.openai_api.answers import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    Answers,
+    Question,
+    ScriptedAnswer,
+    ScriptedUsage,
+    Unrecorded,
+)
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
@@ -33,7 +41,6 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
-from kvarts.openai_api.recordings import CHAT_PATH, COMPLETION_PATH, Sent, Unrecorded
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
@@ -270,7 +277,8 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
         asked = asked or answers.find(question)
     if asked is None and answers.recordings is not None:
-        return _scripted(answers.recordings.find(_sent(COMPLETION_PATH, body, exchange)))
+        sent = _sent(COMPLETION_PATH, body, exchange)
+        return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
     if question is not None:
         if asked is None and schema is not None:
             return _scripted(
@@ -298,11 +306,12 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Scripted
     return served.answers.asked(value, param)
 
 
-def _sent(path: str, body: GenerationBody, exchange: Exchange) -> Sent:
-    """Return the request that a real server would receive: the client's, or its translation to a chat."""
-    is_own = exchange.request.path == path
-    given = msgspec.json.decode(exchange.payload) if is_own else msgspec.structs.asdict(body)
-    return Sent(path, given, body.num_choices)
+def _sent(path: str, body: GenerationBody, exchange: Exchange) -> dict[str, Any]:
+    """Return the fields that a real server would receive: the client's, or those of its translation to a chat."""
+    if exchange.request.path == path:
+        fields: dict[str, Any] = msgspec.json.decode(exchange.payload)
+        return fields
+    return msgspec.structs.asdict(body)
 
 
 def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
@@ -351,7 +360,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
         question = _question(served, body, known)
         asked = asked or answers.find(question)
         if asked is None and recordings is not None and sent is not None:
-            return _scripted(recordings.find(sent))
+            return _scripted(recordings.find(CHAT_PATH, sent, body.num_choices))
         scripted = [
             one
             for copy in range(body.num_choices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,12 +19,14 @@ from kvarts.openai_api.mock import mock_model
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.prompts import HubText, TextModel, WordText
 from kvarts.openai_api.recorded import ArrivalRecorder
-from kvarts.openai_api.recordings import Recordings
 from kvarts.openai_api.routes import Routes
 from kvarts.openai_api.served import Limits, Served, Sharing
 from kvarts.owners.keys import Keys
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.recordings import Recordings
 
 __all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
 
@@ -36,7 +38,8 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
-    failures. `is_recording`: record arrivals. `answers`, `recordings`: rules and records for the answers of mocks.
+    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `answers`, `recordings`: rules and
+    records for the answers of mocks.
     """
 
     names: tuple[str, ...] = ()
@@ -50,6 +53,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     fail: str = ""
     seed: int = 0
     is_recording: bool = False
+    has_page: bool = True
     answers: tuple[Rule, ...] = ()
     recordings: Recordings | None = None
 
@@ -196,5 +200,6 @@ def open_app(
         guard=Guard(door.keys, origins=door.origins, hosts=door.hosts),
         allows_failures=door.allows_failures,
         watcher=watcher,
+        has_page=door.has_page,
     )
     return Opened(app, models, routes)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,21 +17,17 @@ import msgspec
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
 from kvarts.files import check_writable, read_bytes, writing
 from kvarts.limits import brief
-from kvarts.openai_api.answers import ScriptedAnswer, ScriptedCall, ScriptedUsage
+from kvarts.openai_api.answers import ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
 from kvarts.openai_api.errors import ApiError
 
 __all__ = [
-    "CHAT_PATH",
-    "COMPLETION_PATH",
     "RealServer",
     "RecordedAnswer",
     "Recordings",
     "Sent",
-    "Unrecorded",
     "open_recordings",
 ]
 
-COMPLETION_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MOST_BYTES = 64 * 1024 * 1024
 """Size limit of a file of recorded answers, which is kept in memory."""
 MOST_ANSWER_BYTES = 8 * 1024 * 1024
@@ -116,19 +113,6 @@ def _with_numbers(messages: Sequence[Any]) -> list[Any]:
     return told
 
 
-class Unrecorded(Exception):  # noqa: N818  # not an error: its answer is recorded, and the request read again
-    """A request without a recorded answer, and a real server to ask."""
-
-    def __init__(self, recordings: Recordings, sent: Sent) -> None:
-        super().__init__()
-        self._recordings = recordings
-        self._sent = sent
-
-    async def record(self) -> None:
-        """Record the answer. Raise the error of the real server."""
-        await self._recordings.record(self._sent)
-
-
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of the file. `asked`: the beginning of the last message, for its readers."""
 
@@ -176,13 +160,16 @@ class Recordings:
         if payload and not payload.endswith(b"\n") and self._server is not None:
             raise InputError("does not end", path=self._path, line=number, hint=hint)
 
-    def find(self, sent: Sent) -> tuple[RecordedAnswer, ...]:
-        """Return the recorded choices. Raise Unrecorded if the real server is to be asked, else ApiError."""
+    def find(self, path: str, given: Mapping[str, Any], num_choices: int) -> tuple[RecordedAnswer, ...]:
+        """Return the recorded choices of the request `given`. Raise Unrecorded if the real server is to be asked, else
+        ApiError.
+        """
+        sent = Sent(path, given, num_choices)
         choices = self._choices.get(digest := sent.digest)
         if choices is not None:
             return choices
         if self._server is not None:
-            raise Unrecorded(self, sent)
+            raise Unrecorded(partial(self.record, sent))
         raise ApiError(
             404,
             f"{self._path.name} has no answer to this request (digest {digest[:12]}): record it with --record-from "

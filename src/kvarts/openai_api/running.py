@@ -20,7 +20,6 @@ from kvarts.openai_api.answers import rules_of
 from kvarts.openai_api.app import Watcher
 from kvarts.openai_api.failures import FailureScript
 from kvarts.openai_api.opening import Door, Opened, open_mock
-from kvarts.openai_api.recordings import open_recordings
 from kvarts.openai_api.served import Limits
 from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.owners.keys import Keys, Owner
@@ -79,10 +78,11 @@ class RunningServer:
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
     their own failures. `answers`: rules of the answers, as objects or as a file. `recordings`: a file of recorded
-    answers. `record_from`: URL of the server that gives those that the file lacks. `api_key`: one key, several, or keys
-    with their owners. `speedup`: divides the time of steps. `settings`: further fields of ReplayConfig. `readers`
-    receive all events of the engine. `several`: a SharingConfig, which replaces `model` and the settings of the engine;
-    its models are served under their names. `sessions`: a SessionsConfig, which allows requests to name sessions.
+    answers. `record_from`: URL of the server that gives those that the file lacks. `has_page`: serve the live page.
+    `api_key`: one key, several, or keys with their owners. `speedup`: divides the time of steps. `settings`: further
+    fields of ReplayConfig. `readers` receive all events of the engine. `several`: a SharingConfig, which replaces
+    `model` and the settings of the engine; its models are served under their names. `sessions`: a SessionsConfig, which
+    allows requests to name sessions.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class RunningServer:
         answers: Sequence[Any] | str | Path = (),
         recordings: str | Path | None = None,
         record_from: str | None = None,
+        has_page: bool = True,
         trust_request_chat_template: bool = False,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
@@ -114,6 +115,11 @@ class RunningServer:
         sessions: Any = None,
         **settings: Any,
     ) -> None:
+        recorded = None
+        if recordings is not None or record_from is not None:
+            from kvarts.openai_api.recordings import open_recordings
+
+            recorded = open_recordings(recordings, record_from)
         door = Door(
             names=(model,),
             keys=_keys(api_key, admin_key),
@@ -130,7 +136,8 @@ class RunningServer:
             seed=seed,
             is_recording=is_recording,
             answers=rules_of(answers),
-            recordings=open_recordings(recordings, record_from),
+            has_page=has_page,
+            recordings=recorded,
         )
         self.model = model
         self.seed = seed

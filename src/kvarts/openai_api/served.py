@@ -429,6 +429,10 @@ class Served:
                 choice.fail(ApiError(503, "the request was ended before it began", retry_after_s=1.0))
         self.host.loop.post(lambda _: self._cancel(under_way))
 
+    def live_choices(self) -> list[Choice]:
+        """Return the choices under way."""
+        return list(self._live)
+
     def live_adapters(self) -> list[str]:
         """Return the adapters of requests under way."""
         salts = {choice.request.content.salt for choice in list(self._live) if choice.request is not None}

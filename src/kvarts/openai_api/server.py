@@ -306,6 +306,7 @@ class OpenAIServer:
     async def start(self) -> None:
         """Start accepting connections."""
         self._models.open()
+        self._app.open()
         self._running = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
             if self._running.done():
