@@ -81,7 +81,7 @@ function drawCells(it, engine) {
       pen.fillRect(place % columns * width, Math.floor(place / columns) * height, Math.max(1, width - 1), Math.max(1, height - 1));
   }
   it.legend.replaceChildren();
-  for (const [fill, count, label] of parts.filter(part => part[2])) {
+  for (const [fill, count, label] of parts.filter(part => part[2] && (part[1] || part[2] !== "sessions"))) {
     element(it.legend, "span", undefined, "key").style.setProperty("background", fill);
     element(it.legend, "span", count || label !== "own pages of each request" ? `${label} ${number(count)}` : label);
   }
@@ -94,7 +94,7 @@ function drawChart(chart, rows, now, most) {
   const values = chart.lines.map(line => rows.map(line));
   const top = most || Math.max(1e-9, ...values.flat().filter(value => value !== null && value !== undefined)) * 1.05;
   const told = values.map(line => line.findLast(value => value !== null && value !== undefined));
-  const shown = value => value === undefined ? "–" : value >= 100 ? number(value) : value.toFixed(value < 10 ? 1 : 0);
+  const shown = value => value === undefined ? "–" : Number.isInteger(value) || value >= 100 ? number(value) : value.toFixed(value < 10 ? 1 : 0);
   chart.head.textContent = `${chart.title}: ${told.map(shown).join(", ")}${chart.unit}`;
   values.forEach((line, place) => {
     pen.strokeStyle = colour(place ? "--second" : "--main");
@@ -144,9 +144,14 @@ function show(engine) {
   const head = element(it.table, "tr");
   for (const name of ["request", "owner", "state"]) element(head, "th", name);
   for (const name of ["pages", "of these found", "prompt", "generated"]) element(head, "th", name, "number");
+  const isColoured = engine.memories[0].unit === "pages";
+  let place = 0;
   for (const one of engine.holders) {
-    const row = element(it.table, "tr");
-    for (const text of [one.name, one.owner, one.state]) element(row, "td", text);
+    const row = element(it.table, "tr"), name = element(row, "td");
+    if (isColoured && one.pages)
+      element(name, "span", undefined, "key").style.setProperty("background", HUES[place++ % HUES.length]);
+    name.append(one.name);
+    for (const text of [one.owner, one.state]) element(row, "td", text);
     for (const value of [one.pages, one.shared, one.prompt_tokens, one.tokens]) element(row, "td", number(value), "number");
   }
   if (engine.others) {
