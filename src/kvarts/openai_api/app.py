@@ -26,6 +26,7 @@ from kvarts.openai_api.served import Health, Limits
 from kvarts.openai_api.workbench import Workbench
 
 if TYPE_CHECKING:
+    from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.live import Live
 
 __all__ = ["ABORT", "OpenAIApp", "Watcher"]
@@ -64,7 +65,7 @@ class OpenAIApp:
     """An ASGI application for the served models. `guard`: finds the owner of a request.
 
     `allows_failures`: requests may ask for their own failures, and administrators may set a script. `has_page`: serve
-    the live page.
+    the live page. `access_log` receives every request.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class OpenAIApp:
         allows_failures: bool = False,
         watcher: Watcher | None = None,
         has_page: bool = False,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._models = models
         self._routes = routes
         self._guard = guard
         self._allows_failures = allows_failures
         self._watcher = Watcher() if watcher is None else watcher
+        self._access_log = access_log
         self._has_page = has_page
         self._live: Live | None = None
         """The live page, between `open` and `close`."""
@@ -153,6 +156,8 @@ class OpenAIApp:
         self._workbench.close()
         if self._live is not None:
             self._live.close()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def set_script(self, script: FailureScript) -> None:
         """Set the script of failures from now on. Raise ConfigError if it fails transfers of models without tiers."""
@@ -178,6 +183,27 @@ class OpenAIApp:
             if request.method == "OPTIONS" and request.header("access-control-request-method") is not None:
                 await response.whole(b"", headers=[*PREFLIGHT])  # a preflight request never has a key
                 return
+        if self._access_log is None:
+            await self._respond(scope, request, response, request_id, started_s)
+            return
+        client = scope.get("client")
+        try:
+            await self._respond(scope, request, response, request_id, started_s)
+        finally:
+            self._access_log.add(
+                request.method,
+                request.path,
+                response.status,
+                started_s,
+                request_id,
+                owner=request.owner_name,
+                client=client[0] if client else "",
+                is_whole=response.has_ended,
+            )
+
+    async def _respond(
+        self, scope: Scope, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float
+    ) -> None:
         try:
             await self._handle(request, response, request_id, started_s)
         except (ClientGone, Cut):
@@ -208,6 +234,7 @@ class OpenAIApp:
     async def _handle(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
         route = self._route(request)
         owner = self._guard.owner_of(request, route.access)
+        request.owner_name = owner.name
         if request.has_body and not request.is_json(unless_told=route.access is not Access.ADMIN):
             raise ApiError(415, "a body is JSON: content-type: application/json")
         limits = self._models.first.limits

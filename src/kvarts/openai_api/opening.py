@@ -26,6 +26,7 @@ from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
 if TYPE_CHECKING:
+    from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.recordings import Recordings
 
 __all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
@@ -38,8 +39,8 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
-    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `answers`, `recordings`: rules and
-    records for the answers of mocks.
+    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of
+    requests. `answers`, `recordings`: rules and records for the answers of mocks.
     """
 
     names: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     is_recording: bool = False
     has_page: bool = True
+    access_log: AccessLog | None = None
     answers: tuple[Rule, ...] = ()
     recordings: Recordings | None = None
 
@@ -201,5 +203,6 @@ def open_app(
         allows_failures=door.allows_failures,
         watcher=watcher,
         has_page=door.has_page,
+        access_log=door.access_log,
     )
     return Opened(app, models, routes)

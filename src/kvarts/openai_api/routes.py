@@ -103,7 +103,7 @@ class Routes:
         served = self._models.first
         if not self._models.is_alive:
             raise ApiError(503, "the engine has stopped after an error")
-        if served.is_starting or served.is_draining:
+        if served.is_starting or served.is_draining or served.is_leaving:
             raise ApiError(503, "the server is starting" if served.is_starting else "the server is shutting down")
         await exchange.response.whole(b"", without_body=exchange.request.method == "HEAD")
 

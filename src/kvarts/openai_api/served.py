@@ -209,6 +209,8 @@ class Served:
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
         self.is_draining = False
+        self.is_leaving = False
+        """Whether /health reports a shutdown already, while requests are still accepted."""
         self.is_starting = False
         self.sleep_level = 0
         self._live: set[Choice] = set()
