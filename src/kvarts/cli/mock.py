@@ -73,6 +73,8 @@ def _options() -> list[click.Parameter]:
                       help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
+        GroupedOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
+                      help="Count images and audio as models of this family do. [by --model, else openai]"),
         GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as recorded of a real server in a .jsonl; no others."),
         GroupedOption(["--record-from"], group="Mock", metavar="URL",
@@ -127,6 +129,7 @@ def mock_command(**params: Any) -> None:
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
         recordings=_recordings(params),
+        media=params["media"] or _family(given),
     )
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []
@@ -153,6 +156,15 @@ def mock_command(**params: Any) -> None:
         opened.routes.event_sources += sources
         http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened))
+
+
+def _family(given: Given) -> str:
+    """Return the family of the model to mock, if it is named."""
+    if "model" not in given:
+        return ""
+    from kvarts.openai_api.media import family_of
+
+    return family_of(str(given["model"]))
 
 
 def _recordings(params: dict[str, Any]) -> Recordings | None:

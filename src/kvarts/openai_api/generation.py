@@ -30,6 +30,7 @@ from kvarts.openai_api.bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    MediaReader,
     StreamOptions,
     decoded,
     messages_of,
@@ -231,7 +232,7 @@ def completion_asks(
 def chat_asks(served: Served, body: ChatBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()) -> list[Ask]:
     """Return the requests of a chat completion."""
     exchange.budget.draw_sequences(1, body.num_choices)
-    prompt = served.conversation(messages_of(body.messages), body.template_options())
+    prompt = served.conversation(messages_of(body.messages, served.media()), body.template_options())
     tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return asks_of(
@@ -381,7 +382,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
 
 def _question(served: Served, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Question:
     """Return the properties of a conversation that rules match. Replaces the content of messages by text."""
-    body.messages = messages_of(body.messages)
+    body.messages = messages_of(body.messages, served.media())
     roles = Counter(message["role"] for message in body.messages)
     last = next((message["content"] for message in reversed(body.messages) if message["role"] == "user"), "")
     return Question(
@@ -493,6 +494,10 @@ class Generating:
 
     def __init__(self, models: Models) -> None:
         self._models = models
+
+    def media_of(self, model: str | None) -> MediaReader | None:
+        """Return the reader of images and audio for one request to `model`, as Served.media does."""
+        return self._models.of(model).media()
 
     async def completion(self, exchange: Exchange) -> None:
         """Answer POST /v1/completions."""

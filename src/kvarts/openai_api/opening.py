@@ -40,7 +40,8 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of
-    requests. `answers`, `recordings`: rules and records for the answers of mocks.
+    requests. `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images
+    and audio are counted.
     """
 
     names: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     access_log: AccessLog | None = None
     answers: tuple[Rule, ...] = ()
     recordings: Recordings | None = None
+    media: str = ""
 
 
 class Opened:
@@ -185,6 +187,7 @@ def make_served(
         answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures, recordings=door.recordings)
         if facts.get("mock")
         else None,
+        media=door.media,
     )
 
 

@@ -180,7 +180,10 @@ class Routes:
                     "tools": body.tools,
                     "chat_template": body.chat_template,
                 }
-                text, adds = served.conversation(messages_of(body.messages), options), bool(body.add_special_tokens)
+                text, adds = (
+                    served.conversation(messages_of(body.messages, served.media()), options),
+                    bool(body.add_special_tokens),
+                )
             elif body.prompt is not None:
                 text, adds = body.prompt, body.add_special_tokens is not False
             else:

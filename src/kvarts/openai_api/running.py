@@ -82,7 +82,7 @@ class RunningServer:
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
     their own failures. `answers`: rules of the answers, as objects or as a file. `recordings`: a file of recorded
     answers. `record_from`: URL of the server that gives those that the file lacks. `has_page`: serve the live page.
-    `access_log`: receives every request.
+    `access_log`: receives every request. `media`: openai, qwen, gemma or claude, see kvarts.openai_api.media.
     `api_key`: one key, several, or keys with their owners. `speedup`: divides the time of steps. `settings`: further
     fields of ReplayConfig. `readers` receive all events of the engine. `several`: a SharingConfig, which replaces
     `model` and the settings of the engine; its models are served under their names. `sessions`: a SessionsConfig, which
@@ -110,6 +110,7 @@ class RunningServer:
         output_tokens: int | None = None,
         answers: Sequence[Any] | str | Path = (),
         recordings: str | Path | None = None,
+        media: str = "",
         record_from: str | None = None,
         has_page: bool = True,
         access_log: AccessLog | None = None,
@@ -144,6 +145,7 @@ class RunningServer:
             has_page=has_page,
             access_log=access_log,
             recordings=recorded,
+            media=media,
         )
         self.model = model
         self.seed = seed
