@@ -30,7 +30,7 @@ GROUPS = {
 
 SUMMARIES = {
     "calibrate": "Fit a cost model to measured runs.",
-    "chat": "Talk to a session of a server in the terminal.",
+    "chat": "Talk to a server in the terminal: sessions, OpenAI's API, or a mock.",
     "compare": "Compare a replay with a measured run.",
     "generate": "Generate text with a real model, its KV in pages.",
     "mock": "Serve OpenAI's API from a mock, without a model.",
@@ -68,7 +68,7 @@ EXAMPLES = {
         "kvarts calibrate --design --model llama-3.1-8b --device h100-80gb",
         "kvarts calibrate --points measured.csv --hold-out source --out prior.toml",
     ),
-    "chat": ("kvarts chat --address 127.0.0.1:50051",),
+    "chat": ("kvarts chat --mock", "kvarts chat --address http://127.0.0.1:8000"),
     "compare": ("kvarts compare run measured.jsonl --html compare.html",),
     "generate": ('kvarts generate --model DIR --prompt "once upon a time" --max-tokens 32',),
     "mock": (

@@ -21,6 +21,9 @@ from kvarts.owners.keys import check_key
 from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
@@ -63,6 +66,10 @@ def http_options() -> list[click.Option]:
                help="Answer for this long that the server is starting."),
         option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
                help="At SIGTERM, wait as long for requests under way."),
+        option(listening, "--drain-delay", "drain_delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
+               help="Before that, answer 503 to /health and accept requests for so long, for load balancers. [0]"),
+        option(listening, "--no-ui", "has_page", flag_value=False, default=True,
+               help="Serve no live page at /."),
         option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
                help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. "
                "Local users can read a key on a command line: --api-key-file hides it."),
@@ -89,6 +96,8 @@ def http_options() -> list[click.Option]:
                help="Render the chat templates that requests bring, which may compute for ever."),
         option(recording, "--record", metavar="FILE", type=OUTPUT,
                help="At the end, write the requests that arrived to FILE (.jsonl), for `kvarts replay`."),
+        option(recording, "--access-log", metavar="FILE", type=OUTPUT,
+               help="Append a line of JSON for each request; - is standard output."),
     ]  # fmt: skip
 
 
@@ -159,9 +168,21 @@ def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
     return {
         "keys": keys,
         "shares_prefix_cache": values["share_prefix_cache"],
+        "has_page": values["has_page"],
+        "access_log": _access_log(values["access_log"]),
         "origins": values["origins"],
         "hosts": (values["host"], *values["hosts"]) if checks_names else None,
     }
+
+
+def _access_log(path: Path | None) -> AccessLog | None:
+    """Return the access log at `path`, if there is to be one. Raise OutputError."""
+    if path is None:
+        return None
+    from kvarts.openai_api.access_log import AccessLog
+
+    check_writable(path)
+    return AccessLog(path, say)
 
 
 def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
@@ -200,6 +221,7 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
             lambda url: say(f"{what} on {url}/v1"),
             startup_delay_s=values["startup_delay"],
             drain_s=values["drain"],
+            drain_delay_s=values["drain_delay"],
             say=say,
         )
 

@@ -55,6 +55,8 @@ MOST_WAITING = 1 << 16
            help="Permit a second store of a block, for engines that publish each copy.")  # fmt: skip
 @of_engine("--max-blocks", metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
            help="Blocks that are kept in mind at once, about 150 bytes each; of more, nothing is judged.")  # fmt: skip
+@of_engine("--ui", "ui_port", metavar="PORT", type=click.IntRange(0, 65535),
+           help="Serve a live page at this port of 127.0.0.1; 0: a free one.")  # fmt: skip
 @of_end("--duration", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
         help="End after this time. [at SIGINT or SIGTERM]")  # fmt: skip
 @of_results(
@@ -141,6 +143,13 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
         stack.callback(timeline.close)
         return timeline
 
+    page = None
+    if values["ui_port"] is not None:
+        from kvarts.connect.live import WatchedPage
+
+        page = WatchedPage(values["ui_port"], name=endpoint)
+        stack.callback(page.close)
+        click.echo(f"kvarts: a live page is at {page.url}", err=True)
     is_terminal = sys.stderr.isatty()
     watch = Watch(
         stream,
@@ -149,6 +158,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
         open_timeline=None if values["timeline_file"] is None else open_timeline,
         on_status=None if values["quiet"] else _View(is_terminal),
         every_s=values["every"] or (1.0 if is_terminal else 10.0),
+        on_look=None if page is None else page.update,
     )
     if not values["quiet"]:
         click.echo(f"kvarts: watching {endpoint}; SIGINT ends it with a verdict", err=True)
