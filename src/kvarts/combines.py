@@ -73,7 +73,6 @@ REFUSED = (
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
     Refusal(("late_events", "kv_groups"), "routers ask such caches what they have", WHOLE),
     Refusal(("late_events", "several"), "routers ask the engines of their model what they have", "Leave it out."),
-    Refusal(("kv_groups", "fleet"), "whole pages go from worker to worker", "Leave it out."),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),

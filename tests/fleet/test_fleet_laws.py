@@ -14,9 +14,11 @@ from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
+from kvarts.kv.group_memory import PartGroup
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fleets
+from builders.grouped import FULL, part_groups
 
 pytestmark = pytest.mark.laws
 
@@ -30,6 +32,14 @@ SCALERS = (
     "kv,target=40,every=0.05s,stable=0s,most=3",
     "llm-d,every=0.04s",
 )
+
+
+@st.composite
+def kv_groups(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of workers that count KV groups, or nothing."""
+    if draw(st.booleans()):
+        return {}
+    return {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
@@ -81,12 +91,16 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
         assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
-@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans())
-def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None, is_shared: bool) -> None:
+@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), kv_groups())
+def test_fast_forward_equals_step_by_step(
+    case: FleetCase, policy: str | None, is_shared: bool, groups: dict[str, Any]
+) -> None:
     """L5, with workers that come, go and fail, and links that they share."""
+    if groups:
+        case.case.profile = "default"
     fast, slow = (
         structs.replace(
-            case.config(step_by_step=step_by_step),
+            case.config(step_by_step=step_by_step, **groups),
             scaler=None if policy is None else partial(parse_scaler, policy),
             startup_s=0.03,
             sharing="worker" if is_shared else "none",
@@ -99,20 +113,25 @@ def test_fast_forward_equals_step_by_step(case: FleetCase, policy: str | None, i
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
 
 
-@given(fleets(profile="default", cancels=True))
-def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase) -> None:
+@given(fleets(profile="default", cancels=True), kv_groups())
+def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase, groups: dict[str, Any]) -> None:
     """L8: every request that can ever run ends."""
-    summary = replayed(case).summary
+    summary = replayed(case, **groups).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
     num_cancelled = summary.get("num_cancelled", 0)
     assert summary["num_completed"] + summary["num_rejected"] + num_cancelled == summary["num_requests"]
 
 
-@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2))
-def test_a_pool_of_mixed_workers_is_replicas(case: Case, timeout_s: float | None, retries: int) -> None:
+@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), kv_groups())
+def test_a_pool_of_mixed_workers_is_replicas(
+    case: Case, timeout_s: float | None, retries: int, groups: dict[str, Any]
+) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
-    config = case.config(client_timeout_s=timeout_s, retries=0 if timeout_s is None else retries, retry_after_s=0.01)
+    retries = 0 if timeout_s is None else retries
+    if groups:
+        case.profile = "default"
+    config = case.config(client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **groups)
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):
@@ -120,3 +139,14 @@ def test_a_pool_of_mixed_workers_is_replicas(case: Case, timeout_s: float | None
     assert {name: list(column) for name, column in mine.steps.items()} == {
         name: list(column) for name, column in plain.steps.items()
     }
+
+
+@given(fleets(profile="default", cancels=True))
+def test_one_group_that_keeps_every_token_is_whole_pages(case: FleetCase) -> None:
+    """As far as a last page that is full is not shared: its last token is computed again. Pages are sent, not tokens."""
+    case.only_missing = True
+    for index, row in enumerate(case.case.rows):
+        row.units[-1] = 100 + index
+    whole, grouped = replayed(case), replayed(case, kv_groups="all", groups=(PartGroup(FULL, 1),))
+    for name in whole.requests.keys() - {"reason"}:  # it names blocks
+        assert list(map(str, grouped.requests[name])) == list(map(str, whole.requests[name])), name

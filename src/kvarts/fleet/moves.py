@@ -207,13 +207,20 @@ class Moves:
             self._fail_transfer(handoff, now_ns)
             return
         handoff.transfer_ns = now_ns
-        num_tokens = handoff.decode.num_prompt_tokens
-        if self._only_missing:
-            num_pages = -(-num_tokens // self._page_size)
-            num_tokens = num_pages * self._page_size - handoff.decode.hit_tokens
-        handoff.num_bytes = num_tokens * self._token_bytes
+        handoff.num_bytes = self._num_bytes(handoff)
         if self._links.begin(handoff, handoff.num_bytes, now_ns):
             self._actions.append((self._activate, handoff))
+
+    def _num_bytes(self, handoff: Handoff) -> int:
+        """Return the bytes of KV that a request's target receives."""
+        num_tokens, start = handoff.decode.num_prompt_tokens, handoff.decode.hit_tokens if self._only_missing else 0
+        cache, page_size = self.workers[handoff.target].scheduler.cache, self._page_size
+        if cache.settles:
+            num_blocks = cache.num_sent(start, num_tokens, page_size)
+            return num_blocks * page_size * self._token_bytes // cache.page_blocks
+        if self._only_missing:
+            num_tokens = cache.num_sent(start, num_tokens, page_size) * page_size
+        return num_tokens * self._token_bytes
 
     def _activate(self, handoff: Handoff, now_ns: int) -> None:
         """Activate a request whose KV has arrived, at the end of the step under way."""

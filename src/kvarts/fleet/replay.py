@@ -54,7 +54,8 @@ def replay_fleet(
 
         def open_next(number: int) -> Worker:
             index = len(steps)
-            steps.append(StepLog(of_pool.each.num_pages, {}, None))
+            memory = None if of_pool.each.kv_groups == "off" else of_pool.each.memory.to_builtins()
+            steps.append(StepLog(of_pool.each.num_blocks, {}, memory))
             of_router = router.reader_of(number)
             observers = () if observers_of is None else observers_of(index)
             readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
@@ -68,7 +69,10 @@ def replay_fleet(
         behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
         if behind:
             num_workers = sum(each.replicas for each in behind)
-            fronts[is_second] = Front(make_router(structs.replace(behind[0], replicas=num_workers), ()))
+            of_all = structs.replace(behind[0], replicas=num_workers)
+            replicas: list[Replica] = []
+            router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
+            fronts[is_second] = Front(router, replicas)
     if any(front.router.holds_requests for front in fronts.values()):
         raise SettingError(
             "is not modelled in a fleet yet: no request waits in a router",
@@ -109,6 +113,7 @@ def replay_fleet(
         log,
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
+        evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
         num_faults=driver.num_faults,
         num_failed_transfers=driver.num_failed_transfers,
@@ -136,6 +141,7 @@ def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[Event
     engine = build_engine(
         config,
         executor,
+        memory=None if config.kv_groups == "off" else config.memory,
         readers=readers,
         num_waiting=MANY_EVENTS,
         policy=queue if pool.role == "decode" else config.admission(),

@@ -43,12 +43,18 @@ class FleetReport(Report):
         steps: Sequence[StepLog],
         *,
         num_evicted_pages: int,
+        evicted_parts: Sequence[Sequence[int]] = (),
         deadlocks: Sequence[tuple[int, int, str]] = (),
         num_faults: int = 0,
         num_failed_transfers: int = 0,
         pools: Sequence[Pool] = (),
     ) -> None:
-        super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages)
+        self._are_alike = all(log.memory == steps[0].memory for log in steps)
+        """Whether all workers have the same KV groups."""
+        evicted = list(map(sum, zip(*evicted_parts, strict=True))) if self._are_alike else []
+        super().__init__(
+            trace, config, requests, steps, num_evicted_pages=num_evicted_pages, num_evicted_parts=evicted
+        )
         self._deadlocks = deadlocks
         self._num_faults = num_faults
         self._num_failed_transfers = num_failed_transfers
@@ -77,6 +83,10 @@ class FleetReport(Report):
     def advice(self) -> str | None:
         """None: advice exists only for single pools."""
         return None
+
+    def _memory(self) -> dict[str, Any]:
+        """Return the use of each KV group, if groups are counted and all workers have the same."""
+        return super()._memory() if self._are_alike else {}
 
     def _fleet(self) -> dict[str, Any]:
         raw = self._request_log.numbers()

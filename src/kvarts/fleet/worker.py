@@ -92,15 +92,19 @@ class Worker:
         """Return whether the first pending request may get its pages at the end of the next step."""
         if not self.pending:
             return False
-        # Pages that decodes complete may be hits for the first pending request, which then needs fewer.
-        return self.refused_at != self.generation() or (not self.is_mocker and self.scheduler.running.num_sharing > 0)
+        if self.refused_at != self.generation():
+            return True
+        # Pages that decodes complete may be hits for the first pending request; what their windows release is free.
+        scheduler = self.scheduler
+        return not self.is_mocker and (scheduler.running.num_sharing > 0 or scheduler.cache.settles)
 
     def generation(self) -> int:
         """Return a number that changes whenever a refused request may get its pages."""
         running = self.scheduler.running
         if self.is_mocker:
             return running.num_left
-        return running.num_left + running.num_admitted + self.scheduler.cache.num_published
+        cache = self.scheduler.cache
+        return running.num_left + running.num_admitted + cache.num_published + cache.num_released
 
     def cut(self, now_ns: int) -> bool:
         """Shorten a leap to end with the step at `now_ns`; return whether that step is still under way.

@@ -7,10 +7,9 @@ are *reserved* before the copy, and the request waits for a place with them when
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, cast
+from typing import Final
 
 from kvarts.kv.cache import Cache, Holding
-from kvarts.kv.page_cache import PageCache
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
@@ -23,11 +22,11 @@ LOADED: Final = RequestState.LOADED
 class Handoffs:
     """An engine's requests that are shared with another engine. Written by the scheduler, and between steps.
 
-    `connect` must follow. The cache counts whole pages.
+    `connect` must follow.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cast(PageCache, cache)
+        self._cache = cache
         self.held: dict[int, Request] = {}
         """Requests whose prompt was computed here and is not copied yet, by index."""
         self.reserved: dict[int, Request] = {}
@@ -62,6 +61,10 @@ class Handoffs:
         self._running.part(request)
         request.become(RequestState.HELD)
         self.held[request.index] = request
+        if self._cache.settles:
+            assert request.holding is not None
+            self._cache.settle(request.holding, request.num_prompt_tokens - 1)
+            self._cache.count()
 
     def release(self, request: Request) -> None:
         """Release the pages of `request`, which are copied or no longer wanted."""
@@ -81,11 +84,13 @@ class Handoffs:
         Full pages that are resident are shared. The others cannot be found before `activate`.
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
-        match = cache.match(request.content, num_tokens // request.content.page_size)
-        if cache.num_to_admit(match, num_tokens, num_tokens) > cache.num_free:
+        # The last token is computed again, from windows and states before it.
+        most_tokens = num_tokens - 1 if cache.settles else num_tokens
+        match = cache.match(request.content, most_tokens // request.content.page_size)
+        if cache.num_to_receive(match, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
-        request.holding = cache.open_to_load(match, num_tokens)
+        request.holding = cache.open_to_receive(match, num_tokens)
         request.become(RequestState.LOADING)
         self.reserved[request.index] = request
         return True
@@ -96,7 +101,7 @@ class Handoffs:
         holding = request.holding
         assert holding is not None
         request.num_computed = request.num_prompt_tokens
-        self._cache.publish(holding, request.num_computed)
+        self._cache.receive(holding, request.num_computed)
         request.become(LOADED)
         self._waiting.push(request)
 
