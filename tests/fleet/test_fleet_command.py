@@ -62,10 +62,39 @@ def test_a_run_directory_has_the_timelines_of_all_workers_and_makes_a_page(
         "distributions.json",
         "run.json",
         *(f"timeline-r{worker}.json.gz" for worker in range(5)),
+        *(f"events-r{worker}.jsonl.gz" for worker in range(5)),
     }
     assert run_command("verify", run) == 0
     assert run_command("report", run) == 0
     assert page.read_text().rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "6GiB")])
+def test_journals_tell_the_story_of_a_request_on_both_workers(
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    trace: Path,
+    tmp_path: Path,
+    model: tuple[object, ...],
+) -> None:
+    """L10, and KV groups are what a fleet counts without being asked."""
+    path = tmp_path / "events.jsonl"
+    options = model or SMALL
+    assert run_command("replay", trace, *APART, *options, "--events", path, "--requests", tmp_path / "rows.jsonl") == 0
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[5])
+    capsys.readouterr()
+    stories = []
+    for worker in (row["prefill_replica"], row["replica"]):
+        assert run_command("story", path.with_stem(f"events-r{worker}"), "--request", row["request_id"]) == 0
+        stories.append(capsys.readouterr().out)
+    assert "its prompt is computed, and held until another worker has it" in stories[0]
+    assert "its pages are free" in stories[0] and "finished" not in stories[0]
+    assert "from worker" in stories[1] and f"finished: {row['output_tokens']:,} tokens made" in stories[1]
+    for worker in range(3):
+        lines = [json.loads(line) for line in path.with_stem(f"events-r{worker}").read_text().splitlines()]
+        assert ("kv_groups" in lines[0]) == bool(model)
+        times = [line["t_ms"] for line in lines[1:] if line["event"] in ("loading", "loaded", "held", "released")]
+        assert times == sorted(times)
 
 
 def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
@@ -91,7 +120,6 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
         ((*APART, "--replicas", 2), "says nothing of pools"),
         ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
         ((*APART, "--host-pages", 100), "not modelled in a fleet"),
-        ((*APART, "--events", "out.jsonl"), "not written of a fleet"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.fleet.config import FleetConfig, PoolConfig
+from kvarts.events import AtRest, LeapDone, StepDone, StepEnded, StepStarted
+from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
@@ -18,7 +19,7 @@ from kvarts.kv.group_memory import PartGroup
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fleets
-from builders.grouped import FULL, part_groups
+from builders.grouped import FULL, Told, part_groups
 
 pytestmark = pytest.mark.laws
 
@@ -40,6 +41,16 @@ def kv_groups(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         return {}
     return {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+
+
+def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
+    told[worker.index] = Told()
+    return [told[worker.index]]
+
+
+def of_requests(told: Told) -> list[tuple[Any, ...]]:
+    """What was told of requests and pages: leaps leave out steps in which nothing else happens."""
+    return [each for each in told.plain() if each[0] not in (StepStarted, StepEnded, StepDone, LeapDone, AtRest)]
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
@@ -95,9 +106,10 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
 def test_fast_forward_equals_step_by_step(
     case: FleetCase, policy: str | None, is_shared: bool, groups: dict[str, Any]
 ) -> None:
-    """L5, with workers that come, go and fail, and links that they share."""
+    """L5, with workers that come, go and fail, and links that they share; what is told of each, too."""
     if groups:
         case.case.profile = "default"
+    told: list[dict[int, Told]] = [{}, {}] if case.case.rows[0].num_output_tokens % 2 else []
     fast, slow = (
         structs.replace(
             case.config(step_by_step=step_by_step, **groups),
@@ -105,9 +117,12 @@ def test_fast_forward_equals_step_by_step(
             startup_s=0.03,
             sharing="worker" if is_shared else "none",
             faults=case.faults if policy is None else (*case.faults, *LATE),
-        ).replay(case.case.trace())
+        ).replay(case.case.trace(), observers_of=partial(told_to, told[step_by_step]) if told else None)
         for step_by_step in (False, True)
     )
+    if told:
+        fast_told, slow_told = ([of_requests(each) for each in by_worker.values()] for by_worker in told)
+        assert fast_told == slow_told
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from kvarts.fleet.report import FleetReport
     from kvarts.sim.replay import Traffic
 
-__all__ = ["SECTIONS", "FleetConfig", "PoolConfig", "Role", "TransferMode", "TransferSettings", "is_of_fleet"]
+__all__ = [
+    "SECTIONS",
+    "FleetConfig",
+    "FleetWorker",
+    "PoolConfig",
+    "Role",
+    "TransferMode",
+    "TransferSettings",
+    "is_of_fleet",
+]
 __all__ += ["resolve_fleet"]
 
 MOST_STARTUP_S = 86_400.0
@@ -350,6 +359,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "name", self.role)
 
 
+class FleetWorker(msgspec.Struct, frozen=True):
+    """A worker, as it is named to those that observe it. `index`: its number in the report."""
+
+    index: int
+    pool: PoolConfig
+
+
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
@@ -435,6 +451,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(pool.each.replicas for pool in self.pools)
 
     @property
+    def workers(self) -> list[FleetWorker]:
+        """The workers that are there from the beginning, in order."""
+        pools = [pool for pool in self.pools for _ in range(pool.each.replicas)]
+        return [FleetWorker(index, pool) for index, pool in enumerate(pools)]
+
+    @property
     def slo(self) -> Slo:
         """The objective for goodput."""
         return self.first.slo
@@ -460,7 +482,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         traffic: Traffic,
         *,
         on_progress: Callable[[int], object] | None = None,
-        observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+        observers_of: Callable[[FleetWorker], Sequence[EventReader]] | None = None,
     ) -> FleetReport:
         """Replay `traffic` and return the report, see `kvarts.replay`. `observers_of` returns a worker's observers."""
         from kvarts.fleet.replay import replay_fleet

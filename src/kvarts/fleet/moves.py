@@ -188,7 +188,7 @@ class Moves:
             handoff = pending[0]
             request = handoff.decode
             is_full = running.num_running >= config.max_num_seqs
-            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request):
+            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request, now_ns):
                 worker.refused_at = worker.generation()
                 return
             pending.popleft()
@@ -232,7 +232,7 @@ class Moves:
 
     def _activate_now(self, handoff: Handoff, now_ns: int) -> None:
         worker = self.workers[handoff.target]
-        worker.handoffs.activate(handoff.decode)
+        worker.handoffs.activate(handoff.decode, now_ns)
         worker.changed()
         self._roused.add(worker.index)
         handoff.activated_ns = now_ns
@@ -252,7 +252,7 @@ class Moves:
             return  # it was dropped meanwhile
         worker = self.workers[handoff.source]
         assert handoff.prefill is not None
-        worker.handoffs.release(handoff.prefill)
+        worker.handoffs.release(handoff.prefill, now_ns)
         worker.engine.emit()
         handoff.released_ns = now_ns
         self._leave_source(handoff, worker)
@@ -401,8 +401,7 @@ class Moves:
 
     def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Release the reservation on `worker`, which is idle, and queue the request there."""
-        worker.handoffs.give_up(handoff.decode)
-        worker.engine.emit()
+        worker.withdraw(handoff.decode, now_ns)
         self._compute_here(handoff, worker, now_ns)
         self._try_again(worker, now_ns, is_busy=False)
 

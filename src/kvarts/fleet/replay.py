@@ -10,7 +10,7 @@ from kvarts.build import build_engine
 from kvarts.event_log import EventReader
 from kvarts.executor.cost import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.fleet.config import FleetConfig, PoolConfig, Role
+from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
@@ -39,7 +39,7 @@ def replay_fleet(
     config: FleetConfig,
     *,
     on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+    observers_of: Callable[[FleetWorker], Sequence[EventReader]] | None = None,
 ) -> FleetReport:
     """Replay the traffic of one model on the fleet described by `config`, and return the report."""
     trace = trace_of(traffic)
@@ -57,7 +57,7 @@ def replay_fleet(
             memory = None if of_pool.each.kv_groups == "off" else of_pool.each.memory.to_builtins()
             steps.append(StepLog(of_pool.each.num_blocks, {}, memory))
             of_router = router.reader_of(number)
-            observers = () if observers_of is None else observers_of(index)
+            observers = () if observers_of is None else observers_of(FleetWorker(index, of_pool))
             readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
             return open_worker(of_pool, index, rank + index, readers)
 

@@ -52,9 +52,7 @@ class FleetReport(Report):
         self._are_alike = all(log.memory == steps[0].memory for log in steps)
         """Whether all workers have the same KV groups."""
         evicted = list(map(sum, zip(*evicted_parts, strict=True))) if self._are_alike else []
-        super().__init__(
-            trace, config, requests, steps, num_evicted_pages=num_evicted_pages, num_evicted_parts=evicted
-        )
+        super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages, num_evicted_parts=evicted)
         self._deadlocks = deadlocks
         self._num_faults = num_faults
         self._num_failed_transfers = num_failed_transfers
