@@ -109,6 +109,31 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
     assert decode["pages"] > prefill["pages"]
 
 
+def test_pools_have_tiers_of_their_own(asked: Callable[..., Any], tmp_path: Path) -> None:
+    """And each prompt comes again, to the same worker."""
+    config, rows, trace = tmp_path / "fleet.toml", tmp_path / "rows.jsonl", tmp_path / "twice.jsonl"
+    once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:39]]
+    again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
+    config.write_text(
+        "pages = 200\npage_size = 512\n[offload]\nh2d = '9GB/s'\n[[pool]]\nreplicas = 1\nhost_pages = 5000\n"
+        "[[pool]]\nname = 'bare'\n[[pool]]\nname = 'files'\nhost_pages = 60\ndisk_pages = 3000\nh2d = '50GB/s'\n"
+    )
+    options = ("--requests", rows, "--run-dir", tmp_path / "run", "--kv-bytes-per-token", 9000)
+    report = asked("replay", trace, "--config", config, *options, "--json")
+    first, bare, files = report["config"]["pools"]
+    assert (first["offload"]["host_pages"], first["offload"]["h2d"]) == (5000, "9GB/s")
+    assert (files["offload"]["disk_pages"], files["offload"]["h2d"]) == (3000, "50GB/s")
+    assert not bare["offload"]["host_pages"]
+    tiers = report["num_cached_tokens_by_tier"]
+    assert list(tiers) == ["device", "host", "disk"] and tiers["host"] and tiers["disk"]
+    by_row = [json.loads(line) for line in rows.read_text().splitlines()]
+    for name in ("host", "disk"):
+        assert sum(row[f"{name}_tokens"] for row in by_row) == tiers[name]
+    assert not any(row["host_tokens"] or row["disk_tokens"] for row in by_row if row["replica"] == 1)
+    assert report["transfers"]["bytes"]["disk_write"] and sum(tiers.values()) == report["num_cached_tokens"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -118,8 +143,9 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
         ((*APART, "--transfer-rate", "1GB/s"), "--transfer-token-bytes"),
         ((*APART, "--decode-pages", 0), "--decode-pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
+        ((*APART, "--decode-host-memory", "1B", "--kv-bytes-per-token", 9), "--decode-host-memory"),
+        ((*APART, "--h2d", "1GB/s"), "says how, and not how much"),
         ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
-        ((*APART, "--host-pages", 100), "not modelled in a fleet"),
     ],
 )
 def test_what_cannot_be_is_refused(

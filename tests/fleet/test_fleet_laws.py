@@ -20,6 +20,7 @@ from kvarts.kv.group_memory import PartGroup
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fleets
 from builders.grouped import FULL, Told, part_groups
+from builders.tiered import tiers_below
 
 pytestmark = pytest.mark.laws
 
@@ -36,11 +37,14 @@ SCALERS = (
 
 
 @st.composite
-def kv_groups(draw: st.DrawFn) -> dict[str, Any]:
-    """Settings of workers that count KV groups, or nothing."""
+def memories(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of the memory of workers: KV groups, tiers below the device, both, or nothing."""
+    settings: dict[str, Any] = {}
     if draw(st.booleans()):
-        return {}
-    return {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+        settings = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+    if draw(st.booleans()):
+        settings["offload"] = draw(tiers_below(of_groups=bool(settings)))
+    return settings
 
 
 def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
@@ -102,17 +106,17 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
         assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
-@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), kv_groups())
+@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), memories())
 def test_fast_forward_equals_step_by_step(
-    case: FleetCase, policy: str | None, is_shared: bool, groups: dict[str, Any]
+    case: FleetCase, policy: str | None, is_shared: bool, memory: dict[str, Any]
 ) -> None:
     """L5, with workers that come, go and fail, and links that they share; what is told of each, too."""
-    if groups:
+    if "groups" in memory:
         case.case.profile = "default"
     told: list[dict[int, Told]] = [{}, {}] if case.case.rows[0].num_output_tokens % 2 else []
     fast, slow = (
         structs.replace(
-            case.config(step_by_step=step_by_step, **groups),
+            case.config(step_by_step=step_by_step, **memory),
             scaler=None if policy is None else partial(parse_scaler, policy),
             startup_s=0.03,
             sharing="worker" if is_shared else "none",
@@ -128,29 +132,31 @@ def test_fast_forward_equals_step_by_step(
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
 
 
-@given(fleets(profile="default", cancels=True), kv_groups())
-def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase, groups: dict[str, Any]) -> None:
+@given(fleets(profile="default", cancels=True), memories())
+def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase, memory: dict[str, Any]) -> None:
     """L8: every request that can ever run ends."""
-    summary = replayed(case, **groups).summary
+    summary = replayed(case, **memory).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
     num_cancelled = summary.get("num_cancelled", 0)
     assert summary["num_completed"] + summary["num_rejected"] + num_cancelled == summary["num_requests"]
 
 
-@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), kv_groups())
+@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), memories())
 def test_a_pool_of_mixed_workers_is_replicas(
-    case: Case, timeout_s: float | None, retries: int, groups: dict[str, Any]
+    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any]
 ) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     retries = 0 if timeout_s is None else retries
-    if groups:
+    if "groups" in memory:
         case.profile = "default"
-    config = case.config(client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **groups)
+    config = case.config(client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory)
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):
         assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name]))
+    for name in ("transfers", "num_cached_tokens_by_tier", "num_evicted_pages", "duration_ms"):
+        assert mine.summary[name] == plain.summary[name], name
     assert {name: list(column) for name, column in mine.steps.items()} == {
         name: list(column) for name, column in plain.steps.items()
     }
@@ -158,7 +164,7 @@ def test_a_pool_of_mixed_workers_is_replicas(
 
 @given(fleets(profile="default", cancels=True))
 def test_one_group_that_keeps_every_token_is_whole_pages(case: FleetCase) -> None:
-    """As far as a last page that is full is not shared: its last token is computed again. Pages are sent, not tokens."""
+    """Pages are sent, not tokens, and a last page that is full is not shared: its last token is computed again."""
     case.only_missing = True
     for index, row in enumerate(case.case.rows):
         row.units[-1] = 100 + index

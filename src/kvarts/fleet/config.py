@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -13,6 +14,7 @@ from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
 from kvarts.limits import MOST_MS, check_number, check_whole
+from kvarts.rooms import from_room
 from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Source, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
@@ -163,13 +165,20 @@ OF_POOL = (
     "max_seqs",
     "cost",
     "router",
+    "host_pages",
+    "host_memory",
 )
 """Settings that a pool can set differently from the rest of the fleet, by key."""
 
 
 def of_workers() -> dict[str, Setting]:
-    """Return the settings of workers by their keys, as they are declared for all."""
-    return {each.key: each for struct in (ModelSettings, DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    """Return the settings of workers by their keys, as they are declared for all; those of tiers without a table."""
+    known = {each.key: each for struct in (ModelSettings, DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    with suppress(ConfigError):
+        tiers = from_room("offload.config", "OffloadConfig", field="offload")
+        for each in Section(struct=tiers, title="", table="offload").settings:
+            known.setdefault(each.key.removeprefix("offload."), each)
+    return known
 
 
 def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Struct]:
@@ -180,6 +189,8 @@ def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Stru
     known = of_workers()
     fields = []
     for key in keys:
+        if key not in known:
+            continue  # of a room that is not installed
         each = known[key]
         words = setting(
             f"Of workers that {what}: {each.help[0].lower()}{each.help[1:]}",
@@ -198,7 +209,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[AtLeastOne, setting("Number of workers.", flag=None)] = 1
 
 
-IN_TABLE = (*OF_POOL[1:], "model", "engine", "async_scheduling", "cost_factor")
+TIERS = ("target_free", "h2d", "d2h", "disk_pages", "disk_memory", "disk_read", "disk_write")
+IN_TABLE = (*OF_POOL[1:], "model", "engine", "async_scheduling", "cost_factor", *TIERS)
 """Settings that a table `[[pool]]` can have of its workers."""
 
 POOL = "pool"
@@ -236,8 +248,8 @@ class _InPool(msgspec.Struct, frozen=True):
 
     def spell(self, setting: Setting, inner: str = "") -> str:
         """Return the setting of the pool, or another one as it is written there."""
-        mine = self.setting.key.endswith(f".{setting.key}")
-        return self.source.spell(self.setting if mine else setting, inner)
+        is_mine = self.setting.key.rpartition(".")[2] == setting.key.rpartition(".")[2]
+        return self.source.spell(self.setting if is_mine else setting, inner)
 
 
 def is_of_fleet(given: Given) -> bool:
@@ -420,12 +432,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len({pool.each.profile for pool in self.pools}) > 1:
             raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
-            for field, why in (
-                ("offload", "tiers below the device"),
-                ("sessions", "sessions that engines keep"),
-            ):
-                if getattr(pool.each, field) is not None:
-                    raise SettingError(f"{why} are not modelled in a fleet yet", field, hint="Leave them out.")
+            if pool.each.sessions is not None:
+                what = "sessions that engines keep are not modelled in a fleet yet"
+                raise SettingError(what, "sessions", hint="Leave them out.")
             check_combination({**pool.each.features, "fleet": "pools"})
             if int(getattr(pool.each.cost, "num_ranks", 1)) > 1:
                 raise SettingError("is not modelled in a fleet yet", "data_parallel", hint="Leave it out.")

@@ -7,7 +7,7 @@ request. The same holds for the requests that a failing worker loses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappush
 
 from kvarts.fleet.handoff import Handoff
@@ -27,7 +27,8 @@ class Moves:
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
     none. `token_bytes`: what the KV of a token weighs on a link; `only_missing`: pages that the second worker has are
-    not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
+    not sent. `tier_names`: of the tiers below any worker. `is_mocker`: as Dynamo's mocker, to the order of what happens
+    at one time.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Moves:
         token_bytes: int,
         only_missing: bool,
         is_mocker: bool,
+        tier_names: Sequence[str] = (),
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
+        self._tier_names = tier_names
         self._source = arrivals.source
         self._log: RequestLog = arrivals.log
         self._first = first
@@ -181,13 +184,13 @@ class Moves:
     def _reserve_for(self, worker: Worker, now_ns: int) -> None:
         """Reserve pages of `worker` for pending requests, in order; the mocker reserves for one at a time."""
         pending = worker.pending
-        running, config = worker.scheduler.running, worker.replica.config
+        scheduler, config = worker.scheduler, worker.replica.config
         while pending and not worker.is_down:
             if worker.refused_at == worker.generation():
                 return
             handoff = pending[0]
             request = handoff.decode
-            is_full = running.num_running >= config.max_num_seqs
+            is_full = scheduler.num_seated >= config.max_num_seqs
             if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request, now_ns):
                 worker.refused_at = worker.generation()
                 return
@@ -266,6 +269,7 @@ class Moves:
         worker.num_owned -= 1
         worker.changed()
         self._roused.add(worker.index)
+        handoff.note_below(handoff.prefill, worker.tier_names)
         handoff.at_source = False
         self._first.ended(handoff.prefill)
         self._complete(handoff)
@@ -279,6 +283,7 @@ class Moves:
         worker.num_owned -= 1
         worker.changed()
         self._roused.add(worker.index)
+        handoff.note_below(handoff.decode, worker.tier_names)
         handoff.at_target = False
         self._front_of(handoff).ended(handoff.decode)
         self._complete(handoff)
@@ -307,7 +312,7 @@ class Moves:
             self._leave_target(handoff, worker)
             self._try_again(worker, now_ns, is_busy=is_busy)
             return
-        if handoff.decode.state is RequestState.LOADING:
+        if handoff.is_coming:
             self._links.cancel(handoff, now_ns)
             handoff.num_bytes = 0
         if is_busy:
@@ -341,13 +346,14 @@ class Moves:
     def _lose(self, worker: Worker, now_ns: int) -> None:
         """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
+        worker.lose_transfers(now_ns)
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):
             if handoff.at_target and handoff.target == worker.index:
                 self._lose_target(handoff, worker, now_ns)
             elif handoff.at_source and handoff.source == worker.index:
                 self._lose_source(handoff, worker, now_ns)
-        worker.engine.clear_cache()
+        worker.lose_memory()
 
     def _lose_target(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Restart a request on another worker: from the KV that its source holds, else by recomputing its tokens."""
@@ -355,7 +361,7 @@ class Moves:
         if handoff in worker.pending:
             worker.pending.remove(handoff)
         else:
-            if decode.state is RequestState.LOADING:
+            if handoff.is_coming:
                 self._links.cancel(handoff, now_ns)
                 self.num_failed_transfers += 1
             worker.withdraw(decode, now_ns)
@@ -372,7 +378,7 @@ class Moves:
             worker.withdraw(prefill, now_ns)
             self._leave_source(handoff, worker)
             self._restart(handoff)
-        elif handoff.decode.state is RequestState.LOADING and handoff in self._links.under_way():
+        elif handoff.is_coming and handoff in self._links.under_way():
             self._fail_transfer(handoff, now_ns)
             self._release_now(handoff, now_ns)
         else:
@@ -436,6 +442,7 @@ class Moves:
         handoff.is_reported = True
         request, prefill = handoff.decode, handoff.prefill
         more = self._more(handoff)
+        request.cached_tokens_below = tuple(handoff.below.get(name, 0) for name in self._tier_names)
         if prefill is not None:
             request.first_admitted_ns = prefill.first_admitted_ns
             if handoff.is_recomputed:

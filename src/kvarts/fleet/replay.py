@@ -46,7 +46,10 @@ def replay_fleet(
     first = config.first
     is_mocker = first.profile == "mocker"
     source = first.source(trace)
-    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes", "num_restarts"))
+    tier_names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
+    log = RequestLog(
+        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts")
+    )
     steps: list[StepLog] = []
 
     def opener(of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
@@ -55,7 +58,7 @@ def replay_fleet(
         def open_next(number: int) -> Worker:
             index = len(steps)
             memory = None if of_pool.each.kv_groups == "off" else of_pool.each.memory.to_builtins()
-            steps.append(StepLog(of_pool.each.num_blocks, {}, memory))
+            steps.append(StepLog(of_pool.each.num_blocks, of_pool.each.tiers, memory))
             of_router = router.reader_of(number)
             observers = () if observers_of is None else observers_of(FleetWorker(index, of_pool))
             readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
@@ -69,7 +72,8 @@ def replay_fleet(
         behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
         if behind:
             num_workers = sum(each.replicas for each in behind)
-            of_all = structs.replace(behind[0], replicas=num_workers)
+            most_tiers = max(behind, key=lambda each: len(each.tiers))
+            of_all = structs.replace(behind[0], replicas=num_workers, offload=most_tiers.offload)
             replicas: list[Replica] = []
             router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
             fronts[is_second] = Front(router, replicas)
@@ -101,6 +105,7 @@ def replay_fleet(
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
+        tier_names=tier_names,
         scaler=None if config.scaler is None else config.scaler(),
         faults=config.faults,
         on_progress=on_progress,
@@ -113,6 +118,8 @@ def replay_fleet(
         log,
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
+        tier_names=tier_names,
+        transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
         evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
         num_faults=driver.num_faults,
@@ -146,6 +153,7 @@ def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[Event
         num_waiting=MANY_EVENTS,
         policy=queue if pool.role == "decode" else config.admission(),
         make_order=config.eviction,
+        offload=config.offload,
         prefill=prefill_cost(config),
         audit=config.audit,
         hands_over=True,

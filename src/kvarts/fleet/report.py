@@ -10,6 +10,7 @@ from typing import Any
 from kvarts.fleet.config import FleetConfig
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.pool import Pool
+from kvarts.kv.transfer import TransferTotals
 from kvarts.report.distributions import NS_PER_MS, distribution_ms
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED, RequestLog
@@ -43,6 +44,8 @@ class FleetReport(Report):
         steps: Sequence[StepLog],
         *,
         num_evicted_pages: int,
+        tier_names: Sequence[str] = (),
+        transfers: Sequence[TransferTotals] = (),
         evicted_parts: Sequence[Sequence[int]] = (),
         deadlocks: Sequence[tuple[int, int, str]] = (),
         num_faults: int = 0,
@@ -52,7 +55,16 @@ class FleetReport(Report):
         self._are_alike = all(log.memory == steps[0].memory for log in steps)
         """Whether all workers have the same KV groups."""
         evicted = list(map(sum, zip(*evicted_parts, strict=True))) if self._are_alike else []
-        super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages, num_evicted_parts=evicted)
+        super().__init__(
+            trace,
+            config,
+            requests,
+            steps,
+            num_evicted_pages=num_evicted_pages,
+            transfers=transfers,
+            num_evicted_parts=evicted,
+        )
+        self._tiers = list(tier_names)
         self._deadlocks = deadlocks
         self._num_faults = num_faults
         self._num_failed_transfers = num_failed_transfers

@@ -112,6 +112,15 @@ class Transfers:
             self._end(transfer_id, under_way)
         return True
 
+    def abort(self, now_ns: int) -> None:
+        """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
+        self._now_ns = now_ns
+        self._due.clear()
+        under_way, self._under_way = self._under_way, {}
+        for transfer_id, each in under_way.items():
+            each.num_good_pages = 0
+            self._end(transfer_id, each)
+
     def expire(self, now_ns: int) -> None:
         """End the transfers that were not reported before their deadline, as failed."""
         if not self._with_page_ids:

@@ -13,6 +13,7 @@ from kvarts.event_log import Tell
 from kvarts.events import Admitted, Arrived, ChunkComputed, LoadStarted, PromptHeld, PromptReleased, TransferEnded
 from kvarts.kv.cache import Cache, Holding
 from kvarts.request import Request, RequestState
+from kvarts.sched.loads import Loads
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
@@ -41,6 +42,8 @@ class Handoffs:
         """Requests whose prompt was computed here and is not copied yet, by index."""
         self.reserved: dict[int, Request] = {}
         """Requests with pages here that are not filled yet, by index."""
+        self._copied: set[int] = set()
+        """Indices of requests that wait with their pages."""
         self.is_gated = False
         """Whether only requests that other engines have computed are admitted."""
         self.passes_blocked = True
@@ -53,10 +56,11 @@ class Handoffs:
         self.resumed: list[Request] = []
         """Requests that were stalled and get a token in this step."""
 
-    def connect(self, running: Running, waiting: WaitingQueue) -> None:
+    def connect(self, running: Running, waiting: WaitingQueue, loads: Loads | None) -> None:
         """Provide the objects that the scheduler has made."""
         self._running = running
         self._waiting = waiting
+        self._loads = loads
 
     @property
     def has_any(self) -> bool:
@@ -133,13 +137,18 @@ class Handoffs:
             number, num_pages = self._copies[request.index]
             self._tell(TransferEnded(number, request.index, num_pages, now_ns))
         self._cache.receive(holding, request.num_computed)
+        if self._loads is not None:
+            num_full = min(request.num_computed // holding.content.page_size, holding.content.num_known_pages)
+            self._loads.tiers.confirm(holding.content, num_full, holding)
+        self._copied.add(request.index)
         request.become(LOADED)
         self._waiting.push(request)
 
     def give_up(self, request: Request) -> None:
         """Release the pages of `request`, whether they are filled or not; it can be queued like any other."""
         num_filled = request.hit_tokens
-        if request.state is LOADED:
+        if request.index in self._copied:
+            self._copied.remove(request.index)
             self._waiting.remove(request)
             num_filled = request.num_computed
         else:
@@ -158,12 +167,17 @@ class Handoffs:
         request.cancelled_ns = -1
         request.state = RequestState.NEW
 
+    def has_pages_of(self, request: Request) -> bool:
+        """Return whether `request` has pages here, filled or not, and does not run."""
+        return request.index in self.reserved or request.index in self._copied
+
     def ready(self) -> list[Request]:
         """Return the waiting requests that have their pages, in the order of the queue."""
         return [request for request in self._waiting if request.state is LOADED]
 
     def join(self, request: Request, now_ns: int) -> None:
         """Let `request` run: the last token of its prompt is computed again, with the decodes of this step."""
+        self._copied.remove(request.index)
         if self._tell is not None:
             index, num_tokens = request.index, request.num_prompt_tokens
             coming = (WORKER, self._copies.pop(index)[1])
