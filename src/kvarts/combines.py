@@ -47,6 +47,7 @@ FEATURES = {
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
     "late_events": Feature("events that reach routers late", ("replay", "plan", "several")),
     "fleet": Feature("pools of a fleet", ("replay",)),
+    "store": Feature("a store that workers share", ("replay",)),
     "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions")),
     "gpu": Feature("a GPU", ("model", "sessions")),
     "fused": Feature("FlashAttention and FlexAttention", ("model",)),
@@ -69,6 +70,8 @@ WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
+    Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
+    Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
     Refusal(("late_events", "kv_groups"), "routers ask such caches what they have", WHOLE),

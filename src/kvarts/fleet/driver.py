@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.links import Links
+from kvarts.fleet.links import Links, StoreLinks, StoreTransfer
 from kvarts.fleet.moves import Moves
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
@@ -27,7 +27,11 @@ __all__ = ["FleetDriver"]
 
 
 class FleetDriver(Moves):
-    """Runs one replay on a fleet. `scaler`: decides the number of workers; `faults`: failures and their times."""
+    """Runs one replay on a fleet.
+
+    `store`: the links to a store that workers share. `scaler`: decides the number of workers. `faults`: failures and
+    their times.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class FleetDriver(Moves):
         only_missing: bool,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
+        store: StoreLinks | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
@@ -53,6 +58,7 @@ class FleetDriver(Moves):
             only_missing=only_missing,
             is_mocker=is_mocker,
             tier_names=tier_names,
+            store=store,
             on_progress=on_progress,
         )
         self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
@@ -87,6 +93,9 @@ class FleetDriver(Moves):
                     pool.make_ready(now_ns)
             for handoff in self._links.take_ended(now_ns):
                 self._activate(handoff, now_ns)
+            if self._store is not None:
+                for transfer in self._store.take_ended(now_ns):
+                    self._end_of_store(transfer, now_ns)
             if self._scaler is not None:
                 self._scale(now_ns)
             self._take_in(now_ns)
@@ -111,6 +120,8 @@ class FleetDriver(Moves):
         while wakes and self.workers[wakes[0][2]].wake_ns != wakes[0][0]:
             heappop(wakes)
         next_ns = min(ends[0][0] if ends else NEVER_NS, wakes[0][0] if wakes else NEVER_NS, self._links.next_ns())
+        if self._store is not None:
+            next_ns = min(next_ns, self._store.next_ns())
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
@@ -175,11 +186,24 @@ class FleetDriver(Moves):
             wake_ns, _, index = heappop(wakes)
             worker = self.workers[index]
             if worker.wake_ns == wake_ns:
-                worker.wake_ns = NEVER_NS
-                worker.end_transfers(now_ns)
-                self._roused.add(index)
-                if worker.pending:
-                    self._reserve_for(worker, now_ns)
+                self._wake(worker, now_ns)
+
+    def _wake(self, worker: Worker, now_ns: int) -> None:
+        """Let an idle worker look again, as a transfer to or from a tier below it has ended."""
+        worker.wake_ns = NEVER_NS
+        worker.end_transfers(now_ns)
+        self._roused.add(worker.index)
+        if worker.pending:
+            self._reserve_for(worker, now_ns)
+
+    def _end_of_store(self, transfer: StoreTransfer, now_ns: int) -> None:
+        """End a transfer to or from the store; a worker that is busy looks at the end of its step."""
+        worker = self.workers[transfer.worker]
+        is_busy = self._is_busy(worker, now_ns)
+        assert worker.tiers is not None
+        worker.tiers.ends(transfer.number, now_ns)
+        if not is_busy:
+            self._wake(worker, now_ns)
 
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()

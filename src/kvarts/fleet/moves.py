@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappush
 
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.links import Links
+from kvarts.fleet.links import Links, StoreLinks
 from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
@@ -27,7 +27,7 @@ class Moves:
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
     none. `token_bytes`: what the KV of a token weighs on a link; `only_missing`: pages that the second worker has are
-    not sent. `tier_names`: of the tiers below any worker. `is_mocker`: as Dynamo's mocker, to the order of what happens
+    not sent. `tier_names`: of the tiers below any worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens
     at one time.
     """
 
@@ -42,10 +42,12 @@ class Moves:
         only_missing: bool,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
+        store: StoreLinks | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
         self._tier_names = tier_names
+        self._store = store
         self._source = arrivals.source
         self._log: RequestLog = arrivals.log
         self._first = first
@@ -346,6 +348,8 @@ class Moves:
     def _lose(self, worker: Worker, now_ns: int) -> None:
         """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
+        if self._store is not None:
+            self._store.drop(worker.index, now_ns)
         worker.lose_transfers(now_ns)
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -45,6 +45,7 @@ class FleetReport(Report):
         *,
         num_evicted_pages: int,
         tier_names: Sequence[str] = (),
+        store: Mapping[str, Any] | None = None,
         transfers: Sequence[TransferTotals] = (),
         evicted_parts: Sequence[Sequence[int]] = (),
         deadlocks: Sequence[tuple[int, int, str]] = (),
@@ -65,6 +66,7 @@ class FleetReport(Report):
             num_evicted_parts=evicted,
         )
         self._tiers = list(tier_names)
+        self._store = store
         self._deadlocks = deadlocks
         self._num_faults = num_faults
         self._num_failed_transfers = num_failed_transfers
@@ -110,6 +112,7 @@ class FleetReport(Report):
             "waits": waits,
             "pools": self._pools(),
             "transferred_bytes": int(raw["num_bytes"].sum()),
+            **({} if self._store is None else {"store": dict(self._store)}),
             **self._faults(raw),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [
