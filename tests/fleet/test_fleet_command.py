@@ -134,6 +134,34 @@ def test_pools_have_tiers_of_their_own(asked: Callable[..., Any], tmp_path: Path
     assert report["transfers"]["bytes"]["disk_write"] and sum(tiers.values()) == report["num_cached_tokens"]
 
 
+def test_replicas_share_a_store(
+    run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any
+) -> None:
+    """Each prompt comes again, to another replica, which has it from the store."""
+    rows, run, trace = tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "twice.jsonl"
+    once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:40]]
+    again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
+    options = ("--pages", 400, "--page-size", 512, "--replicas", 3, "--kv-bytes-per-token", 9000)
+    without = asked("replay", trace, *options[:-2], "--json")
+    report = asked("replay", trace, *options, "--store-memory", "30GB", "--run-dir", run, "--requests", rows, "--json")
+    store, tiers = report["fleet"]["store"], report["num_cached_tokens_by_tier"]
+    assert store["pages"] == 30 * 10**9 // (9000 * 512)
+    assert tiers["store"] > 10 * tiers["device"]
+    assert report["ttft_ms"]["mean"] < without["ttft_ms"]["mean"]
+    assert tiers["store"] == sum(json.loads(line)["store_tokens"] for line in rows.read_text().splitlines())
+    assert store["of_others_pct"] == 1 and store["num_loaded_pages"] == sum(row["pages"] for row in store["loaded"])
+    assert {(row["reader"] - row["writer"]) % 3 for row in store["loaded"]} == {1}, "forty prompts, in turn"
+    assert report["transfers"]["bytes"]["store_read"] == store["num_loaded_pages"] * store["page_bytes"]
+    assert store["num_cached_pages"] <= store["pages"] and 0 < store["read_busy_pct"] < 1
+    assert run_command("verify", run) == 0
+    capsysbinary.readouterr()
+    assert run_command("story", run, "--request", "45") == 0
+    assert b"from store" in capsysbinary.readouterr().out
+    assert run_command("replay", trace, *options, "--store-pages", 5000) == 0
+    assert b"of other workers" in capsysbinary.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -145,6 +173,9 @@ def test_pools_have_tiers_of_their_own(asked: Callable[..., Any], tmp_path: Path
         ((*APART, "--replicas", 2), "says nothing of pools"),
         ((*APART, "--decode-host-memory", "1B", "--kv-bytes-per-token", 9), "--decode-host-memory"),
         ((*APART, "--h2d", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--store-rate", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--store-memory", "1MB"), "hold no page of 2,097,152 bytes"),
+        ((*APART, "--store-pages", 9, "--host-pages", 9, "--offload", "lazy"), "--offload"),
         ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
     ],
 )

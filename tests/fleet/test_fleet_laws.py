@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvarts.events import AtRest, LeapDone, StepDone, StepEnded, StepStarted
-from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig
+from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.group_memory import PartGroup
+from kvarts.offload.config import OffloadConfig
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fleets
 from builders.grouped import FULL, Told, part_groups
-from builders.tiered import tiers_below
+from builders.tiered import BYTES_PER_TOKEN, tiers_below
 
 pytestmark = pytest.mark.laws
 
@@ -45,6 +46,22 @@ def memories(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         settings["offload"] = draw(tiers_below(of_groups=bool(settings)))
     return settings
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> StoreSettings | None:
+    """A store that fills up, at rates at which a page takes from less than a step to many."""
+    if draw(st.booleans()):
+        return None
+    rates = st.sampled_from(["50kB/s", "1MB/s", "1GB/s"])
+    num_pages, latency_us = draw(st.sampled_from([1, 4, 20, 200])), draw(st.sampled_from([0.0, 100.0, 5000.0]))
+    return StoreSettings(pages=num_pages, rate=draw(rates), worker_rate=draw(rates), latency_us=latency_us)
+
+
+def with_store(memory: dict[str, Any]) -> dict[str, Any]:
+    """Settings with which a store can be: whole pages that are stored at once."""
+    offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
+    return {"offload": structs.replace(offload, policy="eager")}
 
 
 def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
@@ -106,13 +123,17 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
         assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
-@given(fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), memories())
+@given(
+    fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), memories(), stores()
+)
 def test_fast_forward_equals_step_by_step(
-    case: FleetCase, policy: str | None, is_shared: bool, memory: dict[str, Any]
+    case: FleetCase, policy: str | None, is_shared: bool, memory: dict[str, Any], store: StoreSettings | None
 ) -> None:
     """L5, with workers that come, go and fail, and links that they share; what is told of each, too."""
     if "groups" in memory:
         case.case.profile = "default"
+    if store is not None:
+        memory = with_store(memory)
     told: list[dict[int, Told]] = [{}, {}] if case.case.rows[0].num_output_tokens % 2 else []
     fast, slow = (
         structs.replace(
@@ -120,6 +141,7 @@ def test_fast_forward_equals_step_by_step(
             scaler=None if policy is None else partial(parse_scaler, policy),
             startup_s=0.03,
             sharing="worker" if is_shared else "none",
+            store=store,
             faults=case.faults if policy is None else (*case.faults, *LATE),
         ).replay(case.case.trace(), observers_of=partial(told_to, told[step_by_step]) if told else None)
         for step_by_step in (False, True)
@@ -132,10 +154,14 @@ def test_fast_forward_equals_step_by_step(
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
 
 
-@given(fleets(profile="default", cancels=True), memories())
-def test_nothing_starves_and_nothing_deadlocks_by_default(case: FleetCase, memory: dict[str, Any]) -> None:
+@given(fleets(profile="default", cancels=True), memories(), stores())
+def test_nothing_starves_and_nothing_deadlocks_by_default(
+    case: FleetCase, memory: dict[str, Any], store: StoreSettings | None
+) -> None:
     """L8: every request that can ever run ends."""
-    summary = replayed(case, **memory).summary
+    if store is not None:
+        memory = with_store(memory)
+    summary = structs.replace(case.config(**memory), store=store).replay(case.case.trace()).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
     num_cancelled = summary.get("num_cancelled", 0)

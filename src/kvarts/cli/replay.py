@@ -114,7 +114,7 @@ def nothing_fits(summary: Mapping[str, Any]) -> bool:
 
 
 def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
-    """Return a function that returns whether `--option`, `--option=value` or a table `[[name]]` is among the settings."""
+    """Return a function that returns whether an option, `--option=value` or a table `[[name]]` was given."""
     keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
 
     def is_set(what: str) -> bool:

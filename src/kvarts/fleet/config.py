@@ -340,7 +340,9 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
         raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
     if given.in_table("store") and not _sizes_of_store(given):
         raise given.error(
-            given.in_table("store")[0], "says how, and not how much", hint="Give --store-pages or --store-memory as well."
+            given.in_table("store")[0],
+            "says how, and not how much",
+            hint="Give --store-pages or --store-memory as well.",
         )
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy

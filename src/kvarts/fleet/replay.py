@@ -214,9 +214,7 @@ def links_of(config: FleetConfig) -> Links:
     return FixedRate(config.bytes_per_s, latency_ns)
 
 
-def open_worker(
-    pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: Store | None
-) -> Worker:
+def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: Store | None) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
     is_mocker = config.profile == "mocker"
