@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvarts.build import TierSettings, build_engine
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly
