@@ -41,7 +41,7 @@ __all__ += ["resolve_fleet"]
 
 MOST_STARTUP_S = 86_400.0
 TOKEN_BYTES = 131_072
-"""What the KV of a token weighs without a model: that of Llama 3.1 8B in 16 bits."""
+"""Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
 Role = Literal["mixed", "prefill", "decode"]
 TransferMode = Literal["full-prompt", "missing"]
@@ -251,7 +251,7 @@ def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Stru
     fields = []
     for key in keys:
         if key not in known:
-            continue  # of a room that is not installed
+            continue  # its room is not installed
         each = known[key]
         words = setting(
             f"Of workers that {what}: {each.help[0].lower()}{each.help[1:]}",
@@ -264,7 +264,7 @@ def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Stru
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What only a table `[[pool]]` says of a pool; what each worker is like stands next to it there."""
+    """Settings of a pool that only a table `[[pool]]` has, next to those of each of its workers."""
 
     role: Annotated[Role, setting("What its workers do: prefill, decode, or mixed for both.", flag=None)] = "mixed"
     replicas: Annotated[AtLeastOne, setting("Number of workers.", flag=None)] = 1
@@ -315,7 +315,7 @@ class _InPool(msgspec.Struct, frozen=True):
 
 
 def is_of_fleet(given: Given) -> bool:
-    """Return whether anything was said of pools or of the links between them."""
+    """Return whether a setting of pools, of the links between them, or of a shared store was given."""
     return any(given.in_table(section.table) for section in SECTIONS) or bool(given.names(POOL))
 
 
@@ -381,7 +381,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
 
 
 def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
-    """Return the name and role of each pool, and the table with what was given for it alone; "" for none."""
+    """Return the name and role of each pool, and the table of its own settings; "" for none."""
     names = given.names(POOL)
     short = [key for table in (*ROLES, *(() if names else ("transfer",))) for key in given.in_table(table)]
     if names:
@@ -410,7 +410,7 @@ def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
 
 
 def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Section]) -> ReplayConfig:
-    """Build what each worker of a pool is like, from what was given for it alone and for all."""
+    """Build the configuration of the workers of a pool, from its own settings and those for all."""
     known = of_workers()
     own = Given()
     for key in given.in_table(table) if table else ():
@@ -426,7 +426,7 @@ def _sizes_of_store(given: Given) -> list[str]:
 
 
 def _stored_token_bytes(config: ReplayConfig) -> int:
-    """Return what the KV of a token weighs in a store."""
+    """Return the bytes of the KV of a token in a store."""
     if config.placement is None:
         return int(getattr(config.offload, "kv_bytes_per_token", TOKEN_BYTES))
     return _token_bytes(config) or TOKEN_BYTES
@@ -464,8 +464,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `scaler`:
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
-    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: what all workers
-    share below their own tiers; None for nothing. `faults`: failures and their times.
+    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
+    store that all workers share below their own tiers, if any. `faults`: failures and their times.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -544,7 +544,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_page_bytes(self) -> int:
-        """What a page weighs in a store: its parts on all devices of a worker."""
+        """The bytes of a page in a store: those on all devices of a worker."""
         return _stored_token_bytes(self.first) * self.page_size
 
     @property

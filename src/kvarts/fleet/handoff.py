@@ -106,7 +106,7 @@ class Handoff:
     def note_below(self, request: Request, tier_names: Sequence[str]) -> None:
         """Count what `request` has loaded from the tiers `tier_names` of the worker that it leaves.
 
-        Pages of its own prompt that a worker loads, because the KV was lost, are no hits.
+        Pages of its own prompt that a worker loads, because the KV was lost, do not count as hits.
         """
         loaded, request.cached_tokens_below = request.cached_tokens_below, ()
         if not (self.is_recomputed and request is self.decode):

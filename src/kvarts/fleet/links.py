@@ -98,7 +98,7 @@ def slower_of(factors: dict[int, int], handoff: Handoff) -> int:
 
 
 End = tuple[str, int]
-"""What transfers share: a direction, and the number of the worker; -1 for what all share."""
+"""A resource that transfers share: a direction, and the number of a worker, or -1 for the store."""
 
 
 class Job:

@@ -150,7 +150,7 @@ class Store(Protocol):
 
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
-        """What each worker has done."""
+        """Each worker's use of it."""
 
     def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
         """Return the settings of the tiers of `worker`: those of `offload`, and the store below them."""
@@ -165,7 +165,7 @@ class StoreIndex(Protocol):
 
 
 class ViewOfStore(Protocol):
-    """What a worker has done with a store."""
+    """A worker's use of a store."""
 
     num_pages_from: dict[int, int]
     """Pages that it has loaded, by the worker that had stored them."""
@@ -183,7 +183,7 @@ def open_store(config: FleetConfig) -> tuple[Store | None, StoreLinks | None]:
 
 
 def store_report(store: Store, links: StoreLinks, end_ns: int) -> dict[str, Any]:
-    """Return what a store was used for, as the report has it."""
+    """Return the use of a store, as a part of the report."""
     loaded = [
         {"reader": reader, "writer": writer, "pages": num_pages}
         for reader, view in sorted(store.views.items())

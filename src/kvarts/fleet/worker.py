@@ -118,7 +118,7 @@ class Worker:
             self._must_plan = True
 
     def lose_memory(self) -> None:
-        """Drop what the device and the tiers below it hold, once no request has a part of it."""
+        """Drop all pages of the device and of its own tiers below; no request may have any."""
         if self.tiers is not None:
             self.tiers.reset()
         self.engine.clear_cache()
