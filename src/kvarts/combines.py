@@ -48,6 +48,7 @@ FEATURES = {
     "record": Feature("a journal of what a server was asked", ("mock", "model")),
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
     "late_events": Feature("events that reach routers late", ("replay", "plan", "several", "fleet")),
+    "store": Feature("a store that workers share", ("replay", "fleet")),
     "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions", "fleet")),
     "gpu": Feature("a GPU", ("model", "sessions")),
     "fused": Feature("FlashAttention and FlexAttention", ("model",)),
@@ -70,12 +71,12 @@ WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
+    Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
+    Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
     Refusal(("late_events", "kv_groups"), "routers ask such caches what they have", WHOLE),
     Refusal(("late_events", "several"), "routers ask the engines of their model what they have", "Leave it out."),
-    Refusal(("kv_groups", "fleet"), "whole pages go from worker to worker", "Leave it out."),
-    Refusal(("tiers", "fleet"), "it is not modelled", "Leave it out."),
     Refusal(("sessions", "fleet"), "it is not modelled", "Leave them out."),
     Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),

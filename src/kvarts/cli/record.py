@@ -32,6 +32,7 @@ __all__ = [
     "check_timelines",
     "kv_timeline_option",
     "live_reader",
+    "open_journals",
     "open_live",
     "write_timelines",
 ]
@@ -123,30 +124,41 @@ class Recordings:
         if not self._journals:
             yield writers.__getitem__
             return
-        from kvarts.record.journal import JournalWriter
-
-        memory = None if self._config.kv_groups == "off" else self._config.memory.to_builtins()
-        with ExitStack() as stack:
-            closing = []
+        with open_journals() as open_journal:
             for paths in self._journals:
-                for replica, path in enumerate(paths):
-                    writer = JournalWriter(
-                        stack.enter_context(whole_file(path)),
-                        total_blocks=self._config.num_blocks,
-                        block_size_tokens=self._config.page_size,
-                        is_packed=path.suffix == ".gz",
-                        memory=memory,
-                    )
-                    writers[replica].append(writer)
-                    closing.append(writer)
+                for readers, path in zip(writers, paths, strict=True):
+                    readers.append(open_journal(path, self._config))
             yield writers.__getitem__
-            for writer in closing:
-                writer.close()
 
     def write(self, report: Report) -> None:
         """Write the timelines."""
         if self._timelines:
             write_timelines(report, self._timelines, every=self._every)
+
+
+@contextmanager
+def open_journals() -> Iterator[Callable[[Path, ReplayConfig], EventReader]]:
+    """Yield a function that begins the journal of an engine; the files appear at the end, if nothing fails."""
+    from kvarts.record.journal import JournalWriter
+
+    with ExitStack() as stack:
+        writers: list[JournalWriter] = []
+
+        def begin(path: Path, config: ReplayConfig) -> EventReader:
+            writers.append(
+                JournalWriter(
+                    stack.enter_context(whole_file(path)),
+                    total_blocks=config.num_blocks,
+                    block_size_tokens=config.page_size,
+                    is_packed=path.suffix == ".gz",
+                    memory=None if config.kv_groups == "off" else config.memory.to_builtins(),
+                )
+            )
+            return writers[-1]
+
+        yield begin
+        for writer in writers:
+            writer.close()
 
 
 def check_timelines(paths: Iterable[Path]) -> None:

@@ -115,10 +115,12 @@ def nothing_fits(summary: Mapping[str, Any]) -> bool:
 
 
 def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
-    """Return a function that returns whether an option, or `--option=value`, is among the given settings."""
+    """Return a function that returns whether an option, `--option=value` or a table `[[name]]` was given."""
     keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
 
     def is_set(what: str) -> bool:
+        if what.startswith("[["):
+            return bool(given.names(what.strip("[]")))
         flag, equals, value = what.partition("=")
         key = keys.get(flag)
         return key is not None and key in given and (not equals or str(given[key]) == value)

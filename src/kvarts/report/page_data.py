@@ -55,7 +55,7 @@ LABELS = {
     "recomputed": "recomputed after preemption",
     "not_computed": "never computed: the request ended before",
 }
-TIERS = {"host": "host memory", "disk": "files"}
+TIERS = {"host": "host memory", "disk": "files", "store": "a shared store"}
 COUNTS = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
 """Columns of a timeline, by their names on the page."""
 

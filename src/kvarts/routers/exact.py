@@ -13,6 +13,8 @@ __all__ = ["EventIndex"]
 class EventIndex(IndexTree):
     """Pages by worker and tier, according to events. `tiers`: names of the tiers, the fastest first.
 
+    Other tiers are ignored, such as a store that all workers share: it is no reason to choose one of them.
+
     A worker has the first pages of a span in a tier; the count is their end. Events obey the invariant of caches that a
     page is never without the page before it in the same or a faster tier.
     """
@@ -24,7 +26,9 @@ class EventIndex(IndexTree):
 
     def store(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
         """Record that pages [start, end) of `content` can be found on `worker`."""
-        kind = self._kinds[tier]
+        kind = self._kinds.get(tier)
+        if kind is None:
+            return
         if start:
             path = self.path(content, start)
             if path:
@@ -39,7 +43,9 @@ class EventIndex(IndexTree):
 
     def remove(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
         """Record that pages [start, end) of `content` can no longer be found on `worker`."""
-        kind = self._kinds[tier]
+        kind = self._kinds.get(tier)
+        if kind is None:
+            return
         path = self.path(content, end)
         for span, reached in reversed(path):
             if reached <= start:
