@@ -19,7 +19,7 @@ from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
-from kvarts.executor.torch.sampling import BatchSampler
+from kvarts.executor.torch.sampling import BatchSampler, processors_of
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.chat import render_chat
@@ -295,7 +295,11 @@ class LLM:
         return tokens
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ConfigError for parameters that the model cannot satisfy. May take as long as compiling a grammar."""
+        """Raise ConfigError for parameters that the model cannot satisfy.
+
+        May take as long as compiling a grammar, or the import of what sampling needs, so that no step waits for it.
+        """
+        processors_of(params)
         if params.structured_outputs is not None:
             self._grammars.compile(params.structured_outputs)
 

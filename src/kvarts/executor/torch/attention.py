@@ -19,16 +19,23 @@ from typing import Any, Protocol
 import msgspec
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
-__all__ = ["ATTENTION", "Attention", "AttentionCall", "PagedAttention", "attending", "paged_attention"]
+__all__ = [
+    "ATTENTION",
+    "Attention",
+    "AttentionCall",
+    "PagedAttention",
+    "attending",
+    "is_attending",
+    "paged_attention",
+    "register",
+]
 
 ATTENTION = "kvarts_paged"
-"""The name under which `paged_attention` is registered in transformers."""
+"""The name under which `register` adds `paged_attention` to transformers."""
 
 
 class AttentionCall(msgspec.Struct):
@@ -96,6 +103,11 @@ def attending(attention: Attention) -> Iterator[None]:
         yield
     finally:
         _thread.attention, _thread.num_calls = before
+
+
+def is_attending() -> bool:
+    """Return whether this thread runs models with an Attention of `attending`."""
+    return _thread.attention is not None
 
 
 class PagedAttention:
@@ -168,5 +180,10 @@ def _mask(*_: Any, **asked: Any) -> Any:
     return None if _thread.attention is None else _thread.attention.mask(**asked)
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+def register() -> None:
+    """Let transformers' models attend by `paged_attention`. Imports the models' code, which takes two seconds."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)
