@@ -34,6 +34,14 @@ def engine_options(command: Command, **attributes: Any) -> Command:
             {"metavar": "TOKENS", "type": at_least_one, "default": 2048, "help": "Tokens a step may compute."},
         ),
         ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
+        (
+            "--max-itl-ms",
+            {
+                "metavar": "MS",
+                "type": float,
+                "help": "Longest step of decodes: chunks of prompts are cut to keep it, to a page at least.",
+            },
+        ),
         ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
         (
             "--quantization",

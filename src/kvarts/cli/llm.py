@@ -93,6 +93,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         page_size=values["page_size"],
         max_num_batched_tokens=values["max_batched_tokens"],
         max_num_seqs=values["max_seqs"],
+        max_itl_ms=values["max_itl_ms"],
         dtype=values["dtype"],
         device=values["device"],
         attention=values["attention"],

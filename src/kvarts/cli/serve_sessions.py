@@ -121,6 +121,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "page_size",
             "max_batched_tokens",
             "max_seqs",
+            "max_itl_ms",
             "dtype",
             "device",
             "attention",

@@ -15,6 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
 from kvarts.executor.copier import PageStore
+from kvarts.executor.measured import MeasuredCost, MeasuringExecutor
 from kvarts.executor.torch.executor import TorchExecutor
 from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.grammars import Grammars
@@ -42,6 +43,8 @@ Prompt = str | Sequence[int]
 
 TIMED_STEPS = (1, 2, 4, 8, 16, 32)
 """Sizes of the steps that are timed at the start of an engine with speculation, in tokens."""
+TIMED_CHUNKS = (1, 128)
+"""The same for an engine with a bound on inter-token latency."""
 
 
 class PageFiles(PageStore, Protocol):
@@ -75,10 +78,12 @@ class LLM:
     token ids.
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the free memory, 4 GiB at most. `config`:
-    replaces all settings of pages, page size and batch. `attention`: the backend, one of kvarts.executor.torch.backend.
-    `layers`: `compiled`, the `model`'s own code, or `auto` (kvarts.executor.torch.layers). `quantization` and
-    `trust_remote_code`: as for `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`:
-    the directory of the files, which a later run of the same model reads again.
+    replaces all settings of pages, page size, batch and latency. `max_itl_ms`: prompts are computed in chunks that keep
+    steps with decodes this short, as far as the steps so far predict. `attention`: the backend, one of
+    kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or `auto`
+    (kvarts.executor.torch.layers). `quantization` and `trust_remote_code`: as for `load_model`. `offload`: host memory
+    and files below the pages, on a CPU; `disk_path`: the directory of the files, which a later run of the same model
+    reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
     tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
@@ -110,6 +115,7 @@ class LLM:
         page_size: int = 16,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
+        max_itl_ms: float | None = None,
         dtype: str = "auto",
         device: str = "auto",
         attention: str = "auto",
@@ -148,6 +154,7 @@ class LLM:
                 page_size=page_size,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+                max_itl_ms=max_itl_ms,
             )
         room.check(config.num_pages)
         self.config = config
@@ -181,7 +188,11 @@ class LLM:
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)
-        executor = detokenizing if wrap is None else wrap(detokenizing)
+        executor: Executor = detokenizing if wrap is None else wrap(detokenizing)
+        cost = None
+        if config.max_itl_ms is not None:
+            cost = MeasuredCost(self._executor.time_steps(TIMED_CHUNKS))
+            executor = MeasuringExecutor(executor, cost)
         below: TierSettings | None = self.offload
         if files is not None and self.offload is not None:
             below = self.offload.with_known(files.keys(), fingerprint(model))
@@ -199,6 +210,7 @@ class LLM:
             offload=below,
             make_order=eviction,
             drafter=drafter,
+            step_ns=None if cost is None else cost.step_ns,
         )
         self.kv_groups = room.kv_groups
         """Retention rule of the layers; `off` if they keep every token."""
