@@ -96,7 +96,8 @@ def test_steps_with_decodes_keep_the_bound_and_use_it(of: str, has_tier: bool, c
 
 def told(outcome: Outcome) -> Any:
     """All steps and requests."""
-    return [{name: list(column) for name, column in log.columns.items()} for log in (*outcome.steps, outcome.requests)]
+    every = [*(log.columns for log in outcome.steps), outcome.requests.columns]
+    return [{name: list(column) for name, column in columns.items()} for columns in every]
 
 
 @given(cases(cancels=True), st.sampled_from([2.0, 20.0, 60.0]))
