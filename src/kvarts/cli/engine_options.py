@@ -51,6 +51,14 @@ def engine_options(command: Command, **attributes: Any) -> Command:
             },
         ),
         (
+            "--kv-dtype",
+            {
+                "metavar": "NAME",
+                "default": "auto",
+                "help": "KV in pages: auto, in the model's numbers, or int8, which changes tokens.",
+            },
+        ),
+        (
             "--trust-remote-code",
             {"is_flag": True, "help": "Run the Python code that came with the model. It can do whatever you can."},
         ),

@@ -101,6 +101,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         quantization=values["quantization"],
         trust_remote_code=values["trust_remote_code"],
         kv_groups=values["kv_groups"],
+        kv_dtype=values["kv_dtype"],
         **settings,
     )
     config = llm.config

@@ -129,6 +129,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "quantization",
             "trust_remote_code",
             "kv_groups",
+            "kv_dtype",
         )
         if values[name] is not None
     }

@@ -17,7 +17,6 @@ from kvarts.executor.base import Executor
 from kvarts.executor.copier import PageStore
 from kvarts.executor.measured import MeasuredCost, MeasuringExecutor
 from kvarts.executor.torch.executor import TorchExecutor
-from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler, processors_of
@@ -89,6 +88,9 @@ class LLM:
     tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
     now. None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
 
+    `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
+    holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
+
     `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
 
     `speculative_config`: enables speculative decoding, where guessed tokens are computed in the same step and accepted
@@ -123,6 +125,7 @@ class LLM:
         quantization: str | None = None,
         trust_remote_code: bool = False,
         kv_groups: str | None = None,
+        kv_dtype: str = "auto",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
@@ -142,8 +145,10 @@ class LLM:
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
-        self.offload = None if offload is None else offload.for_model(token_bytes(model))
-        room = open_room(model, page_size, kv_groups, lambda room: _tiers_of(self.offload, room, page_size))
+        self.offload = None if offload is None else offload.for_model(token_bytes(model, kv_dtype))
+        room = open_room(
+            model, page_size, kv_groups, lambda room: _tiers_of(self.offload, room, page_size), kv_dtype=kv_dtype
+        )
         if room.whole_pages:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         if room.has_states and speculation is not None:
@@ -185,6 +190,7 @@ class LLM:
             layers=layers,
             cut=room.cut,
             num_blocks=room.num_blocks(config.num_pages),
+            kv_dtype=kv_dtype,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)
@@ -195,7 +201,7 @@ class LLM:
             executor = MeasuringExecutor(executor, cost)
         below: TierSettings | None = self.offload
         if files is not None and self.offload is not None:
-            below = self.offload.with_known(files.keys(), fingerprint(model))
+            below = self.offload.with_known(files.keys(), self._executor.fingerprint())
         drafter = None
         if speculation is not None:
             times = StepTimes(self._executor.time_steps(TIMED_STEPS))
@@ -258,7 +264,7 @@ class LLM:
             token_bytes=pools.page_bytes // pools.page_size,
             vocab_size=self._vocab_size,
             max_positions=self._max_positions,
-            fingerprint=lambda: fingerprint(self._model),
+            fingerprint=self._executor.fingerprint,
             tokenizer=self.tokenizer,
             eos_ids=_eos_ids(self._model),
             kv_groups=self.kv_groups,

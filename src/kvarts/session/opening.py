@@ -105,6 +105,7 @@ def open_sessions(
     max_batched_tokens: int = 2048,
     max_seqs: int = 256,
     max_itl_ms: float | None = None,
+    kv_dtype: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
@@ -141,6 +142,8 @@ def open_sessions(
     )
     if mock and kv_groups not in (None, "off"):
         raise ConfigError("a mock counts whole pages", field="kv_groups", hint="Leave it off.")
+    if mock and kv_dtype != "auto":
+        raise ConfigError("a mock has no KV", field="kv_dtype", hint="Leave it to auto.")
     if mock and host_memory is not None:
         raise ConfigError("a mock has no host memory", field="host_memory", hint="Leave it out.")
     if mock:
@@ -171,6 +174,7 @@ def open_sessions(
             quantization=quantization,
             trust_remote_code=trust_remote_code,
             kv_groups=kv_groups,
+            kv_dtype=kv_dtype,
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )

@@ -152,9 +152,7 @@ class PagedAttention:
         """
         table = self._tables[layer]
         if self._pools.layers[layer].owner == layer:
-            slots = self._slots[table]
-            self._pools.keys_flat[layer].index_copy_(0, slots, keys)
-            self._pools.values_flat[layer].index_copy_(0, slots, values)
+            self._pools.write(layer, self._slots[table], keys, values)
         return self._backends[table].forward(layer, queries, params)
 
 
