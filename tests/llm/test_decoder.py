@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("gguf", reason="GGUF files need gguf")
 
 import torch
 
+from kvarts.config import EngineConfig
 from kvarts.executor.torch.attention import attending
 from kvarts.executor.torch.decoder import Decoder
 from kvarts.executor.torch.fingerprint import fingerprint
@@ -24,8 +26,11 @@ from kvarts.executor.torch.watching import Packed
 from kvarts.llm.check import check_model
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
+from kvarts.session.config import SessionsConfig
+from kvarts.session.values import SessionSettings
 
 from builders.gguf_files import small_model, write_gguf
+from builders.sessions import OWNER, say, sessions_on
 
 STANDARD = ("llama", "qwen2", "qwen3")
 SCALED: dict[str, dict[str, Any]] = {
@@ -102,6 +107,23 @@ def test_an_engine_of_one_says_what_generate_says(layers: str, tmp_path: Path) -
     write_gguf(small_model("qwen3"), "qwen3", tmp_path / "model.gguf")
     check = check_model(*both(tmp_path / "model.gguf", torch.float32, {}), layers=layers)
     assert check.is_exact and check.num_alike == check.num_tokens and check.layers == layers
+
+
+def test_sessions_rotate_keys_late(tmp_path: Path) -> None:
+    """Positions among retained tokens, which need the rotation of the model, are those of transformers' code."""
+    write_gguf(small_model("qwen3"), "qwen3", tmp_path / "model.gguf")
+    said = []
+
+    async def talk(model: Any) -> None:
+        config = EngineConfig(num_pages=100, page_size=4, max_num_batched_tokens=32, max_num_seqs=4)
+        sessions = sessions_on(LLM(model, None, config).host(), SessionsConfig(chunk_tokens=16))
+        session = await sessions.create(OWNER, SessionSettings(sink=3, window=9, positions="cache"))
+        said.append([await say(sessions, session, list(range(first, first + 11)), 6) for first in (5, 60, 90)])
+        await sessions.shut_down()
+
+    for model in both(tmp_path / "model.gguf", torch.float32, {}):
+        asyncio.run(talk(model))
+    assert said[0] == said[1]
 
 
 def test_nothing_of_transformers_is_imported(tmp_path: Path) -> None:
