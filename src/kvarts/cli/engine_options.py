@@ -34,12 +34,28 @@ def engine_options(command: Command, **attributes: Any) -> Command:
             {"metavar": "TOKENS", "type": at_least_one, "default": 2048, "help": "Most tokens computed per step."},
         ),
         ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
+        (
+            "--max-itl-ms",
+            {
+                "metavar": "MS",
+                "type": float,
+                "help": "Longest step of decodes: chunks of prompts are cut to keep it, to a page at least.",
+            },
+        ),
         ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
         (
             "--quantization",
             {
                 "metavar": "NAME",
                 "help": "Weights in 8 or 4 bits, on a CPU: int8 or int4. It changes tokens; the loss is printed.",
+            },
+        ),
+        (
+            "--kv-dtype",
+            {
+                "metavar": "NAME",
+                "default": "auto",
+                "help": "KV in pages: auto, in the model's numbers, or int8, which changes tokens.",
             },
         ),
         (

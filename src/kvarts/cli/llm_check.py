@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -65,14 +66,17 @@ def check_command(
     """
     check_whole(seed, "seed", least=0, most=MOST_SEED)
     need_torch()
+    from kvarts.executor.torch.decoder import Decoder
     from kvarts.executor.torch.loading import load_model
     from kvarts.llm.check import check_model
 
-    loaded = load_model(
-        model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
+    load = partial(
+        load_model, model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
     )
+    loaded = load()
     check = check_model(
         loaded,
+        load(model_impl="transformers") if isinstance(loaded, Decoder) else loaded,
         attention=attention,
         layers=layers,
         kv_groups=kv_groups,

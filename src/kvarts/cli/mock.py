@@ -49,6 +49,7 @@ KEYS = (
     "page_size",
     "max_batched_tokens",
     "max_seqs",
+    "max_itl_ms",
     "cost",
     "kv_groups",
     "audit",

@@ -119,6 +119,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "page_size",
             "max_batched_tokens",
             "max_seqs",
+            "max_itl_ms",
             "dtype",
             "device",
             "attention",
@@ -126,6 +127,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "quantization",
             "trust_remote_code",
             "kv_groups",
+            "kv_dtype",
         )
         if values[name] is not None
     }

@@ -12,6 +12,7 @@ The scheduler reads no clock and no random number: `schedule` and `commit` recei
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from msgspec.structs import replace
@@ -33,13 +34,14 @@ from kvarts.sched.page_source import PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor, holding_of
-from kvarts.sched.prefill import Prefill
+from kvarts.sched.prefill import ItlBound, Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["Scheduler"]
 
 S = RequestState
+StepNs = Callable[[Batch], int]
 # Enum members that every step or request reads have module-level names, because enum attributes are looked up each
 # time.
 NOT_BLOCKED: Final = Blocked.NOT
@@ -62,8 +64,8 @@ class Scheduler:
     queue; its policy chooses the next request. `loads`: requests that wait for a tier below the device, or None.
     `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
     then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
-    page at which a token no longer needs a page that the token before it needed. `tell` receives page and request
-    events.
+    page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
+    step, for `max_itl_ms` of the config. `tell` receives page and request events.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Scheduler:
         pins: Pins | None = None,
         drafter: Drafter | None = None,
         settle_places: tuple[int, ...] = (),
+        step_ns: StepNs | None = None,
     ) -> None:
         self.config = config
         self.pins = pins
@@ -112,8 +115,13 @@ class Scheduler:
         """The head that last lacked memory, its values of these two numbers, and its budget."""
         self._num_published = -1
         """`num_published` of the cache at that time; -1 if the head must be matched again."""
+        itl: ItlBound | None = None
+        if config.max_itl_ms is not None:
+            assert step_ns is not None, "a bound of latency needs the duration of steps"
+            most_ns, pool_tokens = round(config.max_itl_ms * 1e6), config.pool_tokens
+            itl = ItlBound(most_ns, step_ns, self.wheel, page_size=config.page_size, pool_tokens=pool_tokens)
         self._prefill = Prefill(
-            self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
+            self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell, itl=itl
         )
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
         self._batch = batch
@@ -449,7 +457,10 @@ class Scheduler:
         waiting, running, loads = self.waiting_with_pages, self.running, self.loads
         num_loading = 0 if loads is None else loads.num_requests
         while waiting and budget > 0 and running.num_running + num_loading < self._max_num_seqs:
-            request = waiting.popleft()
+            request = waiting[0]
+            if not self._prefill.has_room(request, request.start, chunks):
+                return tuple(admitted), 0
+            waiting.popleft()
             if self._tell is not None:
                 self._tell(Admitted(request.index, request.content, 0))
             budget -= self._prefill.start(request, request.start, budget, now_ns, chunks)
@@ -464,7 +475,11 @@ class Scheduler:
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
         while loads is not None and loads.loaded and budget > 0:
-            request, loaded = loads.loaded.pop(0)
+            request, loaded = loads.loaded[0]
+            if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
+                budget = 0
+                break
+            del loads.loaded[0]
             self._num_published = -1
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:
@@ -509,6 +524,9 @@ class Scheduler:
                     self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
+            if not self._prefill.has_room(request, match.num_pages * page_size, chunks):
+                self.blocked = FOR_BUDGET
+                break
             waiting.remove(request)
             self._num_published = -1
             if tell is not None:
