@@ -37,7 +37,7 @@ EXAMPLES: list[tuple[list[float], list[int], list[int | None], list[int]]] = [
 
 def shares(weights: list[Any], floors: list[int], ceilings: list[int | None]) -> list[Fraction]:
     names = [f"m{place}" for place in range(len(weights))]
-    of_models = shares_of(*(dict(zip(names, values, strict=True)) for values in (weights, floors, ceilings)))  # type: ignore[arg-type]
+    of_models = shares_of(*(dict(zip(names, values, strict=True)) for values in (weights, floors, ceilings)))
     assert list(of_models) == names
     return list(of_models.values())
 
