@@ -346,12 +346,11 @@ class TurnLoop:
         if end_ns > LATEST_NS:
             raise TooLateError
         self.now_ns = end_ns
-        tenants = [stride.tenant for stride in ordered]
         durations_ns = [stride.durations_ns[: len(stride.starts_ns)] for stride in ordered]
         wanting = self.contest.wanting()
-        for tenant, of_steps in zip(tenants, durations_ns, strict=True):
-            self.contest.count(tenant, wanting, sum(of_steps))
-        self._order.leap(tenants, durations_ns, end_ns)
+        for stride, of_steps in zip(ordered, durations_ns, strict=True):
+            self.contest.count(stride.tenant, wanting, sum(of_steps))
+            self._order.leap(stride.tenant, stride.starts_ns, of_steps)
         # The last turn may finish requests, which the other models must not see before it ends.
         for stride in ordered[:-1]:
             self._num_released = stride.cache.num_released
