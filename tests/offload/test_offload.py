@@ -347,6 +347,16 @@ def test_a_prompt_goes_through_a_host_tier_that_is_smaller_in_pieces() -> None:
     assert prompt.cached_tokens_below == (0, 20)
 
 
+def test_lazily_too_and_goes_on_while_nothing_runs() -> None:
+    engine, _ = make_engine(policy="lazy", host_pages=4, disk_pages=64, target_free=32)
+    content = content_of(range(20))
+    run(engine, request_of(0, range(20)))
+    run(engine, request_of(1, range(100, 101)))
+    host, disk = offloader_of(engine).tiers
+    assert disk.find(content, 0, 20) == 20
+    assert host.num_used == 0
+
+
 # Pages that stores give back ------------------------------------------------------------------------------
 
 

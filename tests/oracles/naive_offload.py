@@ -78,7 +78,7 @@ class NaiveOffloadEngine(NaiveEngine):
         super().__init__(**kwargs)
         self.tiers = [NaiveTier(size) for size in tiers]
         self.is_lazy = policy == "lazy"
-        self.target_free = min(target_free, tiers[0])
+        self.target_free = min(target_free, sum(tiers))
         self.page_bytes, self.rates, self.latency_ns = page_bytes, rates, latency_ns
         self.full_prompt_hits, self.fail_every = full_prompt_hits, fail_every
         self.lane_free_ns = dict.fromkeys(rates, 0)
@@ -102,7 +102,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.ready: list[tuple[NaiveRequest, int, list[int]]] = []
         self.below_tokens: dict[int, list[int]] = {}
         self.counts: list[tuple[tuple[int, int], ...]] = []
-        self.is_stuck = False
+        self.is_stuck = self.has_left = False
         self.now_ns = 0
         self.all_names: dict[tuple[object, object], PageName] = {}
         self.names_of: dict[int, list[PageName]] = {}
@@ -301,6 +301,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.transfers
             or self.spills
             or self.wanted
+            or (self.has_left and self.is_lazy and not self.is_stuck)
             or self.following
         )
 
@@ -368,10 +369,13 @@ class NaiveOffloadEngine(NaiveEngine):
         return num_pages if wait_ns or num_pages else 1
 
     def plan_stores(self) -> None:
+        if self.is_lazy and self.spills and not self.is_behind:
+            self.plan_spills()
         wanted: list[tuple[list[Name], int, int]] = []
         if self.is_stuck:
             pass
         elif self.is_lazy:
+            self.has_left = False
             wanted = [(names, start, -1) for names, start in self.scan()]
         else:
             for seq, (request, start, num_pages) in sorted(self.wanted.items()):
@@ -394,7 +398,7 @@ class NaiveOffloadEngine(NaiveEngine):
             is_moving = bool(stores) or any(transfer.kind != "load" for transfer in self.transfers)
             is_moving = is_moving or bool(self.spills and not self.is_behind)
             if not room or (position < num_here and self.passes_through(num_here) and is_moving):
-                self.is_stuck = True
+                self.is_stuck = self.has_left = True
                 if seq in self.wanted:
                     request, _, end = self.wanted.pop(seq)
                     if position < end:
@@ -429,7 +433,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.after_host()
         self.unmark_removed()
         if host.has_refused and self.is_lazy:
-            self.is_stuck = True
+            self.is_stuck = self.has_left = True
         return None if placement is None else (names, placement)
 
     def resident(self, sequence: list[Name]) -> list[Name]:
@@ -445,12 +449,16 @@ class NaiveOffloadEngine(NaiveEngine):
         host, disk = self.tiers
         while start < len(names) and (host.is_stored(names[start]) or disk.is_stored(names[start])):
             start += 1
-        num_here = sum(host.is_stored(name) for name in names[:start])
+        here = [index for index in range(start) if host.is_stored(names[index])]
         num_used = host.num_pages - host.num_empty - host.num_cached()
-        num_short = min(len(names) - start, room, num_here) - (host.num_pages - num_used - num_here)
-        if num_short > 0 and all(disk.is_stored(name) for name in names[start - num_short : start]):
-            host.vacate(names[:start], num_short)
-            self.after_host()
+        num_short = min(len(names) - start, room, len(here)) - (host.num_pages - num_used - len(here))
+        if num_short > 0:
+            begin = end = here[-1] + 1
+            while end - begin < num_short and begin - 1 in here:
+                begin -= 1
+            if all(disk.is_stored(name) for name in names[begin:end]):
+                host.vacate(names[:end], end - begin)
+                self.after_host()
         return start
 
     def scan(self) -> list[tuple[list[Name], int]]:

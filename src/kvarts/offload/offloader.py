@@ -136,6 +136,9 @@ class Offloader(Transfers):
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores of the step that starts at `now_ns`."""
         self._now_ns = now_ns
+        if self._policy.stores_deepest_first:
+            # What is to be stored next would replace what is on its way through a small tier.
+            self._plan_spills()
         stores: list[tuple[Tier, TierStore]] = []
         held: list[tuple[HeldPages, ...]] = []
         room = -1
@@ -154,6 +157,9 @@ class Offloader(Transfers):
                 break
         if stores:
             self._begin_stores(stores, held)
+        self._plan_spills()
+
+    def _plan_spills(self) -> None:
         for place, wanted in enumerate(self._spills):
             if wanted and not self._is_behind[place]:
                 self._begin_spills(place)
@@ -327,10 +333,14 @@ class Offloader(Transfers):
             position = start
             for tier in self.tiers:
                 start += tier.find(content, start, end)
-        num_here = sum(last - begin for begin, last in first.held(content, 0, start))
+        here = first.held(content, 0, start)
+        num_here = sum(last - begin for begin, last in here)
         num_short = min(end - start, room, num_here) - (first.num_pages - first.num_used - num_here)
-        if num_short > 0 and second.held(content, start - num_short, start) == [(start - num_short, start)]:
-            first.vacate(content, start, num_short)
+        if num_short > 0:
+            begin, last = here[-1]
+            begin = max(begin, last - num_short)
+            if second.held(content, begin, last) == [(begin, last)]:
+                first.vacate(content, last, last - begin)
         return start
 
     def _moves(self, stores: list[tuple[Tier, TierStore]]) -> bool:
