@@ -173,7 +173,8 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     With KV groups, a request can resume from all pages of a load or from none; `num_good_blocks` blocks of its parts
     arrived.
 
-    `time_ns`: when the engine processed the end, which happens between steps.
+    `time_ns`: when the engine processed the end, which happens between steps. A store that is given up ends within a
+    step, before requests take the pages that it held.
     """
 
     transfer: int
@@ -181,6 +182,7 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     num_good_pages: int
     time_ns: int
     num_good_blocks: int = 0
+    is_given_up: bool = False
 
 
 PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack

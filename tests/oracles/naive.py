@@ -298,6 +298,9 @@ class NaiveEngine:
     def pause_until(self) -> int:
         raise AssertionError("there is work, and a step does nothing")
 
+    def plan_stores(self) -> None:
+        pass
+
     def end_step(self) -> None:
         pass
 
@@ -365,6 +368,7 @@ class NaiveEngine:
                 continue
             before[head.seq] = len(hits) * self.page_size
             budget -= self.enter(head, before[head.seq], budget, now_ns)
+        self.plan_stores()
         mark = self.higher(mark)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()

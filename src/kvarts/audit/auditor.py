@@ -251,6 +251,13 @@ class Auditor:
                 self._below.begin_store(event)
             case StoreStarted():
                 self._keep(event)
+            case TransferEnded(is_given_up=True):
+                # As a pin that is given up.
+                self._serve()
+                if self._has_groups:
+                    self._below.end(event)
+                else:
+                    self._end_transfer(event)
             case TransferEnded() if self._has_groups:
                 self._settle()
                 self._below.end(event)

@@ -202,6 +202,20 @@ class PageCache(Cache):
             page_ids += node.page_ids
         return page_ids
 
+    def num_lent_of(self, match: Match) -> int:
+        """Return how many pages of `match` transfers hold and no request does."""
+        end = match.num_pages
+        return sum(min(node.end, end) - node.start for node in match.nodes if node.holds and not node.refs)
+
+    def num_idle(self, pages: HeldPages) -> int:
+        """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
+        num_pages = 0
+        for node in walk(pages.runs, pages.start):
+            for copy in node.twins or (node,):
+                if not copy.refs:
+                    num_pages += copy.end - copy.start
+        return num_pages
+
     def unhold(self, pages: HeldPages) -> None:
         """End a `hold`."""
         tree = self.tree

@@ -301,7 +301,7 @@ class Scheduler:
         self.num_pages_wanted = self._least_wanted = 0
         if loads is not None:
             loads.take_ended()
-            loads.tiers.plan_stores(now_ns)
+            loads.tiers.begin_step(now_ns)
         goes_on = True
         if unsettled := self._unsettled:
             self._unsettled = []
@@ -325,6 +325,8 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted += self._admit(now_ns, budget, chunks)
+        if loads is not None:
+            loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self.handoffs is not None:
@@ -407,7 +409,7 @@ class Scheduler:
         cache = self.cache
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
-            return cache.leap(num_steps, self._least_wanted if is_lacking else 0)
+            return cache.leap(num_steps, self._least_wanted - self.pages.num_lent() if is_lacking else 0)
         due = self.wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
         if num_due and not is_taken:
@@ -514,13 +516,17 @@ class Scheduler:
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
             num_wanted = cache.num_to_admit(match, num_known, budget)
-            if num_wanted > pages.num_free_to_admit(num_wanted):
+            num_short = num_wanted - pages.num_free_to_admit(num_wanted)
+            if num_short > 0:
+                num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
+                if pages.reclaim(num_short, num_matched):
+                    continue  # what it shared with stores it may have to take now
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
-                    self._least_wanted = cache.least_to_admit(match, num_known, budget)
+                    self._least_wanted = cache.least_to_admit(match, num_known, budget) + num_matched
                     self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
@@ -621,7 +627,7 @@ class Scheduler:
         """
         cache, wheel = self.cache, self.wheel
         cache.count()  # others may have taken what was free
-        if wheel.pages_due() * cache.page_blocks > cache.num_free:
+        if wheel.pages_due() * cache.page_blocks > cache.num_free + self.pages.num_lent():
             self._unsettled = self._settling(joined)
         if cache.follows_decodes:
             if self._unsettled:
