@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvarts.limits import MOST_PAGE_TOKENS, MOST_PAGES, check_whole
+from kvarts.limits import MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
 from kvarts.settings import SettingError, setting
 
 __all__ = ["EngineConfig", "Profile"]
@@ -34,7 +34,9 @@ class EngineConfig(
     `num_pages`: pages of KV memory. `page_size`: tokens per page. `max_num_batched_tokens`: most tokens computed per
     step. `max_num_seqs`: most requests running at once. `profile`: `default`, or `mocker` for the rules of NVIDIA
     Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached tokens are
-    the largest hit of any of its admissions.
+    the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one request computes per
+    step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1), that an admission
+    leaves free while other requests run. Both are vLLM's.
 
     Raises ConfigError for a value out of range.
     """
@@ -54,6 +56,13 @@ class EngineConfig(
     profile: Annotated[Profile, setting("Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker.")] = (
         "default"
     )
+    long_prefill_token_threshold: Annotated[
+        int,
+        setting("Tokens of one request a step may compute while there are others; 0: no limit.", metavar="TOKENS"),
+    ] = 0
+    watermark: Annotated[
+        float, setting("Fraction of the memory that stays free when a request joins others.", metavar="FRACTION")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         check_whole(self.num_pages, "num_pages", most=MOST_PAGES)
@@ -62,6 +71,8 @@ class EngineConfig(
         check_whole(self.max_num_seqs, "max_num_seqs")
         if self.profile not in ("default", "mocker"):
             raise SettingError(f"must be 'default' or 'mocker', got {self.profile!r}", "profile")
+        check_whole(self.long_prefill_token_threshold, "long_prefill_token_threshold", least=0)
+        check_number(self.watermark, "watermark", most=1.0)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise SettingError(
                 f"{self.max_num_seqs} sequences cannot each get a token from a budget of "
