@@ -24,6 +24,7 @@ __all__ = [
     "Cancelled",
     "ChunkComputed",
     "CopiesRemoved",
+    "DecodesStalled",
     "DraftJudged",
     "DraftTaken",
     "Event",
@@ -287,6 +288,15 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     num_known_tokens: int
 
 
+class DecodesStalled(msgspec.Struct, frozen=True, gc=False):
+    """Decodes that were admitted after `request`, whose prefill goes on, compute their token as a chunk in this step.
+
+    Memory may be short for all of them, and those that were admitted earlier take theirs first.
+    """
+
+    request: int
+
+
 class DraftTaken(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a request are drafted, and computed in this step after its decode.
 
@@ -480,6 +490,7 @@ Event = (
     | HeadBlocked
     | Admitted
     | ChunkComputed
+    | DecodesStalled
     | DraftTaken
     | DraftJudged
     | Preemption

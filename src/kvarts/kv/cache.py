@@ -171,10 +171,10 @@ class Cache:
 
     # Needs of requests ----------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that must be free for a request of `num_known` tokens that begins with `match`.
 
-        `budget`: the most tokens that its first step may compute.
+        `budget`: the most tokens that its first step may compute. `num_kept`: blocks that must stay free.
         """
         raise NotImplementedError
 
