@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -94,6 +93,8 @@ def replay_command(
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(new_directory(run_dir, last=REPORT))
         if folder is None and html_file is not None:
+            from tempfile import TemporaryDirectory
+
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
         outputs = run.outputs({**params, "run_dir": folder, "html_file": html_file})
         check_outputs(outputs.paths, inputs, run_dir=run_dir)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import click
@@ -14,6 +14,7 @@ from kvarts.cli import (
     record,
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option
+from kvarts.cli.http_sessions import Door
 from kvarts.cli.narrating import narrate
 from kvarts.cli.options import Command, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
@@ -25,9 +26,6 @@ from kvarts.session.values import SessionSettings
 from kvarts.units import parse_bytes
 
 __all__ = ["sessions_command"]
-
-Beside = Callable[[Any], AbstractAsyncContextManager[object]]
-"""A context manager that serves a runtime at one more address while it is entered."""
 
 MAX_SESSIONS = 16_384
 
@@ -99,7 +97,7 @@ def sessions_command(**values: Any) -> None:
         if owners is not None:
             settings["shares"] = owners.keys.shares
         settings["record"] = record.live_reader(stack, values, settings["say"])
-        beside: list[Beside] = []
+        beside: list[Door] = []
         beside += http_sessions.beside(values, settings, owners)
         asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"], beside))
 
@@ -146,7 +144,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(
-    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[Beside]
+    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[Door]
 ) -> None:
     from kvarts.serve.server import SessionServer, serve_until_signal
 

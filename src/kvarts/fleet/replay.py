@@ -8,7 +8,7 @@ from msgspec import structs
 
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
 from kvarts.fleet.config import FleetConfig, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly

@@ -172,7 +172,7 @@ class Report:
         """Return KV use, queues, latencies and hits as a matplotlib Figure. Raise ConfigError without matplotlib."""
         from kvarts.report.pictures import figure_of
 
-        return figure_of(self)
+        return figure_of(f"Replay of {self.trace_name}", self.steps, self.requests, self.config.slo)
 
     # Advice -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from kvarts.content import UNIT_BYTES, Content
@@ -86,6 +85,8 @@ class Trace:
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in self._facts())
+        from html import escape
+
         return f"<h4>Trace {escape(self.name)}</h4><table>{rows}</table>"
 
     def _facts(self) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
 import msgspec
@@ -18,6 +19,7 @@ __all__ = [
     "TOP_FIELDS",
     "Column",
     "Complaint",
+    "Recording",
     "RequestedBlocks",
     "RowChunk",
     "TimelineRow",
@@ -159,7 +161,7 @@ def rows_of(text: bytes) -> list[Any]:
     try:
         rows = _steps.decode(text)
     except msgspec.ValidationError:
-        pass  # some row is not a valid Step
+        pass  # some row is not a valid TimelineRow
     else:
         if _are_unambiguous(text, rows):
             return rows
@@ -283,3 +285,33 @@ def is_count(value: Any) -> TypeGuard[int]:
 def is_real(value: Any) -> TypeGuard[float]:
     """Return whether `value` is a number from 0 to LARGEST_REAL, small enough to be a time or a share."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_REAL
+
+
+class Recording:
+    """A timeline that can be read more than once.
+
+    After `chunks` is exhausted, `top` holds the other keys of the body, `twice` its repeated keys, and `notes` remarks
+    on how it was read.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.path = path
+        self.top: dict[str, Any] = {}
+        self.twice: list[str] = []
+        self.notes: list[str] = []
+        self.has_timeline = False
+        self.is_cut = False
+        """Whether the recording ended before its totals."""
+
+    def chunks(self) -> Iterator[RowChunk]:
+        """Iterate over the rows, in order."""
+        self.top, self.twice, self.notes, self.is_cut = {}, [], [], False
+        self.has_timeline = False
+        num_rows = 0
+        for rows in self._slabs():
+            chunk = chunk_of(rows, num_rows)
+            num_rows += len(rows)
+            yield chunk
+
+    def _slabs(self) -> Iterator[list[Any]]:
+        raise NotImplementedError

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import NUMBERS, PARTS
-from kvarts.verify.reader import Recording
+from kvarts.verify.chunk import NUMBERS, PARTS, Recording
 from kvarts.verify.text import ByteSource
 from kvarts.verify.values import JSON_ERRORS, any_value
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import RowChunk, is_count
+from kvarts.verify.chunk import Recording, RowChunk, is_count
 from kvarts.verify.limits import TimelineLimits
-from kvarts.verify.reader import BodyRecording, Recording, TextRecording, open_recording
+from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
 from kvarts.verify.rule import RuleResult, TimelineRule, Violation
 from kvarts.verify.rules import make_rules
 from kvarts.verify.schema import Schema
