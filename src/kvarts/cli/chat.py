@@ -42,12 +42,14 @@ def _sampling_options(command: Any) -> Any:
 
 @click.command("chat", cls=Command)
 @click.option("--address", metavar="ADDRESS", default="127.0.0.1:50051", show_default=True,
-              help="Of a server: HOST:PORT for sessions over gRPC, http://HOST:PORT for OpenAI's API.")  # fmt: skip
+              help="Server: HOST:PORT for sessions over gRPC, http://HOST:PORT for OpenAI's API.")  # fmt: skip
 @click.option("--mock", is_flag=True, help="Talk to a mock in this process.")
 @click.option("--model", metavar="NAME", help="Over HTTP, the name of the model; over gRPC, a directory whose "
               "tokenizer and chat template are used. [the server's first; bytes are tokens]")  # fmt: skip
 @click.option("--sink", metavar="N", type=click.IntRange(min=0), help="Keep the KV of the first N tokens,")
-@click.option("--window", metavar="N", type=WINDOW, help="and of the last N; all: of all. [as the server has it]")
+@click.option(
+    "--window", metavar="N", type=WINDOW, help="and of the last N; all: of all tokens. [the server's setting]"
+)
 @click.option("--token-file", metavar="FILE", type=INPUT, help="File with the bearer token.")
 @click.option("--tls", is_flag=True, help="Encrypt, and trust the certificates that the system trusts.")
 @click.option("--tls-ca", metavar="FILE", type=INPUT, help="Encrypt, and trust the certificates in this file.")
@@ -176,5 +178,5 @@ def _typed_lines() -> Iterator[str]:
 def _token_in(path: Path) -> str:
     token = read_text(path, hint="Check the path of the token.").strip()
     if not token or len(token.split()) > 1 or not token.isascii():
-        raise InputError("is no token", path=path, hint="The file has one token, printable ASCII without spaces.")
+        raise InputError("is not a token", path=path, hint="The file has one token, printable ASCII without spaces.")
     return token

@@ -49,6 +49,7 @@ KEYS = (
     "page_size",
     "max_batched_tokens",
     "max_seqs",
+    "max_itl_ms",
     "cost",
     "kv_groups",
     "audit",
@@ -66,11 +67,11 @@ def _options() -> list[click.Parameter]:
     of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys)}
     of_engine.update(mock_sharing.options())
     of_mock = [
-        GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Of its text. [0]"),
+        GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Seed of its text. [0]"),
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
-                      help="Steps take an Xth of their time. [1]"),
+                      help="Steps take 1/X of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
-                      help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
+                      help="Mean length of answers, which end at max_tokens at the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
         GroupedOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -149,7 +149,8 @@ def asks_of(
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
-    written = [served.written(each, exchange.budget) for each in scripted]
+    written = {id(each): served.written(each, exchange.budget) for each in _distinct(scripted)}
+    forced: dict[tuple[int, int], tuple[int, ...]] = {}
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
@@ -163,8 +164,9 @@ def asks_of(
             if most is None:
                 most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
             natural = None
-            if written:
-                natural = len(written[copy])
+            answer = id(scripted[copy]) if scripted else 0
+            if answer:
+                natural = len(written[answer])
                 if scripted[copy].is_as_long_as_asked:
                     most = min(natural, room)
             elif served.limits.default_tokens is not None and not body.ignore_eos:
@@ -173,14 +175,16 @@ def asks_of(
                 most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
-            key = (most, seed, copy if written else 0)
+            key = (most, seed, answer)
             params = params_of.get(key)
             if params is None:
                 params = body.params(most, top_logprobs=top_logprobs)
                 if seed is not None and copy:
                     params = msgspec.structs.replace(params, seed=seed % 2**63)
-                if written:
-                    params = msgspec.structs.replace(params, forced_tokens=written[copy][:most])
+                if answer:
+                    if (answer, most) not in forced:
+                        forced[answer, most] = written[answer][:most]
+                    params = msgspec.structs.replace(params, forced_tokens=forced[answer, most])
                 params_of[key] = params
             asks.append(
                 Ask(
@@ -316,7 +320,13 @@ def _sent(path: str, body: GenerationBody, exchange: Exchange) -> dict[str, Any]
 
 
 def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
-    return Wanted(None, Segments([each.segments() for each in scripted]), scripted=scripted)
+    segments = {id(each): each.segments() for each in _distinct(scripted)}
+    return Wanted(None, Segments([segments[id(each)] for each in scripted]), scripted=scripted)
+
+
+def _distinct(scripted: Sequence[ScriptedAnswer]) -> Iterable[ScriptedAnswer]:
+    """Return each object once: the answer that a request brings is the same for all of its choices."""
+    return {id(each): each for each in scripted}.values()
 
 
 def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
