@@ -3,9 +3,9 @@
     python benchmarks/serve_agents.py --python /venvs/agents/bin/python
 
 `--python`: the interpreter of an environment with the libraries that `--only` selects, which does not need kvarts:
-openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor; openai-agents; dspy; litellm[proxy]. Prints one
-JSON object per library: its output, or the end of its error. `--node`: a folder with node_modules of openai, ai,
-@ai-sdk/openai-compatible and zod, for the clients in serve_node.mjs.
+openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor; openai-agents; dspy; haystack-ai; litellm[proxy].
+Prints one JSON object per library: its output, or the end of its error. `--node`: a folder with node_modules of openai,
+ai, @ai-sdk/openai-compatible and zod, for the clients in serve_node.mjs.
 """
 
 from __future__ import annotations
@@ -130,6 +130,24 @@ import dspy
 dspy.configure(lm=dspy.LM("openai/mock", api_base=url + "/v1", api_key="none", cache=False))
 print(dspy.Predict("question -> answer")(question="Where does dspy go?").answer)
 """,
+    "haystack, an agent": """
+from typing import Annotated
+from haystack.components.agents import Agent
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.tools import tool
+from haystack.utils import Secret
+@tool
+def weather(city: Annotated[str, "the city"]) -> str:
+    "Return the weather."
+    return "rain in " + city
+pieces = []
+for more in ({}, {"streaming_callback": lambda chunk: pieces.append(chunk.content)}):
+    generator = OpenAIChatGenerator(model="mock", api_base_url=url + "/v1", api_key=Secret.from_token("none"), **more)
+    agent = Agent(chat_generator=generator, tools=[weather])
+    print(agent.run(messages=[ChatMessage.from_user("How is it?")])["messages"][-1].text)
+print("".join(pieces))
+""",
     "litellm, a router with fallbacks": f"""
 import litellm
 {LITELLM_MODELS}
@@ -154,11 +172,12 @@ with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
     file.flush()
     log = tempfile.TemporaryFile()
     litellm = os.path.join(os.path.dirname(sys.executable), "litellm")
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    key = "sk-" + os.urandom(16).hex()
+    os.environ |= {{"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}}
     proxy = subprocess.Popen([litellm, "--config", file.name, "--port", str(port)], stdout=log, stderr=log)
     def ask(path, body=None):
         data = None if body is None else json.dumps(body).encode()
-        headers = {{"content-type": "application/json"}}
+        headers = {{"content-type": "application/json", "authorization": "Bearer " + key}}
         asked = urllib.request.Request(f"http://127.0.0.1:{{port}}" + path, data, headers)
         return json.load(urllib.request.urlopen(asked, timeout=60))
     try:
