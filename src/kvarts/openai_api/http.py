@@ -19,8 +19,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 DIRECT = "kvarts.direct"
 """The extension of an ASGI scope that holds a Direct, as `call`."""
-
-
 _RANDOM = Random(SystemRandom().getrandbits(256))
 
 
@@ -77,12 +75,12 @@ class HttpRequest:
         if length.isdecimal() and int(length) > max_bytes:
             raise ApiError(413, f"the body has {length[:20]} bytes, and {max_bytes} are read at most")
         whole = None if self._direct is None else self._direct.whole_body()
-        if whole is not None and len(whole) <= max_bytes:
+        if whole is not None:
+            if len(whole) > max_bytes:
+                raise ApiError(413, f"the body has {len(whole)} bytes, and {max_bytes} are read at most")
             if whole:
                 came(len(whole))
             return whole
-        if whole is not None:
-            raise ApiError(413, f"the body has {len(whole)} bytes, and {max_bytes} are read at most")
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._whole_body(max_bytes, came)

@@ -99,14 +99,14 @@ class _Direct:
     """A Direct: reads and writes a request's connection as uvicorn does, and nothing else."""
 
     def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
-        self.cycle = self._cycle = cycle
+        self.cycle = cycle
         self._flow = flow
         self._transport = transport
         self._gone: Callable[[], object] | None = None
 
     def whole_body(self) -> bytes | None:
         """Take the body of the request if all of it has arrived."""
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
             return None
         self._flow.resume_reading()
@@ -119,7 +119,7 @@ class _Direct:
         self._gone = gone
         if gone is not None:
             self._flow.resume_reading()  # else the end of the connection is not noticed
-            if self._cycle.disconnected:
+            if self.cycle.disconnected:
                 asyncio.get_running_loop().call_soon(self.disconnected)
 
     def disconnected(self) -> None:
@@ -131,7 +131,7 @@ class _Direct:
     @property
     def is_ready(self) -> bool:
         """Whether a part can be written now."""
-        cycle = self._cycle
+        cycle = self.cycle
         return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
 
     def write(self, payload: bytes) -> None:
