@@ -151,7 +151,7 @@ class OpenAIApp:
             self._live.open()
 
     def close(self) -> None:
-        """Stop work off the event loop, and what runs besides requests."""
+        """Stop everything that runs besides requests. Raise OutputError if the access log lacks lines."""
         self._workbench.close()
         if self._live is not None:
             self._live.close()
