@@ -71,7 +71,7 @@ def put_files_inside() -> None:
 
     from kvarts.connect.vllm import KvartsFiles
 
-    class FileSystemTierManager(KvartsFiles):  # type: ignore[misc, valid-type]
+    class FileSystemTierManager(KvartsFiles):  # type: ignore[misc]
         def __init__(self, *args: Any, root_dir: str, n_read_threads: int = 1, n_write_threads: int = 1, **more: Any):
             super().__init__(*args, directory=root_dir, disk="4GiB", **more)
             # A lookup is answered at once: what the tests wait for has happened.
