@@ -14,7 +14,7 @@ from kvarts.errors import ConfigError, parts_of
 from kvarts.hints import Hints
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of, hints_of_parts
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
 __all__ = [
@@ -286,6 +286,10 @@ class ChatBody(GenerationBody, kw_only=True):
         super().check()
         if self.echo:
             raise ApiError(400, "echo is of completions: omit it", param="echo")
+
+    def hints_of_parts(self) -> Hints | None:
+        """Return the hint that messages and tools have; None for none. Raise ApiError."""
+        return hints_of_parts(self.messages, "messages") or hints_of_parts(self.tools, "tools")
 
     def template_options(self) -> dict[str, Any]:
         """Return the template variables other than the messages."""
