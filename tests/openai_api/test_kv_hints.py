@@ -113,6 +113,8 @@ IN_PARTS: list[tuple[str, dict[str, Any], float | None]] = [
      3_600_000),
     (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": HOUR}]}],
             "cache_control": EPHEMERAL}, 300_000),
+    (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": EPHEMERAL}]}],
+            "tools": [FUNCTION | {"cache_control": HOUR}]}, 3_600_000),
     (MESSAGES, {"messages": [{"role": "user", "content": "hello"}]}, None),
     (MESSAGES, {"messages": [{"role": "user", "content": "hello"}], "cache_control": HOUR}, 3_600_000),
     (MESSAGES, {"messages": [{"role": "user", "content": "hello"}], "system": [TEXT | {"cache_control": HOUR}]},

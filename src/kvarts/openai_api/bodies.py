@@ -289,7 +289,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def hints_of_parts(self) -> Hints | None:
         """Return the hint that messages and tools have; None for none. Raise ApiError."""
-        return hints_of_parts(self.messages, "messages") or hints_of_parts(self.tools, "tools")
+        return hints_of_parts(messages=self.messages, tools=self.tools)
 
     def template_options(self) -> dict[str, Any]:
         """Return the template variables other than the messages."""

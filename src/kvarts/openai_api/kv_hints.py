@@ -117,13 +117,13 @@ def hints_of(
     return merged
 
 
-def hints_of_parts(parts: object, where: str) -> Hints | None:
-    """Return the longest time to live of any `cache_control` in messages or tools; None without one.
+def hints_of_parts(**fields: object) -> Hints | None:
+    """Return the longest time to live of any `cache_control` in `fields` of a body; None without one.
 
-    `where`: their field in the body. Raise ApiError for a bad one, by its field.
+    Raise ApiError for a bad one, by its field.
     """
     longest: Hints | None = None
-    left = [(parts, where)]
+    left = [(part, name) for name, part in fields.items()]
     while left:
         part, field = left.pop()
         if isinstance(part, list):

@@ -111,10 +111,9 @@ class MessagesBody(msgspec.Struct, kw_only=True):
         for index, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{index}]")
         # Blocks of calls and their results lose what a chat has no place for, and a template would print it in a tool.
-        named = (("system", self.system), ("messages", self.messages), ("tools", self.tools))
-        longest = max((hints.ttl_ms or 0 for name, part in named if (hints := hints_of_parts(part, name))), default=0)
-        if longest:
-            messages[0]["cache_control"] = {"type": "ephemeral", "ttl": f"{round(longest / 1000)}s"}
+        longest = hints_of_parts(system=self.system, messages=self.messages, tools=self.tools)
+        if longest is not None and messages:
+            messages[0]["cache_control"] = {"type": "ephemeral", "ttl": f"{round((longest.ttl_ms or 0) / 1000)}s"}
         return messages
 
 
