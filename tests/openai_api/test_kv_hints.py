@@ -19,6 +19,7 @@ from builders.http_client import call
 
 Start = Callable[..., RunningServer]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PROMPT_TOKENS = 64
 
 
@@ -96,6 +97,60 @@ def test_each_form_is_read_and_recorded(start: Start, tmp_path: Path, path: str)
     assert recorder is not None
     recorder.write(tmp_path / "run.jsonl")
     assert [row.hints for row in load_recorded(tmp_path / "run.jsonl")] == [hints for _, hints in cases]
+
+
+EPHEMERAL = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+TEXT = {"type": "text", "text": "hello"}
+TOOL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [TEXT | {"cache_control": HOUR}]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+IN_PARTS: list[tuple[str, dict[str, Any], float | None]] = [
+    (CHAT, {"messages": [{"role": "user", "content": [TEXT, TEXT | {"cache_control": EPHEMERAL}]}]}, 300_000),
+    (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": each} for each in (HOUR, EPHEMERAL)]}]},
+     3_600_000),
+    (CHAT, {"messages": [{"role": "user", "content": [TEXT]}], "tools": [FUNCTION | {"cache_control": HOUR}]},
+     3_600_000),
+    (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": HOUR}]}],
+            "cache_control": EPHEMERAL}, 300_000),
+    (CHAT, {"messages": [{"role": "user", "content": [TEXT | {"cache_control": EPHEMERAL}]}],
+            "tools": [FUNCTION | {"cache_control": HOUR}]}, 3_600_000),
+    (MESSAGES, {"messages": [{"role": "user", "content": "hello"}]}, None),
+    (MESSAGES, {"messages": [{"role": "user", "content": "hello"}], "cache_control": HOUR}, 3_600_000),
+    (MESSAGES, {"messages": [{"role": "user", "content": "hello"}], "system": [TEXT | {"cache_control": HOUR}]},
+     3_600_000),
+    (MESSAGES, {"messages": [{"role": "user", "content": "hello"}],
+                "tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": EPHEMERAL}]}, 300_000),
+    (MESSAGES, {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": [TOOL]},
+                             {"role": "user", "content": [RESULT]}]}, 3_600_000),
+    (RESPONSES, {"input": "hello", "kvarts_hints": {"ttl_ms": 70}}, 70),
+]  # fmt: skip
+
+
+def test_hints_of_other_doors_and_of_parts(start: Start, tmp_path: Path) -> None:
+    """The longest time to live of any part is that of the request, unless that has one of its own."""
+    running = start(is_recording=True)
+    for path, asked, _ in IN_PARTS:
+        most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        reply = call(running.url, path, {**asked, most: 1})
+        assert reply.status == 200, reply.payload
+    running.settle()
+    assert running.opened.recorder is not None
+    running.opened.recorder.write(tmp_path / "run.jsonl")
+    found = [row.hints and row.hints.ttl_ms for row in load_recorded(tmp_path / "run.jsonl")]
+    assert found == [ttl_ms for *_, ttl_ms in IN_PARTS]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize(
+    ("control", "field"), [({"type": "forever"}, ".type"), (HOUR | {"ttl": "2h"}, ".ttl"), (7, "")]
+)
+def test_a_bad_hint_of_a_part_is_named(server: RunningServer, path: str, control: Any, field: str) -> None:
+    asked = {"messages": [{"role": "user", "content": [TEXT, TEXT | {"cache_control": control}]}], "max_tokens": 1}
+    reply = call(server.url, path, asked)
+    assert reply.status == 400
+    error, param = reply.json["error"], f"messages[0].content[1].cache_control{field}"
+    assert param == error.get("param") or error["message"].startswith(f"{param}: ")
 
 
 @pytest.mark.parametrize(("given", "param"), BAD)

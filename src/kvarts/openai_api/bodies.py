@@ -15,7 +15,7 @@ from kvarts.hints import Hints
 from kvarts.limits import brief
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of, hints_of_parts
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
 __all__ = [
@@ -288,6 +288,10 @@ class ChatBody(GenerationBody, kw_only=True):
         super().check()
         if self.echo:
             raise ApiError(400, "echo is of completions: omit it", param="echo")
+
+    def hints_of_parts(self) -> Hints | None:
+        """Return the hint that messages and tools have; None for none. Raise ApiError."""
+        return hints_of_parts(messages=self.messages, tools=self.tools)
 
     def template_options(self) -> dict[str, Any]:
         """Return the template variables other than the messages."""

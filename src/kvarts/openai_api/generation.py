@@ -557,8 +557,11 @@ class Generating:
         def read_all() -> _Read:
             body, make = read()
             served = self._models.of(body.model)
+            of_parts = body.hints_of_parts()  # before the texts of parts are joined
             wanted = wanted_chat(served, body, exchange)
             asks = wanted.of(chat_asks(served, body, exchange, wanted.scripted))
+            if of_parts is not None:
+                asks = [msgspec.structs.replace(ask, hints_of_parts=of_parts) for ask in asks]
             form = make(served, body, asks, wanted.shape)
             body.messages = body.tools = None
             return _Read(served, body, asks, form, next(iter(wanted.scripted), None))

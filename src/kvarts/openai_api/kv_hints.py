@@ -3,7 +3,8 @@
 - `kv_hints`: vLLM's envelope of actions (vLLM pull request 53423). Of the actions, `kv.retain` of version 1 is read:
   its `directives` hold a `priority` from 0 to 100 and a `duration` in seconds, or null.
 - `nvext`: Dynamo's extension. `agent_hints.priority` and `cache_control` are read.
-- `cache_control`: Anthropic's, of a whole request: `{"type": "ephemeral", "ttl": "5m"}`.
+- `cache_control`: Anthropic's, of a whole request or of a part of it: `{"type": "ephemeral", "ttl": "5m"}`. That of a
+  part claims the prompt up to there; here it claims the request.
 - `kvarts_hints`: `kvarts.hints.Hints`, as rows of traces have them.
 """
 
@@ -18,7 +19,7 @@ from kvarts.errors import parts_of
 from kvarts.hints import Hints, Priority
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["NO_PRIORITY", "CacheControl", "KvHints", "NvExt", "hints_of"]
+__all__ = ["NO_PRIORITY", "CacheControl", "KvHints", "NvExt", "hints_of", "hints_of_parts", "with_parts"]
 
 NO_PRIORITY = "the owner of this key may not set priorities: leave it out"
 MOST_ACTIONS = 16
@@ -114,6 +115,39 @@ def hints_of(
             raise ApiError(400, f"{twice[0]} is given by another field as well: give it once", param=param)
         merged = hints if merged is None else replace(merged, **given)
     return merged
+
+
+def hints_of_parts(**fields: object) -> Hints | None:
+    """Return the longest time to live of any `cache_control` in `fields` of a body; None without one.
+
+    Raise ApiError for a bad one, by its field.
+    """
+    longest: Hints | None = None
+    left = [(part, name) for name, part in fields.items()]
+    while left:
+        part, field = left.pop()
+        if isinstance(part, list):
+            left += [(each, f"{field}[{index}]") for index, each in enumerate(part) if isinstance(each, dict)]
+        elif isinstance(part, dict):
+            left += [(part[name], f"{field}.{name}") for name in ("content", "function") if name in part]
+            if part.get("cache_control") is None:
+                continue
+            try:
+                control = msgspec.convert(part["cache_control"], CacheControl)
+            except msgspec.ValidationError as error:
+                what, name = parts_of(error)
+                param = f"{field}.cache_control{'.' * bool(name)}{name or ''}"
+                raise ApiError(400, what, param=param) from error
+            found = _cached(control, f"{field}.cache_control")
+            longest = max((found, longest), key=lambda hints: -1 if hints is None else hints.ttl_ms or 0)
+    return longest
+
+
+def with_parts(hints: Hints | None, of_parts: Hints | None) -> Hints | None:
+    """Return the hints of a request with the time to live of its parts, unless it has one of its own."""
+    if hints is None or of_parts is None:
+        return hints or of_parts
+    return hints if hints.ttl_ms is not None else replace(hints, ttl_ms=of_parts.ttl_ms)
 
 
 def _cached(control: CacheControl | None, param: str) -> Hints | None:

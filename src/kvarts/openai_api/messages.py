@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.hints import Hints
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Choice, TokenLogprob
 from kvarts.openai_api.bodies import ChatBody
@@ -15,6 +16,7 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.forms import Whole
 from kvarts.openai_api.generation import Exchange, Generating, MakeForm, chat_asks
 from kvarts.openai_api.http import new_id
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of_parts
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
@@ -64,6 +66,10 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     kvarts_answer: Any = None
+    kvarts_hints: Hints | None = None
+    kv_hints: KvHints | None = None
+    nvext: NvExt | None = None
+    cache_control: CacheControl | None = None
 
     def chat(self) -> ChatBody:
         """Convert to a chat. Raise ApiError for unsupported values."""
@@ -85,6 +91,10 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             cache_salt=self.cache_salt,
             session_id=self.session_id,
             kvarts_answer=self.kvarts_answer,
+            kvarts_hints=self.kvarts_hints,
+            kv_hints=self.kv_hints,
+            nvext=self.nvext,
+            cache_control=self.cache_control,
             response_format=form,
             # A tool with a type is run by Anthropic's servers: here it is never called.
             tools=[_function(tool) for tool in self.tools or () if tool.get("type", "custom") == "custom"] or None,
@@ -100,6 +110,10 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             messages.append({"role": "system", "content": self.system})
         for index, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{index}]")
+        # Blocks of calls and their results lose what a chat has no place for, and a template would print it in a tool.
+        longest = hints_of_parts(system=self.system, messages=self.messages, tools=self.tools)
+        if longest is not None and messages:
+            messages[0]["cache_control"] = {"type": "ephemeral", "ttl": f"{round((longest.ttl_ms or 0) / 1000)}s"}
         return messages
 
 

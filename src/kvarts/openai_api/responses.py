@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kvarts.hints import Hints
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Choice, TokenLogprob
 from kvarts.openai_api.bodies import ChatBody, messages_of
@@ -19,6 +20,7 @@ from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.forms import Whole
 from kvarts.openai_api.generation import Exchange, Generating, MakeForm
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
 from kvarts.owners.keys import Owner
@@ -214,6 +216,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     kvarts_answer: Any = None
+    kvarts_hints: Hints | None = None
+    kv_hints: KvHints | None = None
+    nvext: NvExt | None = None
+    cache_control: CacheControl | None = None
     text: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
@@ -258,6 +264,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             cache_salt=self.cache_salt,
             session_id=self.session_id,
             kvarts_answer=self.kvarts_answer,
+            kvarts_hints=self.kvarts_hints,
+            kv_hints=self.kv_hints,
+            nvext=self.nvext,
+            cache_control=self.cache_control,
             response_format=form if isinstance(form, dict) else None,
             tools=[{"type": "function", "function": tool} for tool in functions] or None,
             tool_choice=choice,

@@ -25,6 +25,7 @@ from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError, too_long
 from kvarts.openai_api.gate import Entry, Gate
+from kvarts.openai_api.kv_hints import with_parts
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
@@ -143,6 +144,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     hints: Hints | None = None
+    hints_of_parts: Hints | None = None
+    """The hint of parts of its prompt, which has no effect in a session."""
     salt: str | None = None
     tenant: str | None = None
     request_id: str | None = None
@@ -549,7 +552,13 @@ class _Begin:
             served.assign(index)
             request = Request(
                 index,
-                Content.from_tokens(ask.tokens, page_size=page_size, owner=index, salt=ask.salt, hints=ask.hints),
+                Content.from_tokens(
+                    ask.tokens,
+                    page_size=page_size,
+                    owner=index,
+                    salt=ask.salt,
+                    hints=with_parts(ask.hints, ask.hints_of_parts),
+                ),
                 num_prompt_tokens=len(ask.tokens),
                 max_tokens=max(1, ask.params.max_tokens),
                 arrival_ns=now_ns,

@@ -42,8 +42,8 @@ LRU = Weights()
 class Place:
     """State of a run. `last`: the time of its last release; `end`: its end page at that time.
 
-    `returns`, and `away`: the mean absence before each, the latest counting half; `paused`: whether its client runs a
-    tool.
+    `returns`, and `away`: the mean absence before each, the latest counting half. `is_new`: it has not returned; then
+    `session_away` is the absence of the run that it follows. `paused`: its client runs a tool.
     """
 
     __slots__ = ("away", "end", "is_new", "last", "paused", "returns", "session_away")
@@ -54,7 +54,6 @@ class Place:
         self.returns = returns
         self.away = away
         self.session_away = 0
-        """The absence of the run before it, if that returned."""
         self.is_new = True
         self.paused = False
 
