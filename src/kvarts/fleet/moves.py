@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappush
+from typing import Protocol
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links, StoreLinks
@@ -19,7 +20,24 @@ from kvarts.report.requests import FAILED, REJECTED, RequestLog
 from kvarts.request import Request, RequestState
 from kvarts.sim.arrivals import Arrivals
 
-__all__ = ["Moves"]
+__all__ = ["Moves", "SharedPages", "StoreUse"]
+
+
+class SharedPages(Protocol):
+    """A store that workers share."""
+
+    def take_waited_for(self) -> list[tuple[int, int]]:
+        """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
+
+
+class StoreUse:
+    """A store that workers share, and their links to it."""
+
+    __slots__ = ("links", "store")
+
+    def __init__(self, store: SharedPages, links: StoreLinks) -> None:
+        self.store = store
+        self.links = links
 
 
 class Moves:
@@ -42,7 +60,7 @@ class Moves:
         only_missing: bool,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
-        store: StoreLinks | None = None,
+        store: StoreUse | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
@@ -349,8 +367,9 @@ class Moves:
         """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
         if self._store is not None:
-            self._store.drop(worker.index, now_ns)
+            self._store.links.drop(worker.index, now_ns)
         worker.lose_transfers(now_ns)
+        self._end_waits(now_ns)
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):
             if handoff.at_target and handoff.target == worker.index:
@@ -393,6 +412,18 @@ class Moves:
                 target.pending.remove(handoff)
                 self._compute_here(handoff, target, now_ns)
                 self._try_again(target, now_ns, is_busy=is_busy)
+
+    def _end_waits(self, now_ns: int) -> None:
+        """Let requests go on that have waited for writes of other workers to the store."""
+        if self._store is None:
+            return
+        for index, write in self._store.store.take_waited_for():
+            worker = self.workers[index]
+            self._is_busy(worker, now_ns)
+            assert worker.scheduler.loads is not None
+            worker.scheduler.loads.end_wait(write)
+            worker.changed()
+            self._roused.add(index)
 
     def _restart(self, handoff: Handoff) -> None:
         handoff.num_restarts += 1

@@ -16,6 +16,7 @@ from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
+from kvarts.fleet.moves import SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -114,7 +115,7 @@ def replay_fleet(
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
         tier_names=tier_names,
-        store=store_links,
+        store=None if store is None or store_links is None else StoreUse(store, store_links),
         scaler=None if config.scaler is None else config.scaler(),
         faults=config.faults,
         on_progress=on_progress,
@@ -138,7 +139,7 @@ def replay_fleet(
     )
 
 
-class Store(Protocol):
+class Store(SharedPages, Protocol):
     """A store that workers share."""
 
     num_pages: int
