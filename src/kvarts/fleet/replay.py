@@ -57,7 +57,7 @@ def replay_fleet(
     shared = {} if store is None else {STORE: store.num_pages}
     tier_names += shared
     log = RequestLog(
-        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts")
+        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts", "is_local")
     )
     steps: list[StepLog] = []
 
@@ -113,6 +113,7 @@ def replay_fleet(
         links_of(config),
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
+        least_remote=config.least_remote,
         is_mocker=is_mocker,
         tier_names=tier_names,
         store=None if store is None or store_links is None else StoreUse(store, store_links),
