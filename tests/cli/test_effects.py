@@ -115,7 +115,7 @@ def test_what_has_no_effect_is_refused(arguments: str, says: str, call: Call) ->
 
 @pytest.mark.skipif(not has_every_room(), reason="names options of several rooms")
 def test_a_plan_has_no_options_of_several_models(call: Call, tmp_path: Path) -> None:
-    assert not {"--turns", "--reclaim-after", "--health", "--baselines"} & flags_of("plan")
+    assert not {"--reclaim-after", "--health", "--baselines"} & flags_of("plan")
     config = tmp_path / "c.toml"
     config.write_text('[models.chat]\nmodel = "qwen3-8b"\n')
     code, err = call("plan", "sample:mooncake", "--config", config)

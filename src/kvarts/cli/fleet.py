@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
 from kvarts.cli.kv_events import publishing_of
-from kvarts.cli.parts import Part, Run
+from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.printing import print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["PART", "FleetRun"]
 
 
-class FleetPart(Part):
+class FleetPart(CommandPart):
     """Options of pools and links."""
 
     sections = SECTIONS
 
-    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+    def run(
+        self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
+    ) -> ReplayRun | None:
         """Return the run if any setting of a pool is given."""
         if not is_of_fleet(given):
             return None

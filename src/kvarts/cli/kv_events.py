@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
@@ -46,7 +46,7 @@ def server_options() -> list[click.Option]:
         ),
         GroupedOption(
             ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
-            help="Their topic; of a mock, {model} in it stands for the name of the model. [empty]",
+            help="Topic of the events; in a mock, {model} stands for the name of the model. [empty]",
         ),
     ]  # fmt: skip
 
@@ -139,7 +139,7 @@ def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) ->
     return msgspec.structs.replace(config, groups=told)
 
 
-class KvEventsPart(Part):
+class KvEventsPart(CommandPart):
     """KV events over ZMQ."""
 
     def options(self) -> Sequence[click.Option]:
@@ -148,11 +148,11 @@ class KvEventsPart(Part):
             *server_options(),
             GroupedOption(
                 ["--kv-events-wait"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
-                help="Begin when something has subscribed, or after so long. [0]",
+                help="Begin after the first subscription, or after this time. [0]",
             ),
             GroupedOption(
                 ["--kv-events-stay"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
-                help="Go on answering for so long when the replay has ended. [0]",
+                help="Answer requests for past events for this long after the replay. [0]",
             ),
             GroupedOption(
                 ["--insecure"], group=TITLE, count=True,

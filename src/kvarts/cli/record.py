@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.cli.paths import DERIVED, OUTPUT
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.events import Event
     from kvarts.record.live import LiveTimeline
-    from kvarts.record.timeline import Recorded
+    from kvarts.record.timeline import RecordedReport
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
@@ -49,7 +49,7 @@ kv_timeline_option = click.option(
 """For `kvarts profile`, see open_live; for sessions, see live_reader."""
 
 
-class RecordPart(Part):
+class RecordPart(CommandPart):
     """Timelines and journals."""
 
     def options(self) -> Sequence[click.Option]:
@@ -170,7 +170,7 @@ def check_timelines(paths: Iterable[Path]) -> None:
             import_parquet()
 
 
-def write_timelines(report: Recorded, groups: Iterable[Iterable[Path]], *, every: int) -> None:
+def write_timelines(report: RecordedReport, groups: Iterable[Iterable[Path]], *, every: int) -> None:
     """Write the timeline of each replica of `report` to the paths of each group, with every `every`-th step."""
     from kvarts.record.timeline import timelines_of
 

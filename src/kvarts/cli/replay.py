@@ -12,7 +12,7 @@ import click
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
-from kvarts.cli.parts import Outputs, Run, load_parts
+from kvarts.cli.parts import Outputs, ReplayRun, load_parts
 from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sample import load_traffic, over_sample_settings
@@ -86,7 +86,7 @@ def replay_command(
     runs = [part.run(given, trace, sections, params) for part in load_parts()]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
-    run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
+    run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
     run_dir: Path | None = params.pop("run_dir")
     check_opening(html_file, opens=opens)
     inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
@@ -171,9 +171,9 @@ class OneRun:
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
         """Return the outputs, with their paths checked."""
-        from kvarts.cli.outputs import Outputs as OneOutputs
+        from kvarts.cli.outputs import ReplayFiles
 
-        return OneOutputs(self.config, **places)
+        return ReplayFiles(self.config, **places)
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
         """Load the trace."""

@@ -15,7 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
 from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.rooms import from_room
-from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Source, setting, settings_of
+from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import meant_size, parse_bytes, parse_rate
@@ -311,7 +311,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 class _InPool(msgspec.Struct, frozen=True):
     """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
 
-    source: Source
+    source: ValueSource
     setting: Setting
 
     @property

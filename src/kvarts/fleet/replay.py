@@ -241,6 +241,7 @@ def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[Event
         prefill=prefill_cost(config),
         audit=config.audit,
         hands_over=True,
+        step_ns=cost.step_ns,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
     worker = Worker(index, rank, replica, queue, only_prefills=pool.role == "prefill", leaps=not config.step_by_step)

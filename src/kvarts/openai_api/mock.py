@@ -157,6 +157,7 @@ def mock_model(
         make_order=make_order,
         prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
         moves_pages=False,
+        step_ns=cost.step_ns,
     )
     paced.is_at_rest = lambda: not core.scheduler.has_work
     replica = Replica(core, SimExecutor(cost), step_by_step=True)

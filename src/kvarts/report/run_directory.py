@@ -111,7 +111,7 @@ class RunDirectory:
         runs = []
         for name in self.summary.models:
             if name in ("", ".", "..") or set(name) & set("/\\\0"):
-                raise InputError(f"{name!r} is no name of a model", path=self.path / REPORT, field="models")
+                raise InputError(f"{name!r} is not the name of a model", path=self.path / REPORT, field="models")
             runs.append(RunDirectory(self.path / name))
         return runs
 

@@ -484,7 +484,10 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
-        for field in ("engine", "async_scheduling", "frontend_ms", "client_timeout_s", "retries", "retry_after_s"):
+        for field in (
+            *("max_itl_ms", "long_prefill_token_threshold", "watermark", "engine", "async_scheduling", "frontend_ms"),
+            *("client_timeout_s", "retries", "retry_after_s"),
+        ):
             if values[field] in ("none", False, 0.0, None):
                 del values[field]
         placement = values.pop("placement")

@@ -18,7 +18,8 @@ from kvarts.units import as_duration
 __all__ = ["Trace", "TraceRequest"]
 
 NO_PREFIXES = (
-    "the trace does not tell what prompts have in common: no two of them share a page, and hit ratios are lower bounds"
+    "the trace does not identify prefixes that prompts share: no two of them share a page, and hit ratios are lower "
+    "bounds"
 )
 
 

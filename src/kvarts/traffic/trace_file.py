@@ -137,7 +137,9 @@ class TraceFile:
             what = "is nested too deeply"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             what, line = f"is not JSON: {error}", _line_of(error, data)
-        return InputError(what, path=self.path, line=line, hint="`kvarts trace forms` lists what can be read.")
+        return InputError(
+            what, path=self.path, line=line, hint="`kvarts trace forms` lists the forms that can be read."
+        )
 
     @cached_property
     def header(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvarts.errors import InputError
 from kvarts.verify.chunk import NUMBERS, PARTS, Recording
-from kvarts.verify.text import Source
+from kvarts.verify.text import ByteSource
 from kvarts.verify.values import JSON_ERRORS, any_value
 
 __all__ = ["ParquetRecording"]
@@ -19,7 +19,7 @@ LARGEST_FOOTER_BYTES = 1 << 24
 class ParquetRecording(Recording):
     """A Parquet file, optionally gzipped. Requires pyarrow."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 

@@ -14,7 +14,7 @@ from kvarts.errors import InputError
 from kvarts.verify.chunk import Recording, brief
 from kvarts.verify.json_text import JsonText
 from kvarts.verify.lines_text import LinesText
-from kvarts.verify.text import Broken, Source, bytes_blocks, shortened
+from kvarts.verify.text import Broken, ByteSource, bytes_blocks, shortened
 from kvarts.verify.values import JSON_ERRORS, any_value
 
 __all__ = ["SLAB_ROWS", "BodyRecording", "TextRecording", "open_recording"]
@@ -30,7 +30,7 @@ def open_recording(path: Path | str) -> Recording:
     cannot be opened.
     """
     path = Path(path)
-    source = Source(path)
+    source = ByteSource(path)
     suffixes = path.suffixes[:-1] if path.suffixes[-1:] == [".gz"] else path.suffixes
     suffix = suffixes[-1] if suffixes else ""
     if source.head(4) == b"PAR1" or suffix == ".parquet":
@@ -42,7 +42,7 @@ def open_recording(path: Path | str) -> Recording:
     return _JsonRecording(source)
 
 
-def _is_lines(source: Source) -> bool:
+def _is_lines(source: ByteSource) -> bool:
     """Return whether the first line is a whole object and another line begins like one."""
     for block in shortened(source.blocks(), source.broken, keeps_lines=True):
         first, _, more = block.lstrip().partition(b"\n")
@@ -102,7 +102,7 @@ def _json_rows(recording: Recording, blocks: Iterator[bytes], broken: Broken) ->
 
 
 class _JsonRecording(Recording):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 
@@ -113,7 +113,7 @@ class _JsonRecording(Recording):
 
 
 class _LinesRecording(Recording):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 
