@@ -198,7 +198,7 @@ def test_replicas_share_a_store(
         ((*APART, "--decode-pages", 0), "--decode-pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
         ((*APART, "--decode-host-memory", "1B", "--kv-bytes-per-token", 9), "--decode-host-memory"),
-        ((*APART, "--h2d", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--h2d", "1GB/s"), "has no effect without a size"),
         ((*APART, "--store-rate", "1GB/s"), "says how, and not how much"),
         ((*APART, "--remote-prefill-from", 0), "--remote-prefill-from"),
         ((*APART, "--remote-prefill-from", 9, "--profile", "mocker"), "--remote-prefill-from"),

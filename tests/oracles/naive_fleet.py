@@ -400,13 +400,15 @@ class NaiveFleet:
             target.refused_at = -1
             if target.end_ns is None:
                 self.send(target.try_to_reserve(now))
-        for worker, request in ((target, handoff.decode), (source, handoff.prefill)):
-            if not worker.has(request):
-                continue
+        here = [
+            worker for worker, request in ((target, handoff.decode), (source, handoff.prefill)) if worker.has(request)
+        ]
+        for worker in here:
+            if worker.end_ns is not None:
+                worker.interrupts.append(("drop", handoff))
+        for worker in here:
             if worker.end_ns is None:
                 self.drop(handoff, worker, now)
-            else:
-                worker.interrupts.append(("drop", handoff))
         self.note_given_up(handoff, now)
 
     def drop(self, handoff: NaiveHandoff, worker: NaiveWorker, now: int) -> None:

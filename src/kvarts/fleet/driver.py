@@ -86,6 +86,8 @@ class FleetDriver(Moves):
                     break
                 now_ns = self.now_ns
             self.now_ns = now_ns
+            if self._store is not None:
+                self._store.links.now_ns = now_ns
             self._finish_steps(now_ns)
             for front in self._polled:
                 if front.poll_ns(now_ns) == now_ns:

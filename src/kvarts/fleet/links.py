@@ -264,6 +264,8 @@ class StoreLinks:
         self._coming: list[tuple[int, int, StoreTransfer]] = []
         """Transfers that begin when their latency has passed, as a heap: time, and number in order of submission."""
         self._num_begun = 0
+        self.now_ns = 0
+        """The time of the fleet."""
 
     @property
     def busy_ns(self) -> tuple[int, int]:
@@ -293,6 +295,20 @@ class StoreLinks:
             if (transfer.worker, transfer.number) == (worker, number):
                 return self._shared.left_ns(job, now_ns)
         return 0
+
+    def cancel(self, worker: int, number: int) -> None:
+        """Abort transfer `number` of `worker`, if it has not ended."""
+        for each in self._coming:
+            if (each[2].worker, each[2].number) == (worker, number):
+                self._coming.remove(each)
+                heapify(self._coming)
+                return
+        for job in self._shared.jobs:
+            transfer = cast(StoreTransfer, job.owner)
+            if (transfer.worker, transfer.number) == (worker, number):
+                self._shared.advance(self.now_ns)
+                self._shared.remove(job)
+                return
 
     def drop(self, worker: int, now_ns: int) -> None:
         """Abort all transfers of `worker`."""

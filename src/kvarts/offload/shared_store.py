@@ -43,6 +43,9 @@ class LinksToStore(Protocol):
     def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
         """Return how long one more transfer would take if no other began or ended."""
 
+    def cancel(self, worker: int, number: int) -> None:
+        """Abort transfer `number` of `worker`, if it has not ended."""
+
     def left_ns(self, worker: int, number: int, now_ns: int) -> int:
         """Return how long transfer `number` of `worker` would still take if no other began or ended."""
 
@@ -78,9 +81,11 @@ class SharedStore:
         waited_for, self._waited_for = self._waited_for, []
         return waited_for
 
-    def end_write(self, placement: Placement) -> None:
-        """Record that a write has ended, or failed."""
+    def end_write(self, placement: Placement, *, is_stored: bool) -> None:
+        """Record that a write has ended, or failed, or was given up, which ends its transfer."""
         write = self.writes.pop(placement)
+        if not is_stored:
+            self.links.cancel(write.worker, write.transfer)
         self._waited_for += [(worker, write.number) for worker in write.waiting]
 
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore:
@@ -194,7 +199,7 @@ class StoreView(MemoryTier):
         if is_first:
             self._num_moving -= store.num_pages
             assert isinstance(store.ticket, Placement)
-            self._store.end_write(store.ticket)
+            self._store.end_write(store.ticket, is_stored=is_stored)
         return is_first
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
@@ -281,6 +286,9 @@ class StoreChannel(Channel):
             self.view.unsent.clear()
         self._links.begin(self._worker, self.tiers.num_transfers, num_bytes, now_ns, is_read=self._is_read)
         return NEVER_NS
+
+    def withdraw(self, now_ns: int, num_bytes: int) -> None:
+        """Do nothing: the store cancels the transfers that are given up."""
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
         """Note that a transfer has ended."""
