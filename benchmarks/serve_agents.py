@@ -2,8 +2,10 @@
 
     python benchmarks/serve_agents.py --python /venvs/agents/bin/python
 
-`--python`: the interpreter of an environment with openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor,
-which does not need kvarts. Prints one JSON object per library: its output, or the end of its error.
+`--python`: the interpreter of an environment with the libraries that `--only` selects, which does not need kvarts:
+openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor; openai-agents; dspy; haystack-ai; litellm[proxy].
+Prints one JSON object per library: its output, or the end of its error. `--node`: a folder with node_modules of openai,
+ai, @ai-sdk/openai-compatible and zod, for the clients in serve_node.mjs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ turn = 2
 text = "It rains in both."
 
 [[answers]]
-message = "As an object*"
+model = "broken"
+fail = "503"
+
+[[answers]]
+message = "*Where does dspy go?*"
+text = "[[ ## answer ## ]]\\nTo Lund.\\n\\n[[ ## completed ## ]]"
+
+[[answers]]
+message = "*As an object*"
 text = { city = "Lund", days = 3 }
 
 [[answers]]
@@ -84,7 +94,106 @@ trip = client.chat.completions.create(**asked)
 assert isinstance(trip, Trip)
 print(trip)
 """
+AGENTS = """
+from openai import AsyncOpenAI
+from agents import Agent, {kind}, Runner, function_tool, set_tracing_disabled
+set_tracing_disabled(True)
+@function_tool
+def weather(city: str) -> str:
+    "Return the weather."
+    return "rain in " + city
+model = {kind}(model="mock", openai_client=AsyncOpenAI(base_url=url + "/v1", api_key="none"))
+agent = Agent(name="one", instructions="Help.", tools=[weather], model=model)
+import asyncio
+async def both():
+    print((await Runner.run(agent, "How is it?")).final_output)
+    run = Runner.run_streamed(agent, "How is it?")
+    kinds = {{event.type async for event in run.stream_events()}}
+    print(run.final_output, *sorted(kinds))
+asyncio.run(both())
+"""
+LITELLM_MODELS = """
+def model(name, base, asked):
+    params = {"model": "openai/" + asked, "api_base": base + "/v1", "api_key": "none"}
+    return {"model_name": name, "litellm_params": params}
+models = [model("small", small, "mock"), model("large", url, "mock"), model("broken", url, "broken")]
+long = [{"role": "user", "content": "a long text " * 200}]
+short = [{"role": "user", "content": "a short text"}]
+"""
 CLIENTS = {
+    **{
+        f"openai-agents, an agent on {name}": AGENTS.format(kind=kind)
+        for name, kind in (("responses", "OpenAIResponsesModel"), ("chats", "OpenAIChatCompletionsModel"))
+    },
+    "dspy, a prediction": """
+import dspy
+dspy.configure(lm=dspy.LM("openai/mock", api_base=url + "/v1", api_key="none", cache=False))
+print(dspy.Predict("question -> answer")(question="Where does dspy go?").answer)
+""",
+    "haystack, an agent": """
+from typing import Annotated
+from haystack.components.agents import Agent
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.tools import tool
+from haystack.utils import Secret
+@tool
+def weather(city: Annotated[str, "the city"]) -> str:
+    "Return the weather."
+    return "rain in " + city
+pieces = []
+for more in ({}, {"streaming_callback": lambda chunk: pieces.append(chunk.content)}):
+    generator = OpenAIChatGenerator(model="mock", api_base_url=url + "/v1", api_key=Secret.from_token("none"), **more)
+    agent = Agent(chat_generator=generator, tools=[weather])
+    print(agent.run(messages=[ChatMessage.from_user("How is it?")])["messages"][-1].text)
+print("".join(pieces))
+""",
+    "litellm, a router with fallbacks": f"""
+import litellm
+{LITELLM_MODELS}
+router = litellm.Router(model_list=models, num_retries=0, fallbacks=[{{"broken": ["large"]}}],
+                        context_window_fallbacks=[{{"small": ["large"]}}])
+for name, messages in (("small", short), ("small", long), ("broken", short)):
+    answer = router.completion(model=name, messages=messages, max_tokens=8)
+    print(name, answer.usage.prompt_tokens, len(answer.choices[0].message.content.split()))
+stream = router.completion(model="small", messages=short, max_tokens=8, stream=True)
+print("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+""",
+    "litellm, its proxy with fallbacks": f"""
+import json, os, socket, subprocess, sys, tempfile, time, urllib.request
+{LITELLM_MODELS}
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+settings = {{"model_list": models, "litellm_settings": {{"num_retries": 0, "telemetry": False,
+            "fallbacks": [{{"broken": ["large"]}}], "context_window_fallbacks": [{{"small": ["large"]}}]}}}}
+with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    json.dump(settings, file)
+    file.flush()
+    log = tempfile.TemporaryFile()
+    litellm = os.path.join(os.path.dirname(sys.executable), "litellm")
+    key = "sk-" + os.urandom(16).hex()
+    os.environ |= {{"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}}
+    proxy = subprocess.Popen([litellm, "--config", file.name, "--port", str(port)], stdout=log, stderr=log)
+    def ask(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        headers = {{"content-type": "application/json", "authorization": "Bearer " + key}}
+        asked = urllib.request.Request(f"http://127.0.0.1:{{port}}" + path, data, headers)
+        return json.load(urllib.request.urlopen(asked, timeout=60))
+    try:
+        for _ in range(400):
+            try:
+                ask("/health/liveliness")
+                break
+            except OSError:
+                time.sleep(0.5)
+        for name, messages in (("small", short), ("small", long), ("broken", short)):
+            answer = ask("/v1/chat/completions", {{"model": name, "messages": messages, "max_tokens": 8}})
+            print(name, answer["usage"]["prompt_tokens"], len(answer["choices"][0]["message"]["content"].split()))
+    finally:
+        proxy.terminate()
+        proxy.wait()
+""",
     **{f"pydantic-ai, an agent on {name}": AGENT.format(model=model) for name, model in MODELS.items()},
     **{
         f"pydantic-ai, a typed output on {name}": f"{TRIP}{model}\nfrom pydantic_ai import Agent\n"
@@ -119,28 +228,48 @@ def main() -> None:
     """Start a mock, run every client, and print what came out."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--python", type=Path, required=True)
+    parser.add_argument("--node", type=Path)
     parser.add_argument("--only", default="", help="clients with this in their name")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rules = Path(folder) / "answers.toml"
         rules.write_text(RULES)
-        command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", "mock"]
-        mock = subprocess.Popen([*command, "--answers", str(rules)], stderr=subprocess.PIPE, text=True)
+        settings: tuple[list[str], ...] = (
+            ["--answers", str(rules), "--served-model-name", "broken"],
+            ["--max-model-len", "256"],  # requests that are too long for it go elsewhere
+        )
+        mocks = [start(each) for each in settings]
         try:
-            assert mock.stderr is not None
-            said = next(word for line in mock.stderr for word in line.split() if word.startswith("http://"))
-            url = said.rstrip(".,").removesuffix("/v1")
+            url, small = map(url_of, mocks)
             for name, program in CLIENTS.items():
                 if options.only in name:
-                    run(name, options.python, f"url = {url!r}\n{program}")
+                    run(name, [options.python, "-c", f"url, small = {url!r}, {small!r}\n{program}"])
+            script = Path(__file__).with_name("serve_node.mjs")
+            for library in ("openai", "ai") if options.node is not None else ():
+                if options.only in (name := f"node, {library}"):
+                    run(name, ["node", script, url, options.node.resolve(), library])
         finally:
-            mock.terminate()
-            mock.wait(30)
+            for mock in mocks:
+                mock.terminate()
+                mock.wait(30)
 
 
-def run(name: str, python: Path, program: str) -> None:
+def start(options: list[str]) -> subprocess.Popen[str]:
+    """Start a mock."""
+    command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", "mock", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def url_of(mock: subprocess.Popen[str]) -> str:
+    """Return where a mock listens."""
+    assert mock.stderr is not None
+    said = next(word for line in mock.stderr for word in line.split() if word.startswith("http://"))
+    return said.rstrip(".,").removesuffix("/v1")
+
+
+def run(name: str, command: list[str | Path]) -> None:
     """Run one client, and print its outcome."""
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     outcome = {"client": name, "exit code": done.returncode, "printed": done.stdout.splitlines()}
     if done.returncode:
         outcome["error"] = done.stderr.splitlines()[-3:]

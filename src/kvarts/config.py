@@ -47,16 +47,16 @@ class EngineConfig(
         setting(
             "Pages of KV memory of each replica.",
             metavar="N",
-            default="32768; with --device, what fits",
+            default="32768; with --device, the pages that fit",
             replaces=("kv_memory",),
         ),
     ] = 32_768
-    page_size: Annotated[int, setting("Tokens a page.", metavar="TOKENS")] = 16
-    max_num_batched_tokens: Annotated[int, setting("Tokens a step may compute.", metavar="TOKENS")] = 8_192
-    max_num_seqs: Annotated[int, setting("Requests that may run at once.", metavar="N")] = 256
+    page_size: Annotated[int, setting("Tokens per page.", metavar="TOKENS")] = 16
+    max_num_batched_tokens: Annotated[int, setting("Most tokens computed per step.", metavar="TOKENS")] = 8_192
+    max_num_seqs: Annotated[int, setting("Most requests that run at once.", metavar="N")] = 256
     max_itl_ms: Annotated[
         float | None,
-        setting("Longest step of decodes: chunks of prompts are cut to keep it, to a page at least.", metavar="MS"),
+        setting("Longest step with decodes: chunks of prompts are cut to keep it, to a page at least.", metavar="MS"),
     ] = None
     profile: Annotated[Profile, setting("Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker.")] = (
         "default"

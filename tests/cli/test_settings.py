@@ -180,7 +180,7 @@ def test_what_is_laid_over_a_file_drops_what_it_stands_for(
             "--speedup 3",
             "--speedup: a closed loop has no arrival times to speed up. Give concurrency of c.toml or --speedup, not",
         ),
-        ("", "--kv-memory 1GiB --pages 4", "--kv-memory: is given beside --pages. Keep one of them."),
+        ("", "--kv-memory 1GiB --pages 4", "--kv-memory: cannot be combined with --pages. Keep one of them."),
         ("", "--model qwen3-8b", "--model: says nothing without a device. Model and device go together: --device"),
         ("device = 'l40s'", "", "c.toml: device: says nothing without a model. Model and device go together: model"),
         ("", "--memory-fraction 2 --model qwen3-8b --device l40s", "--memory-fraction: must be above 0 and at most 1"),

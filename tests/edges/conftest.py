@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -59,12 +60,20 @@ def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that ends at once: what it reads and writes is opened."""
+    """A server that ends after one request: what it reads and writes is opened."""
 
     async def serve(settings: dict[str, Any], *_: object) -> None:
         settings["record"](EngineConfig(num_pages=4), {})
 
+    async def ask(app: Any) -> None:
+        async def nothing(*_: object) -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        await app({"type": "http", "method": "GET", "path": "/health", "headers": []}, nothing, nothing)
+        app.close()
+
     def serve_http(opened: Any, address: object, values: dict[str, Any], *, what: str) -> None:
+        asyncio.run(ask(opened.app))
         if opened.recorder is not None:
             opened.recorder.write(values["record"])
 
@@ -72,3 +81,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvarts.cli.serve_sessions._serve", serve)
     if "mock" in commands():
         monkeypatch.setattr("kvarts.cli.mock.serve_http", serve_http)
+        for name in ("access_log.time", "access_log.monotonic", "app.monotonic"):
+            monkeypatch.setattr(f"kvarts.openai_api.{name}", lambda: 0.0)
+        monkeypatch.setattr("kvarts.openai_api.app.new_id", lambda: "an-id")

@@ -315,7 +315,7 @@ def test_coefficients_belong_to_the_device_and_geometry_to_the_model(tmp_path: A
         ({"kv_memory": "1GiB"}, "kv_memory: says nothing without a model"),
         (
             {"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1GiB", "pages": 4},
-            "kv_memory: is given beside pages",
+            "kv_memory: cannot be combined with pages",
         ),
         ({"model": "llama-3.1-8b", "device": "l40s", "kv_memory": "1kB"}, "kv_memory: 1kB hold no page"),
         (

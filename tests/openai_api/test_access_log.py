@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvarts.errors import OutputError
-from kvarts.openai_api.access_log import AccessLog
+from kvarts.openai_api.access_log import FLUSH_S, AccessLog
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners.keys import Owner
 
@@ -83,8 +84,14 @@ def test_a_log_that_cannot_be_written_ends_and_the_server_does_not(tmp_path: Pat
     if not os.path.exists("/dev/full"):  # noqa: PTH110
         pytest.skip("needs /dev/full")
     said: list[str] = []
-    with RunningServer(access_log=AccessLog(Path("/dev/full"), said.append)) as server:
-        assert call(server.url, "/health").status == 200
-        wait_for(lambda: bool(said))
-        assert call(server.url, "/health").status == 200
+
+    async def log() -> None:
+        access = AccessLog(Path("/dev/full"), said.append)
+        for _ in range(2):
+            access.add("GET", "/health", 200, 0.0, "id", owner="", client="", is_whole=True)
+            await asyncio.sleep(2 * FLUSH_S)
+        with pytest.raises(OutputError, match="space"):  # the exit code of the command
+            access.close()
+
+    asyncio.run(log())
     assert len(said) == 1 and "access log" in said[0]

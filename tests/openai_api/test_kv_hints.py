@@ -144,7 +144,7 @@ NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="a real mode
 
 
 @pytest.mark.parametrize("command", [("mock",), pytest.param(("serve", "model", "--model", "none"), marks=NEEDS_TORCH)])
-@pytest.mark.parametrize(("name", "said"), [("session-aware", b"needs a trace"), ("nothing", b"is no policy")])
+@pytest.mark.parametrize(("name", "said"), [("session-aware", b"needs a trace"), ("nothing", b"is not a policy")])
 def test_a_policy_of_a_server_is_checked_before_it_starts(
     run_command: Callable[..., int],
     capsysbinary: pytest.CaptureFixture[bytes],

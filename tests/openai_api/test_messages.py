@@ -131,7 +131,7 @@ def test_tools_that_are_chosen_and_schemas(server: RunningServer) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content"),
         ({"tools": [{"input_schema": {}}]}, "tools"),
         ({"tool_choice": {"type": "some"}}, "tool_choice"),

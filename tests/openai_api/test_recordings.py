@@ -225,3 +225,26 @@ def test_digests_differ_where_answers_may(one: dict[str, Any], other: dict[str, 
 
     digests = {Sent(CHAT_PATH, {"messages": user("a"), **fields}, 1).digest for fields in (one, other)}
     assert (len(digests) == 1) == (of_answer(one) == of_answer(other))
+
+
+def test_what_is_recorded_and_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvarts.openai_api import recordings
+
+    path = tmp_path / "answers.jsonl"
+    with RunningServer(answers=[*RULES[:-1], {"text": "long " * 200}]) as real:
+        with RunningServer(recordings=path, record_from=real.url) as mock:
+            monkeypatch.setattr(recordings, "MOST_BYTES", 2000)
+            statuses = [
+                call(mock.url, CHAT_PATH, {"messages": user(f"question {number}")}).status for number in range(3)
+            ]
+            assert statuses == [200, 503, 503] and path.stat().st_size <= 2000
+            monkeypatch.setattr(recordings, "MOST_WAITING", 0)
+            reply = call(mock.url, CHAT_PATH, {"messages": user("another")})
+            assert reply.status == 429 and reply.headers["retry-after"] == "1"
+            assert call(mock.url, CHAT_PATH, {"messages": user("question 0")}).status == 200
+            monkeypatch.setattr(recordings, "MOST_WAITING", 9)
+            monkeypatch.setattr(recordings, "MOST_ANSWER_BYTES", 100)
+            assert call(mock.url, CHAT_PATH, {"messages": user("another")}).status == 502
+        monkeypatch.setattr(recordings, "MOST_BYTES", 100)
+        with pytest.raises(InputError, match="bytes"):
+            open_recordings(path, None)

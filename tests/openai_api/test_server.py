@@ -75,7 +75,7 @@ def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{"content": "x"}]}, 400, "messages[0]"),
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "messages[0].content[0]"),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, 400, "tool_choice"),
         ("/v1/responses", {}, 400, "input"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_none"}, 404, "previous_response_id"),

@@ -159,7 +159,7 @@ def test_a_model_that_dies_fails_its_requests_and_frees_its_memory(
             ["--model", "a=llama-3.1-8b:wieght=2"],
             "--model a: 'wieght=2' is not known. Known: weight_dtype, kv_dtype, speculative_tokens, acceptance,",
         ),
-        (["--model", "a=llama-3.1-8b:weight=two"], "--model a: weight: 'two' is no number"),
+        (["--model", "a=llama-3.1-8b:weight=two"], "--model a: weight: 'two' is not a number"),
         (
             ["--model", "a=llama-3.1-8b:weight=0", *DEVICE],
             "--model a: weight: must be at least 1e-12, got 0.0",

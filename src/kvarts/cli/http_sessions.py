@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import click
 from kvarts.cli.http_options import need_http, say
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import DIRECTORY
-from kvarts.cli.sessions import WINDOW
+from kvarts.cli.sessions import WINDOW, Door
 from kvarts.combines import why_not
 from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
-__all__ = ["Door", "beside", "open_sessions_of", "server_options"]
-
-Door = Callable[[Any], AbstractAsyncContextManager[object]]
-"""A context manager that serves a runtime at one more address while it is entered."""
+__all__ = ["beside", "open_sessions_of", "server_options"]
 
 DRAIN_S = 5.0
 MAX_SESSIONS = 1024

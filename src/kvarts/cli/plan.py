@@ -14,7 +14,7 @@ from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.plan_asked import TIER_NAMES, PlanOptions
+from kvarts.cli.plan_options import TIER_NAMES, PlanOptions
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
@@ -41,7 +41,7 @@ POLICY_NAMES = "auto, s3-fifo, arc, soonest-return, hinted, session-aware"
 
 curves = grouped("Cache curves")
 latencies = grouped("Latencies")
-more = grouped("Beside the curve")
+more = grouped("Next to the curve")
 results = grouped("Results")
 
 
@@ -259,10 +259,10 @@ def plan_command(
         click.echo("kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True)
     outputs = ["--outputs"] if count_outputs else []
     own = _own_options(click.get_current_context())
-    asked = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
+    options = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
     if users is not None:
-        values = asked.users(*users)
-        values["command"] = asked.plan("--users", f"{users[0]}..{users[1]}", *own)
+        values = options.users(*users)
+        values["command"] = options.plan("--users", f"{users[0]}..{users[1]}", *own)
         pictures.write(values)
         if not pictures.are_printed:
             _print(values, as_json, tables.render_users)
@@ -270,13 +270,13 @@ def plan_command(
     if routers is not None:
         if pictures.paths:
             raise ConfigError("has nothing to draw", field="--routers", hint="Leave out --html and --plot.")
-        values = asked.routers(routers, ages)
-        values["command"] = asked.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
+        values = options.routers(routers, ages)
+        values["command"] = options.plan("--routers", routers, *(() if ages is None else ("--router-ages", ages)))
         _print(values, as_json, tables.render_routers)
         return
     from kvarts.plan.league import ALL_POLICIES
 
-    values = asked.make(
+    values = options.make(
         sizes=sizes,
         page_size=_page_size(given),
         count_outputs=count_outputs,

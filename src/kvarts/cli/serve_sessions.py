@@ -14,12 +14,11 @@ from kvarts.cli import (
     record,
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option
-from kvarts.cli.http_sessions import Door
 from kvarts.cli.narrating import narrate
 from kvarts.cli.options import Command, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
 from kvarts.cli.process import give_back_memory
-from kvarts.cli.sessions import WINDOW, need_grpc
+from kvarts.cli.sessions import WINDOW, Door, need_grpc
 from kvarts.errors import ConfigError
 from kvarts.rooms import from_room
 from kvarts.session.values import SessionSettings

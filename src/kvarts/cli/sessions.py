@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import click
 
 from kvarts.errors import ConfigError
 
-__all__ = ["WINDOW", "need_grpc"]
+__all__ = ["WINDOW", "Door", "need_grpc"]
+
+Door = Callable[[Any], AbstractAsyncContextManager[object]]
+"""A context manager that serves a runtime at one more address while it is entered."""
 
 
 class _Window(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only

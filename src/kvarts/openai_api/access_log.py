@@ -13,7 +13,7 @@ import msgspec
 from kvarts.errors import OutputError
 from kvarts.files import is_replaceable, open_stream, shown, writing
 
-__all__ = ["AccessLog", "LoggedRequest"]
+__all__ = ["FLUSH_S", "AccessLog", "LoggedRequest"]
 
 FLUSH_S = 0.2
 MOST_WAITING = 1 << 16
@@ -40,7 +40,8 @@ class LoggedRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 class AccessLog:
     """Appends to the file at `path`, at most FLUSH_S late. For one event loop.
 
-    After an error of the file, `say` receives the reason, and nothing more is logged. Raises OutputError.
+    After an error of the file, `say` receives the reason, nothing more is logged, and `close` raises the error. Raises
+    OutputError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
@@ -49,6 +50,7 @@ class AccessLog:
         self._encoder = msgspec.json.Encoder()
         self._waiting = bytearray()
         self._flushing: asyncio.TimerHandle | None = None
+        self._error: OutputError | None = None
         with writing(path):
             self._file: IO[bytes] | None = path.open("ab", buffering=0) if is_replaceable(path) else open_stream(path)
 
@@ -81,14 +83,17 @@ class AccessLog:
             with writing(self._path):
                 file.write(text)
         except OutputError as error:
+            self._error = error
             self._say(f"the access log {shown(self._path)} ends: {error.what}")
             self._close(file)
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write what waits, and close the file. Raise OutputError if lines are missing."""
         self.flush()
         if self._file is not None:
             self._close(self._file)
+        if self._error is not None:
+            raise self._error
 
     def _close(self, file: IO[bytes]) -> None:
         self._file = None

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import msgspec
 
@@ -17,7 +16,7 @@ from kvarts.openai_api.bodies import model_in
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
-from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send
+from kvarts.openai_api.http import DIRECT, ClientGone, HttpRequest, HttpResponse, Receive, Scope, Send, new_id
 from kvarts.openai_api.intake import Body, Intake
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
@@ -152,7 +151,7 @@ class OpenAIApp:
             self._live.open()
 
     def close(self) -> None:
-        """Stop work off the event loop, and what runs besides requests."""
+        """Stop everything that runs besides requests. Raise OutputError if the access log lacks lines."""
         self._workbench.close()
         if self._live is not None:
             self._live.close()
@@ -172,10 +171,10 @@ class OpenAIApp:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         started_s = monotonic()
-        request = HttpRequest(scope, receive)
-        direct = (scope.get("extensions") or {}).get(DIRECT)
-        response = HttpResponse(send, None if direct is None else direct["call"])
-        request_id = (request.header("x-request-id") or uuid4().hex)[:MAX_ID_CHARS]
+        extension = (scope.get("extensions") or {}).get(DIRECT)
+        direct = None if extension is None else extension["call"]
+        request, response = HttpRequest(scope, receive, direct), HttpResponse(send, direct)
+        request_id = (request.header("x-request-id") or new_id())[:MAX_ID_CHARS]
         response.extra_headers.append((b"x-request-id", request_id.encode("latin-1", "replace")))
         origin = request.header("origin")
         if origin is not None and self._guard.shares_with(origin):

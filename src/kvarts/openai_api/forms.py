@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from time import time
 from typing import Any, Protocol
-from uuid import uuid4
 
 import msgspec
 
@@ -13,6 +12,7 @@ from kvarts.llm.text import Completion
 from kvarts.llm.token_bytes import TextOffsets
 from kvarts.openai_api.answer import Choice, TokenLogprob
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.http import new_id
 from kvarts.openai_api.prompts import TextModel
 from kvarts.openai_api.shapes import CallPart, Part, Reader, Shape, read_whole
 from kvarts.sampling import Logprobs
@@ -145,7 +145,7 @@ class CompletionForm(_Chunks):
     ) -> None:
         self._names_ids = names_ids
         self.tells_ids = bool(ids_of)
-        self.answer_id = f"cmpl-{uuid4().hex}"
+        self.answer_id = f"cmpl-{new_id()}"
         self._text = text
         self._echoes = echoes
         self._prompts = prompts
@@ -280,7 +280,7 @@ class ChatForm(_Chunks):
         self.tells_ids = bool(ids_of)
         self._prompt = prompt
         self._ids_of = ids_of
-        self.answer_id = f"chatcmpl-{uuid4().hex}"
+        self.answer_id = f"chatcmpl-{new_id()}"
         self._text = text
         self._shape = shape
         self._facts = {"id": self.answer_id, "created": int(time()), "model": model}

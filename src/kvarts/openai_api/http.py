@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
+from random import Random, SystemRandom
 from typing import Any, Protocol
 
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["DIRECT", "ClientGone", "Direct", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send"]
+__all__ = ["DIRECT", "ClientGone", "Direct", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send", "new_id"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -18,6 +19,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 DIRECT = "kvarts.direct"
 """The extension of an ASGI scope that holds a Direct, as `call`."""
+_RANDOM = Random(SystemRandom().getrandbits(256))
+
+
+def new_id() -> str:
+    """Return 32 random hexadecimal digits. For ids that give no access: they could be guessed from many others.
+
+    The system is asked for randomness once, because that costs more than the rest of an id.
+    """
+    return f"{_RANDOM.getrandbits(128):032x}"
 
 
 class ClientGone(Exception):  # noqa: N818  # not an error: there is no client left to inform
@@ -25,9 +35,9 @@ class ClientGone(Exception):  # noqa: N818  # not an error: there is no client l
 
 
 class HttpRequest:
-    """A request whose head has arrived."""
+    """A request whose head has arrived. `direct`: set if the server provides it."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive, direct: Direct | None = None) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
@@ -35,6 +45,7 @@ class HttpRequest:
         self.owner_name = ""
         """Of the owner of its key, once that is known."""
         self._receive = receive
+        self._direct = direct
         self._gone: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str | None:
@@ -63,6 +74,13 @@ class HttpRequest:
         length = self.header("content-length") or ""
         if length.isdecimal() and int(length) > max_bytes:
             raise ApiError(413, f"the body has {length[:20]} bytes, and {max_bytes} are read at most")
+        whole = None if self._direct is None else self._direct.whole_body()
+        if whole is not None:
+            if len(whole) > max_bytes:
+                raise ApiError(413, f"the body has {len(whole)} bytes, and {max_bytes} are read at most")
+            if whole:
+                came(len(whole))
+            return whole
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._whole_body(max_bytes, came)
@@ -88,6 +106,9 @@ class HttpRequest:
 
     def when_gone(self, gone: Callable[[], object]) -> None:
         """Call `gone` if the client closes its connection before `settle`. To be called after the body was read."""
+        if self._direct is not None:
+            self._direct.when_gone(gone)
+            return
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -98,6 +119,8 @@ class HttpRequest:
 
     async def settle(self) -> None:
         """Stop the watch that `when_gone` began."""
+        if self._direct is not None:
+            self._direct.when_gone(None)
         if self._gone is not None:
             self._gone.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -106,7 +129,13 @@ class HttpRequest:
 
 
 class Direct(Protocol):
-    """A connection without the tasks in between, for parts of a stream that has begun."""
+    """A connection without the tasks in between, for one request."""
+
+    def whole_body(self) -> bytes | None:
+        """Take the body of the request if all of it has arrived; None if it has not."""
+
+    def when_gone(self, gone: Callable[[], object] | None) -> None:
+        """Call `gone` if the client closes its connection; None: no longer call anything."""
 
     @property
     def is_ready(self) -> bool:

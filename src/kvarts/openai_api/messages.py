@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -15,6 +14,7 @@ from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.forms import Whole
 from kvarts.openai_api.generation import Exchange, Generating, MakeForm, chat_asks
+from kvarts.openai_api.http import new_id
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
@@ -152,7 +152,7 @@ class MessageForm:
     tells_ids = False
 
     def __init__(self, model: str, shape: Shape, num_prompt_tokens: int) -> None:
-        self.answer_id = f"msg_{uuid4().hex}"
+        self.answer_id = f"msg_{new_id()}"
         self._reader = shape.reader(0)
         self._num_prompt_tokens = num_prompt_tokens
         self._reason = "stop"

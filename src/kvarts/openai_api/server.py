@@ -96,17 +96,42 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Direct:
-    """A Direct: writes a part of a body as uvicorn does, and nothing else."""
+    """A Direct: reads and writes a request's connection as uvicorn does, and nothing else."""
 
     def __init__(self, cycle: RequestResponseCycle, flow: FlowControl, transport: asyncio.Transport) -> None:
-        self._cycle = cycle
+        self.cycle = cycle
         self._flow = flow
         self._transport = transport
+        self._gone: Callable[[], object] | None = None
+
+    def whole_body(self) -> bytes | None:
+        """Take the body of the request if all of it has arrived."""
+        cycle = self.cycle
+        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+            return None
+        self._flow.resume_reading()
+        cycle.message_event.clear()
+        whole, cycle.body = bytes(cycle.body), bytearray()
+        return whole
+
+    def when_gone(self, gone: Callable[[], object] | None) -> None:
+        """Call `gone` if the client closes its connection."""
+        self._gone = gone
+        if gone is not None:
+            self._flow.resume_reading()  # else the end of the connection is not noticed
+            if self.cycle.disconnected:
+                asyncio.get_running_loop().call_soon(self.disconnected)
+
+    def disconnected(self) -> None:
+        """Notify the request that its client has closed the connection."""
+        if self._gone is not None:
+            gone, self._gone = self._gone, None
+            gone()
 
     @property
     def is_ready(self) -> bool:
         """Whether a part can be written now."""
-        cycle = self._cycle
+        cycle = self.cycle
         return bool(cycle.chunked_encoding) and not (self._flow.write_paused or cycle.disconnected)
 
     def write(self, payload: bytes) -> None:
@@ -126,7 +151,7 @@ class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeout of the first request."""
         super().connection_made(transport)
-        self._under_way: deque[RequestResponseCycle] = deque()
+        self._under_way: deque[_Direct] = deque()
         """Unanswered requests in order, possibly after answered ones."""
         self._is_full = False
         """Whether there were too many: further data is not read, and the connection ends after the last answer."""
@@ -141,10 +166,11 @@ class _Protocol(HttpToolsProtocol):
         """Notify all requests; uvicorn notifies only the last one."""
         super().connection_lost(exc)
         self._in_time.cancel()
-        for cycle in self._under_way:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        for direct in self._under_way:
+            if not direct.cycle.response_complete:
+                direct.cycle.disconnected = True
+                direct.cycle.message_event.set()
+                direct.disconnected()
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, which may contain part of a head."""
@@ -185,12 +211,13 @@ class _Protocol(HttpToolsProtocol):
             self.flow.pause_reading()
             return
         super().on_headers_complete()
-        while self._under_way and self._under_way[0].response_complete:
+        while self._under_way and self._under_way[0].cycle.response_complete:
             self._under_way.popleft()
-        self._under_way.append(self.cycle)
+        direct = _Direct(self.cycle, self.flow, self.transport)
+        self._under_way.append(direct)
         extensions = self.scope.setdefault("extensions", {})
         extensions[ABORT] = {"call": self.transport.abort}
-        extensions[DIRECT] = {"call": _Direct(self.cycle, self.flow, self.transport)}
+        extensions[DIRECT] = {"call": direct}
 
     def on_message_complete(self) -> None:
         """Expect the next head."""
@@ -216,7 +243,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_full:
             self.flow.pause_reading()
-            if not self.pipeline and self._under_way[-1].response_complete:
+            if not self.pipeline and self._under_way[-1].cycle.response_complete:
                 self._refuse(ApiError(429, f"at most {MAX_PIPELINED} requests of a connection wait for their turn"))
 
     _is_in_head = True
@@ -235,7 +262,7 @@ class _Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if any(not cycle.response_complete and (cycle.response_started or cycle is not self.cycle)
-               for cycle in self._under_way):  # fmt: skip
+               for cycle in (direct.cycle for direct in self._under_way)):  # fmt: skip
             self.transport.abort()
             return
         body, reason = error.body, HTTPStatus(error.status).phrase

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
-from uuid import uuid4
 
 import msgspec
 
 from kvarts.limits import brief
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.http import new_id
 
 __all__ = [
     "ANY_OBJECT",
@@ -43,7 +43,7 @@ class CallPart(msgspec.Struct):
     @classmethod
     def first(cls, index: int, name: str, arguments: str = "") -> CallPart:
         """Return the first part of a call of the tool `name`."""
-        return cls(index, arguments, f"chatcmpl-tool-{uuid4().hex}", name)
+        return cls(index, arguments, f"chatcmpl-tool-{new_id()}", name)
 
 
 class Part(msgspec.Struct):

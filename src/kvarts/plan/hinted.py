@@ -99,12 +99,14 @@ class HintedOrder(TimedOrder):
         ttl_ns = hints.ttl_ns
         if ttl_ns is None and hints.pause_ns is not None:
             ttl_ns = self.PAUSES * hints.pause_ns
-        asked = Kept(hints.priority or 0, self.now_ns + (ttl_ns or 0), lapses=ttl_ns is not None or not hints.priority)
+        wanted = Kept(hints.priority or 0, self.now_ns + (ttl_ns or 0), lapses=ttl_ns is not None or not hints.priority)
         if before is None:
-            return asked
+            return wanted
         priority = 0 if before.lapses and before.until_ns <= self.now_ns else before.priority
         return Kept(
-            max(priority, asked.priority), max(before.until_ns, asked.until_ns), lapses=before.lapses and asked.lapses
+            max(priority, wanted.priority),
+            max(before.until_ns, wanted.until_ns),
+            lapses=before.lapses and wanted.lapses,
         )
 
     def rank_of(self, place: Kept) -> Rank:

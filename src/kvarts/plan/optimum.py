@@ -43,8 +43,8 @@ class Optimum:
         overlaps = np.zeros(self._num_requests + 1, np.int64)
         np.add.at(overlaps, self._begins + 1, self._sizes)
         np.subtract.at(overlaps, self._ends, self._sizes)
-        beside = np.cumsum(overlaps[:-1]) + reuse.num_pages + reuse.num_private
-        self.most_pages = int(beside.max(initial=0))
+        concurrent = np.cumsum(overlaps[:-1]) + reuse.num_pages + reuse.num_private
+        self.most_pages = int(concurrent.max(initial=0))
         """The smallest pool in which no stay needs to be dropped."""
 
     def hit_pages(self, num_pages: int) -> int:

@@ -283,7 +283,7 @@ def _tiers(plan: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        "device and host memory: hits as replayed, beside a bound: one LRU list, one",
+        "device and host memory: hits as replayed, next to a bound: one LRU list, one",
         "request at a time",
         *_tier_curve(tiers["curve"], "device", "host"),
     ]

@@ -30,7 +30,7 @@ LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "E2E": "e2e_
 LIMITS = {
     "nothing": "nothing: requests were admitted as they came",
     "compute": "compute: waiting requests found the step's token budget spent",
-    "kv_pages": "KV pages: waiting requests did not fit beside those running",
+    "kv_pages": "KV pages: waiting requests did not fit next to those running",
     "sequence_cap": "sequence cap: as many requests ran as may run at once",
     "transfers": "transfers: waiting requests found loads under way, most of them on",
 }

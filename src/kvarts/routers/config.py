@@ -47,9 +47,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Delay,
         setting("Time until cache events of workers reach the router: 5ms.", flag="--router-event-lag", metavar="TIME"),
     ] = 0.0
-    seed: Annotated[
-        int, setting("Seed of the choices that a router leaves to chance.", flag="--router-seed", metavar="N")
-    ] = 0
+    seed: Annotated[int, setting("Seed of a router's random choices.", flag="--router-seed", metavar="N")] = 0
     queue_threshold: Annotated[
         float | None,
         setting(

@@ -176,7 +176,7 @@ class ReplayConfig(
     cost: Annotated[
         StepTimes,
         setting(
-            "How long a step takes: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
+            "Step times: polynomial, or linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,"
             "context_token_ms=0, or a file that `kvarts calibrate` wrote.",
             metavar="MODEL",
             default="polynomial; with --device, its roofline",
@@ -184,12 +184,13 @@ class ReplayConfig(
         ),
     ] = msgspec.field(default_factory=_default_cost)
     cost_factor: Annotated[
-        float, setting("Multiply what each step takes by X: how much an answer hangs on the cost model.", metavar="X")
+        float,
+        setting("Multiply the time of each step by X, to see how much depends on the cost model.", metavar="X"),
     ] = 1.0
     replicas: Annotated[
         int,
         setting(
-            "Engines of this configuration, each with all ranks of --data-parallel; of several models, devices with "
+            "Engines of this configuration, each with all ranks of --data-parallel; with several models, devices with "
             "all of them.",
             metavar="N",
         ),
@@ -197,9 +198,9 @@ class ReplayConfig(
     router: Annotated[
         str | RouterMaker,
         setting(
-            "Which replica a request goes to: round-robin, least-loaded, power-of-two, session, prefix, dynamo-kv, "
+            "How a request gets its replica: round-robin, least-loaded, power-of-two, session, prefix, dynamo-kv, "
             "llm-d, sglang-cache-aware, production-stack-prefix, production-stack-kv, aibrix-prefix, with options as "
-            "in llm-d:prefix=3,queue=2,kv=2; or module:Class for one of your own.",
+            "in llm-d:prefix=3,queue=2,kv=2; or module:Class, a user's.",
             metavar="NAME",
             kind=str,
         ),
@@ -216,7 +217,7 @@ class ReplayConfig(
     engine: Annotated[
         EngineName,
         setting(
-            "Engine whose defaults hold where nothing else is given: tokens per step, requests, fraction of memory, "
+            "Engine whose defaults apply to options that are not given: tokens per step, requests, fraction of memory, "
             "asynchronous scheduling, front end."
         ),
     ] = "none"
@@ -235,23 +236,23 @@ class ReplayConfig(
     ] = 0.0
     client_timeout_s: Annotated[
         float | None,
-        setting("Clients give up a request that has not ended so long after they sent it.", metavar="S"),
+        setting("Time after which a client gives up a request that has not ended.", metavar="S"),
     ] = None
     retries: Annotated[
-        int, setting("How often clients send again what they gave up after --client-timeout-s.", metavar="N")
+        int, setting("How often clients repeat a request that they gave up after --client-timeout-s.", metavar="N")
     ] = 0
-    retry_after_s: Annotated[float, setting("How long after giving up clients send again.", metavar="S")] = 0.0
+    retry_after_s: Annotated[float, setting("Seconds between giving up and repeating a request.", metavar="S")] = 0.0
     slo: Slo = Slo()
     step_by_step: Annotated[
-        bool, setting("Never do many steps at once. The outcome is the same, only slower: for checking.")
+        bool, setting("Compute every step alone. The result is the same, only slower: for checks.")
     ] = False
     audit: Annotated[bool, setting("After every step, check that each page is accounted for.")] = False
     kv_groups: Annotated[
         KvGroupsName,
         setting(
-            "Count for each layer what it keeps. off: every layer all tokens; all: what leaves a window stays cached, "
-            "as in vLLM; tails: of that, only what prompts and turns end with.",
-            default="all for a model whose layers keep less, if all that is given goes with that, else off",
+            "Count the KV that each layer keeps. off: all tokens in all layers; all: KV that leaves a window is kept, "
+            "as in vLLM; tails: of that KV, only the ends of prompts and turns.",
+            default="all for a model whose layers keep less, if the other options permit it, else off",
         ),
     ] = "off"
     offload: TiersBelow | None = None

@@ -44,7 +44,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: Annotated[
         str | None,
         setting(
-            "Model that is served: a name that `kvarts model list` knows, or a config.json. With --device, says how "
+            "Model to serve: a name of `kvarts model list`, or a config.json. With --device, it determines how "
             "long steps take and how many pages fit.",
             metavar="NAME",
         ),
@@ -94,33 +94,35 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Annotated[
         str | None,
         setting(
-            "Device it is served on, a file my.toml that describes one, or cpu:cores=8,bandwidth=80GB/s.",
+            "Device to serve it on, a file my.toml that describes one, or cpu:cores=8,bandwidth=80GB/s.",
             metavar="NAME",
         ),
     ] = None
-    tensor_parallel: Annotated[AtLeastOne, setting("Devices it is split over.", metavar="N")] = 1
+    tensor_parallel: Annotated[AtLeastOne, setting("Devices that the model is split over.", metavar="N")] = 1
     data_parallel: Annotated[
         AtLeastOne,
         setting(
-            "Ranks with requests of their own; of a model with experts, these are divided over the ranks, which are "
-            "in lock step.",
+            "Ranks with separate requests; the experts of a model are divided over the ranks, which are in lock step.",
             metavar="N",
         ),
     ] = 1
     expert_parallel: Annotated[
         AtLeastOne,
-        setting("1, or N devices of all ranks, over which whole experts are divided; takes equally long.", metavar="N"),
+        setting(
+            "1, or the N devices of all ranks, which divide whole experts; steps take as long.",
+            metavar="N",
+        ),
     ] = 1
-    pipeline_parallel: Annotated[AtLeastOne, setting("Stages that its layers are divided into.", metavar="N")] = 1
+    pipeline_parallel: Annotated[AtLeastOne, setting("Stages that the layers are divided into.", metavar="N")] = 1
     kv_memory: Annotated[
         str | int,
         setting(
-            "KV memory of each device: auto for what fits, or 40GiB.",
+            "KV memory of each device: 40GiB, or auto for all that is free.",
             metavar="SIZE",
             replaces=("pages",),
         ),
     ] = "auto"
-    memory_fraction: Annotated[float, setting("For auto: how much of the device may be used.", metavar="X")] = 0.9
+    memory_fraction: Annotated[float, setting("For auto: the share of the device's memory to use.", metavar="X")] = 0.9
 
     def __post_init__(self) -> None:
         for ways in WAYS:
@@ -281,7 +283,9 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
     merged = given.over(_calibrated(given, cost))
     settings = (*of_model, *of_device, *settings_of(EngineConfig))
     if "pages" in given and "kv_memory" in given:
-        raise given.named(SettingError("is given beside {num_pages}", "kv_memory", hint="Keep one of them."), settings)
+        raise given.named(
+            SettingError("cannot be combined with {num_pages}", "kv_memory", hint="Keep one of them."), settings
+        )
     model, on, engine = merged.build(ModelSettings), merged.build(DeviceSettings), merged.build(EngineConfig)
     try:
         placed = place(model, on, cost)

@@ -22,7 +22,7 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace: Annotated[str | None, setting("Path of a trace, relative to this file.", flag=None)] = None
     trace_block_size: Annotated[
         AtLeastOne | None,
-        setting("Tokens that a hash id of the trace stands for.", metavar="TOKENS", default="512"),
+        setting("Tokens per hash id of the trace.", metavar="TOKENS", default="512"),
     ] = None
     skip_bad_lines: Annotated[bool, setting("Skip lines that cannot be read; the report has their number.")] = False
     session_turns: Annotated[

@@ -161,7 +161,7 @@ def rows_of(text: bytes) -> list[Any]:
     try:
         rows = _steps.decode(text)
     except msgspec.ValidationError:
-        pass  # some row is not a valid Step
+        pass  # some row is not a valid TimelineRow
     else:
         if _are_unambiguous(text, rows):
             return rows

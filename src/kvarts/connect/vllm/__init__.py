@@ -4,19 +4,21 @@
       "kv_connector_extra_config": {"spec_name": "KvartsOffloadingSpec", "spec_module_path": "kvarts.connect.vllm",
       "host_memory": "4GiB"}}'
 
-vLLM is imported only when the spec is accessed.
+`KvartsCachePolicy` is an order of eviction for vLLM's own host memory, and `KvartsFiles` a tier of files below it. vLLM
+is imported only when one of these is accessed.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-__all__ = ["KvartsOffloadingSpec"]
+__all__ = ["KvartsCachePolicy", "KvartsFiles", "KvartsOffloadingSpec"]
+
+MODULES = {"KvartsCachePolicy": "policy", "KvartsFiles": "files", "KvartsOffloadingSpec": "spec"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KvartsOffloadingSpec":
-        from kvarts.connect.vllm.spec import KvartsOffloadingSpec
-
-        return KvartsOffloadingSpec
+    if name in MODULES:
+        return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Thread
+from typing import Protocol
 
 import msgspec
 
-from kvarts.connect.vllm.region import HostRegion
 from kvarts.offload.pagefiles import PageFiles
 
-__all__ = ["Ended", "PageIo"]
+__all__ = ["Ended", "PageIo", "Places"]
+
+
+class Places(Protocol):
+    """Places of `place_bytes` bytes in host memory."""
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of a place."""
+
+    def read(self, place: int) -> bytes:
+        """Return the bytes of a place."""
+
+    def write(self, place: int, payload: bytes) -> None:
+        """Set the bytes of a place; `payload` must have exactly as many."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -27,7 +41,7 @@ class Ended(msgspec.Struct, frozen=True):
 class PageIo:
     """Moves pages between `region` and `files` in a separate thread. Reads are served before writes and deletions."""
 
-    def __init__(self, files: PageFiles, region: HostRegion) -> None:
+    def __init__(self, files: PageFiles, region: Places) -> None:
         self._files = files
         self._region = region
         self._condition = Condition()

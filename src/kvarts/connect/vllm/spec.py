@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvarts.connect.vllm.folder import ModelFolder, bytes_of
 from kvarts.connect.vllm.manager import KvartsManager
 from kvarts.connect.vllm.page_io import PageIo
 from kvarts.connect.vllm.region import HostRegion
 from kvarts.connect.vllm.store import KeyStore
 from kvarts.connect.vllm.worker import KvartsWorker
-from kvarts.directories import own_directory
 from kvarts.errors import ConfigError
 from kvarts.offload.keyed import KeyedTier
-from kvarts.offload.pagefiles import PageFiles, file_bytes
-from kvarts.units import parse_bytes
 
 __all__ = ["KvartsOffloadingSpec"]
 
@@ -29,8 +23,6 @@ OF_VLLM = {
     *("spec_name", "spec_module_path", "offload_prompt_only", "self_describing_kv_events", "block_size"),
     *("blocks_per_chunk", "canonical_layout"),
 }
-KEY_BYTES = 36
-"""The hash of a block, and its KV group."""
 
 
 class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
@@ -50,7 +42,7 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             raise ConfigError("is missing", field=_field("host_memory"), hint='Give it as "4GiB" or in bytes.')
         self._rank_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self._place_bytes = self._rank_bytes * config.parallel.world_size
-        num_bytes = _bytes_of(options, "host_memory")
+        num_bytes = bytes_of(options["host_memory"], _field("host_memory"))
         self._num_places = num_bytes // self._place_bytes
         if not self._num_places:
             raise ConfigError(
@@ -62,7 +54,7 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         self._options = options
         self._manager: KvartsManager | None = None
         self._worker: KvartsWorker | None = None
-        self._directory = ExitStack()
+        self._folder: ModelFolder | None = None
 
     @override
     def get_manager(self) -> KvartsManager:
@@ -84,41 +76,23 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             )
         return self._worker
 
-    def fingerprint(self) -> str:
-        """Return a folder name that identifies everything except its tokens that the bytes of a page depend on."""
-        config, parallel = self.config, self.config.parallel
-        facts = [
-            *(config.model.name, config.model.dtype, config.cache.tokens_per_hash, config.cache.blocks_per_chunk),
-            *(config.worker_kv_bytes_per_block, config.kv_cache_layout, parallel.tp_size, parallel.pp_size),
-            *(parallel.pcp_size, parallel.dcp_size),
-            [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
     def _open_store(self, region: HostRegion) -> KeyStore:
         options = self._options
         host = KeyedTier(self._num_places)
         if "directory" not in options:
             return KeyStore(host)
-        folder = Path(options["directory"])
-        folder.mkdir(parents=True, exist_ok=True)
-        folder = folder / self.fingerprint()
-        self._directory.enter_context(own_directory(folder))
-        most_bytes = _bytes_of(options, "disk")
-        found = PageFiles(folder, max_bytes=most_bytes)
-        files = KeyedTier(most_bytes // file_bytes(KEY_BYTES, self._place_bytes))
-        places, _ = files.place(found.keys())
-        for key in found.keys()[len(places) :]:
-            found.delete(key)
-        files.settle(places)
+        most_bytes = bytes_of(options["disk"], _field("disk"))
+        folder = self._folder = ModelFolder(
+            options["directory"], self.config, most_bytes=most_bytes, page_bytes=self._place_bytes
+        )
         compute_s = None
         if "prefill_tokens_per_s" in options:
             tokens = max(group.tokens_per_block for group in self.config.groups) * self.blocks_per_chunk
             compute_s = tokens / float(options["prefill_tokens_per_s"])
         return KeyStore(
             host,
-            files=files,
-            page_io=PageIo(found, region),
+            files=folder.tier,
+            page_io=PageIo(folder.pages, region),
             most_writes=int(options.get("most_writes", 256)),
             compute_s=compute_s,
             most_read_s=float(options.get("most_read_s", 10.0)),
@@ -127,13 +101,3 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
 def _field(name: str) -> str:
     return f"kv_connector_extra_config.{name}"
-
-
-def _bytes_of(options: dict[str, Any], name: str) -> int:
-    value = options[name]
-    if isinstance(value, int):
-        return value
-    try:
-        return parse_bytes(str(value))
-    except ValueError as error:
-        raise ConfigError(str(error), field=_field(name)) from None

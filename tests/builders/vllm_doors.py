@@ -1,0 +1,214 @@
+"""kvarts' order of eviction and files behind vLLM's own managers; started by tests/connect/test_vllm_doors.py.
+
+Runs with a Python that has vLLM. Arguments: what to check, a directory, and a seed. Prints "held" at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+PAGE_BYTES = 64
+NUM_SLOTS = 8
+
+
+def sequences(draw: random.Random) -> list[list[bytes]]:
+    """Sequences of keys; a key stands for everything up to it, so they share prefixes."""
+    found = []
+    for _ in range(6):
+        units = [draw.randrange(2) for _ in range(draw.randint(3, 7))]
+        names = ["".join(map(str, units[: count + 1])) for count in range(len(units))]
+        found.append([make_offload_key(name.encode().ljust(32, b"."), 0) for name in names])
+    return found
+
+
+def check_policy(seed: int) -> None:
+    """Whatever is stored, loaded and evicted: what is left of a sequence is a prefix of it."""
+    draw = random.Random(seed)
+    manager = CPUOffloadingManager(draw.randint(7, 8), "KvartsCachePolicy", "kvarts.connect.vllm")
+    known = sequences(draw)
+    num_evicted = 0
+    for number in range(60):
+        keys = draw.choice(known)
+        context = ReqContext(req_id=str(number))
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, place)
+        manager.on_new_request(context)
+        found = 0
+        while found < len(keys) and manager.lookup(keys[found], context) is LookupResult.HIT:
+            found += 1
+        if found:
+            manager.prepare_load(keys[:found], context)
+            manager.complete_load(keys[:found], context)
+        end = draw.randint(found, len(keys))
+        placed = manager.prepare_store(keys[:end], context) if end > found else None
+        if placed is not None:
+            num_evicted += len(placed.evicted_keys)
+            manager.complete_store(set(placed.keys_to_store), context, success=draw.random() < 0.9)
+        manager.on_request_finished(context)
+        # A store that failed leaves a sequence without its end, never without its beginning.
+        for each in known:
+            hits = [manager.lookup(key, context) is LookupResult.HIT for key in each]
+            assert hits == sorted(hits, reverse=True), (seed, number, hits)
+    assert num_evicted, "nothing was evicted"
+
+
+def open_files(folder: str, num_pages: int, view: Any, **options: Any) -> Any:
+    """Return the tier as vLLM's factory makes it."""
+    from kvarts.offload.pagefiles import file_bytes
+
+    parallel = {"tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "data_parallel_index": 0}
+    config = OffloadingConfig(
+        groups=(),
+        worker_kv_bytes_per_block=PAGE_BYTES,
+        enable_kv_cache_events=True,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name="model", dtype="float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            **parallel,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+        replicated_layout=False,
+    )
+    events = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
+    spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
+    settings = {"type": "KvartsFiles", "module_path": "kvarts.connect.vllm", "directory": folder}
+    disk = num_pages * file_bytes(36, PAGE_BYTES)
+    return SecondaryTierFactory.create_secondary_tier(
+        {**settings, "disk": disk, "enable_kv_events": True, **options}, memoryview(view), spec
+    )
+
+
+class Files:
+    """The tier, vLLM's host memory above it, and a model of both."""
+
+    def __init__(self, folder: str, num_pages: int) -> None:
+        self.folder = folder
+        self.num_pages = num_pages
+        self.memory = np.zeros((NUM_SLOTS, PAGE_BYTES), np.uint8)
+        self.tier = open_files(folder, num_pages, self.memory)
+        self.num_jobs = 0
+        self.told: set[bytes] = set()
+
+    def job(self, keys: list[bytes], *, is_load: bool) -> Any:
+        """Run a job with one slot for each key, to its end."""
+        self.num_jobs += 1
+        slots = np.arange(len(keys), dtype=np.int64)
+        job = TransferJob(self.num_jobs, keys, slots, is_load, ReqContext(req_id="r"))
+        (self.tier.submit_load if is_load else self.tier.submit_store)(job)
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        assert result.job_id == self.num_jobs and not self.tier.has_pending_work()
+        self.tier.tier.check()
+        for event in self.tier.take_events():
+            self.told = self.told - set(event.keys) if event.removed else self.told | set(event.keys)
+        return result
+
+    def put(self, keys: list[bytes]) -> Any:
+        """Store pages, each with bytes of its own."""
+        for slot, key in enumerate(keys):
+            self.memory[slot] = np.frombuffer((key * 2)[:PAGE_BYTES], np.uint8)
+        return self.job(keys, is_load=False)
+
+    def get(self, keys: list[bytes]) -> Any:
+        """Load pages; those that are reported have their bytes."""
+        self.memory[:] = 0
+        result = self.job(keys, is_load=True)
+        good = keys if result.success else list(result.successful_keys or ())
+        for key in good:
+            assert self.memory[keys.index(key)].tobytes() == (key * 2)[:PAGE_BYTES]
+        return good
+
+    def stored(self, keys: list[bytes]) -> list[bool]:
+        """Return which keys are hits."""
+        return [self.tier.lookup(key, ReqContext(req_id="r")) is LookupResult.HIT for key in keys]
+
+    def reopen(self) -> None:
+        """Restart."""
+        self.tier.drain_jobs()
+        self.tier.shutdown()
+        self.tier = open_files(self.folder, self.num_pages, self.memory)
+
+
+def check_files(folder: str, seed: int) -> None:
+    """Pages come back as they were, or are misses; no more than there is room for; after a restart as well."""
+    draw = random.Random(seed)
+    files = Files(folder, draw.randint(2, 6))
+    known = sequences(draw)
+    for _ in range(40):
+        keys = draw.choice(known)
+        done = draw.random()
+        if done < 0.5:
+            assert files.put(keys).success
+        elif done < 0.8:
+            stored = files.stored(keys)
+            num_hits = stored.index(False) if False in stored else len(stored)
+            if num_hits:
+                assert files.get(keys[:num_hits]) == keys[:num_hits]
+        elif done < 0.9:
+            paths = sorted(Path(folder).glob("*/*/*.kv"))
+            if paths:
+                path = draw.choice(paths)
+                text = path.read_bytes()
+                path.write_bytes(text[:-1] if draw.random() < 0.5 else text[:-1] + bytes([text[-1] ^ 1]))
+                key = bytes.fromhex(path.stem)
+                good = files.get([key])
+                files.tier.drain_jobs()
+                assert good == [] and files.stored([key]) == [False] and not path.exists()
+        else:
+            files.reopen()
+        every = {key for each in known for key in each}
+        hits = {key for key in every if files.stored([key])[0]}
+        assert len(hits) <= files.num_pages and hits == files.told, (seed, hits, files.told)
+    bad = TransferJob(999, [known[0][0]], np.array([NUM_SLOTS], np.int64), False, ReqContext(req_id="r"))
+    files.tier.submit_store(bad)
+    (result,) = files.tier.get_finished_jobs()
+    assert not result.success, "a place that is not there"
+    files.tier.shutdown()
+
+
+def check_slow(folder: str) -> None:
+    """A page that takes longer to read than to compute is a miss."""
+    files = Files(folder, 4)
+    key = make_offload_key(b"k" * 32, 0)
+    files.put([key])
+    assert files.get([key]) == [key] and files.stored([key]) == [True]
+    files.tier._compute_s = files.tier._read_s / 2
+    assert files.stored([key]) == [False] and files.tier.counts.computed_instead == 1
+    files.tier.shutdown()
+
+
+if __name__ == "__main__":
+    what, where, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    for number in range(first, first + 20):
+        if what == "policy":
+            check_policy(number)
+        else:
+            check_files(f"{where}/{number}", number)
+    if what == "files":
+        check_slow(f"{where}/slow")
+    print("held")
