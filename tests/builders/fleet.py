@@ -25,6 +25,7 @@ class FleetCase:
     latency_ms: float
     only_missing: bool
     faults: tuple[Fault, ...] = ()
+    least_remote: int | None = None
 
     @property
     def is_mocker(self) -> bool:
@@ -45,6 +46,7 @@ class FleetCase:
             latency_ms=self.latency_ms,
             transfer="missing" if self.only_missing else "full-prompt",
             token_bytes=1,
+            least_remote=None if self.is_mocker else self.least_remote,
             faults=self.faults,
         )
 
@@ -76,6 +78,7 @@ class FleetCase:
             self.rate,
             round(self.latency_ms * 1e6),
             self.only_missing,
+            least_remote=None if self.is_mocker else self.least_remote,
             faults=[
                 NaiveFault(each.kind, each.worker, each.start_ns, each.end_ns, each.factor) for each in self.faults
             ],
@@ -113,6 +116,7 @@ def fleets(
         draw(st.sampled_from([0.0, 0.0, 3.0, 30.0])),
         draw(st.booleans()),
         tuple(draw(failing)) if faults else (),
+        draw(st.sampled_from([None, 1, 2, 5, 20])),
     )
 
 

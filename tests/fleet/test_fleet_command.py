@@ -109,6 +109,32 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
     assert decode["pages"] > prefill["pages"]
 
 
+def test_prompts_of_which_a_decode_worker_has_most_are_computed_there(
+    run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any
+) -> None:
+    """A prompt that comes again, and is one token longer than the pages that were sent."""
+    trace, rows = tmp_path / "trace.jsonl", tmp_path / "rows.jsonl"
+    asked_for = [(0, 0, 5121), (60_000, 0, 5121), (120_000, 20, 5121)]
+    trace.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": at, "input_length": num, "output_length": 9, "hash_ids": list(range(first, first + 11))}
+            )
+            + "\n"
+            for at, first, num in asked_for
+        )
+    )
+    options = ("--prefill-replicas", 1, "--decode-replicas", 1, *SMALL, "--transfer-rate", "1GB/s")
+    weighs = ("--transfer-token-bytes", 1000, "--remote-prefill-from", 2, "--requests", rows)
+    report = asked("replay", trace, *options, *weighs, "--json")
+    assert report["fleet"]["num_local_prefills"] == 1
+    first, again, other = (json.loads(line) for line in rows.read_text().splitlines())
+    assert (first["prefill_replica"], again["prefill_replica"], other["prefill_replica"]) == (0, 1, 0)
+    assert again["transferred_bytes"] == 0 and again["held_ms"] is None and again["cached_tokens"] == 5120
+    assert run_command("replay", trace, *options, *weighs) == 0
+    assert b"1 prompts computed where they are continued" in capsysbinary.readouterr().out
+
+
 def test_pools_have_tiers_of_their_own(asked: Callable[..., Any], tmp_path: Path) -> None:
     """And each prompt comes again, to the same worker."""
     config, rows, trace = tmp_path / "fleet.toml", tmp_path / "rows.jsonl", tmp_path / "twice.jsonl"
@@ -172,8 +198,10 @@ def test_replicas_share_a_store(
         ((*APART, "--decode-pages", 0), "--decode-pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
         ((*APART, "--decode-host-memory", "1B", "--kv-bytes-per-token", 9), "--decode-host-memory"),
-        ((*APART, "--h2d", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--h2d", "1GB/s"), "has no effect without a size"),
         ((*APART, "--store-rate", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--remote-prefill-from", 0), "--remote-prefill-from"),
+        ((*APART, "--remote-prefill-from", 9, "--profile", "mocker"), "--remote-prefill-from"),
         ((*APART, "--store-memory", "1MB"), "hold no page of 2,097,152 bytes"),
         ((*APART, "--store-pages", 9, "--host-pages", 9, "--offload", "lazy"), "--offload"),
         ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),

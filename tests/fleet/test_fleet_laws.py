@@ -95,9 +95,10 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
         decode, prefill = handoff.decode, handoff.prefill
         target = handoff.source if handoff.target < 0 else case.num_prefills + handoff.target
         expected = {
-            "source": handoff.source,
+            "source": target if handoff.is_local else handoff.source,
             "replica": target,
-            "prefill_admitted_ns": prefill.first_admitted_ns,
+            "is_local": int(handoff.is_local),
+            "prefill_admitted_ns": (decode if handoff.is_local else prefill).first_admitted_ns,
             "held_ns": handoff.held_ns,
             "reserved_ns": handoff.reserved_ns,
             "activated_ns": handoff.activated_ns,

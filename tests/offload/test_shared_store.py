@@ -28,6 +28,11 @@ class NoLinks:
     def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
         return 0
 
+    def cancel(self, worker: int, number: int) -> None: ...
+
+    def left_ns(self, worker: int, number: int, now_ns: int) -> int:
+        return 0
+
 
 @dataclass
 class StoreUnderWay:

@@ -32,6 +32,8 @@ class NaiveHandoff:
     given_up: bool = False
     cancelled_ns: int = -1
     restarts: int = 0
+    planned: NaiveWorker | None = None
+    is_local: bool = False
 
 
 def decode_only_ns(batch: Batch, engine: NaiveEngine) -> int:
@@ -282,6 +284,7 @@ class NaiveFleet:
     num_deadlocks: int = 0
     faults: list[NaiveFault] = field(default_factory=list)
     num_failed_transfers: int = 0
+    least_remote: int | None = None
 
     def run(self, requests: list[NaiveRequest]) -> None:
         self.workers = [*self.prefills, *self.decodes]
@@ -397,13 +400,15 @@ class NaiveFleet:
             target.refused_at = -1
             if target.end_ns is None:
                 self.send(target.try_to_reserve(now))
-        for worker, request in ((target, handoff.decode), (source, handoff.prefill)):
-            if not worker.has(request):
-                continue
+        here = [
+            worker for worker, request in ((target, handoff.decode), (source, handoff.prefill)) if worker.has(request)
+        ]
+        for worker in here:
+            if worker.end_ns is not None:
+                worker.interrupts.append(("drop", handoff))
+        for worker in here:
             if worker.end_ns is None:
                 self.drop(handoff, worker, now)
-            else:
-                worker.interrupts.append(("drop", handoff))
         self.note_given_up(handoff, now)
 
     def drop(self, handoff: NaiveHandoff, worker: NaiveWorker, now: int) -> None:
@@ -468,11 +473,19 @@ class NaiveFleet:
         if what == "send":
             if handoff.given_up:
                 return
-            chosen = self.choose(self.wants_prefill(handoff))
+            handoff.is_local = False
+            if self.stays(handoff):
+                self.compute_locally(handoff)
+                return
+            chosen = None
+            if not self.wants_prefill(handoff) and handoff.planned is not None and self.is_up(handoff.planned):
+                chosen = handoff.planned
+            chosen = chosen or self.choose(self.wants_prefill(handoff))
             if chosen is None:
                 self.stranded.append(handoff)
             elif self.is_held(handoff):
                 handoff.target = self.decodes.index(chosen)
+                handoff.planned = None
                 self.do("choose", handoff, now)
             else:
                 self.submit(handoff, chosen)
@@ -524,7 +537,36 @@ class NaiveFleet:
         return self.prefills if is_prefill else self.decodes
 
     def wants_prefill(self, handoff: NaiveHandoff) -> bool:
-        return handoff.held_ns < 0
+        return handoff.held_ns < 0 and not handoff.decode.admissions
+
+    def is_up(self, worker: NaiveWorker) -> bool:
+        return not worker.is_down and not worker.is_failing
+
+    def stays(self, handoff: NaiveHandoff) -> bool:
+        """A worker that generates is chosen first; whether it has all but a few tokens of the prompt."""
+        if self.least_remote is None or not self.wants_prefill(handoff):
+            return False
+        if handoff.planned is None or not self.is_up(handoff.planned):
+            handoff.planned = self.choose(False)
+        if handoff.planned is None:
+            return False
+        num_hit = len(handoff.planned.lookup(handoff.decode)) * handoff.planned.page_size
+        return len(handoff.request.tokens) - num_hit < self.least_remote
+
+    def compute_locally(self, handoff: NaiveHandoff) -> None:
+        worker = handoff.planned
+        assert worker is not None
+        handoff.planned = None
+        handoff.is_local = True
+        handoff.target = self.decodes.index(worker)
+        if self.never_fits(handoff):
+            handoff.outcome = "rejected"
+            return
+        decode, prefill = handoff.decode, handoff.prefill
+        decode.furthest = max(decode.furthest, prefill.furthest)
+        worker.orders[decode.seq] = 1 << 62
+        worker.submit(decode)
+        worker.waiting.sort(key=worker.age)
 
     def is_held(self, handoff: NaiveHandoff) -> bool:
         return handoff.activated_ns < 0 and handoff.prefill in self.prefills[handoff.source].held

@@ -36,7 +36,9 @@ def render_fleet(summary: dict[str, Any]) -> str:
         for pool in fleet["pools"]
     ]
     if fleet["transferred_bytes"]:
-        lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent")
+        num_local = fleet.get("num_local_prefills", 0)
+        local = f", {num_local:,} prompts computed where they are continued" if num_local else ""
+        lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent{local}")
     if "store" in fleet:
         lines.append(f"{'store':<14}{_store(fleet['store'])}")
     if "faults" in fleet:

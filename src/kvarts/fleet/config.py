@@ -73,6 +73,15 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "transfers share it."
         ),
     ] = "none"
+    least_remote: Annotated[
+        int | None,
+        setting(
+            "A decode worker is chosen first, and computes the prompt itself unless it lacks at least so many tokens.",
+            flag="--remote-prefill-from",
+            metavar="N",
+            default="prefill workers compute every prompt",
+        ),
+    ] = None
     token_bytes: Annotated[
         int | None,
         setting("Bytes of KV of a token on a link.", metavar="N", default="those of the model"),
@@ -88,6 +97,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise SettingError("shares no rate", "sharing", hint="Give {rate} as well.")
         if self.token_bytes is not None:
             check_whole(self.token_bytes, "token_bytes")
+        if self.least_remote is not None:
+            check_whole(self.least_remote, "least_remote")
         if self.rate is not None and not self.bytes_per_s:
             raise SettingError("must be above 0", "rate", hint="Leave it out for transfers that take no time.")
 
@@ -369,6 +380,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
             sharing=transfer.sharing,
+            least_remote=transfer.least_remote,
             token_bytes=token_bytes or 0,
             scaler=None if policy is None else partial(parse_scaler, policy),
             scaling=policy or "",
@@ -462,7 +474,8 @@ class FleetWorker(msgspec.Struct, frozen=True):
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
-    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `scaler`:
+    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`.
+    `least_remote`: a worker that generates computes prompts of which it lacks fewer tokens itself. `scaler`:
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
     scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
     store that all workers share below their own tiers, if any. `faults`: failures and their times.
@@ -473,6 +486,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency_ms: float = 0.0
     transfer: TransferMode = "full-prompt"
     sharing: Sharing = "none"
+    least_remote: int | None = None
     token_bytes: int = 0
     scaler: Callable[[], Scaler] | None = None
     scaling: str = ""
@@ -511,6 +525,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 )
         if len({pool.each.page_size for pool in self.pools}) > 1:
             raise SettingError("pools have pages of different sizes", "pool", hint="KV goes from page to page.")
+        if self.least_remote is not None and self.first.profile == "mocker":
+            raise SettingError("is not in Dynamo's mocker", "transfer.least_remote", hint="Take another profile.")
         if len({pool.each.profile for pool in self.pools}) > 1:
             raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
@@ -589,6 +605,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "latency_ms": self.latency_ms,
                 "mode": self.transfer,
                 "sharing": self.sharing,
+                **({} if self.least_remote is None else {"least_remote": self.least_remote}),
                 "token_bytes": self.token_bytes,
             },
             **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),

@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.links import Links, StoreLinks, StoreTransfer
-from kvarts.fleet.moves import Moves
+from kvarts.fleet.links import Links, StoreTransfer
+from kvarts.fleet.moves import Moves, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
@@ -29,8 +29,8 @@ __all__ = ["FleetDriver"]
 class FleetDriver(Moves):
     """Runs one replay on a fleet.
 
-    `store`: the links to a store that workers share. `scaler`: decides the number of workers. `faults`: failures and
-    their times.
+    `store`: the store that workers share, and their links to it. `scaler`: decides the number of workers. `faults`:
+    failures and their times.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class FleetDriver(Moves):
         *,
         token_bytes: int,
         only_missing: bool,
+        least_remote: int | None = None,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
-        store: StoreLinks | None = None,
+        store: StoreUse | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
@@ -56,6 +57,7 @@ class FleetDriver(Moves):
             links,
             token_bytes=token_bytes,
             only_missing=only_missing,
+            least_remote=least_remote,
             is_mocker=is_mocker,
             tier_names=tier_names,
             store=store,
@@ -84,6 +86,8 @@ class FleetDriver(Moves):
                     break
                 now_ns = self.now_ns
             self.now_ns = now_ns
+            if self._store is not None:
+                self._store.links.now_ns = now_ns
             self._finish_steps(now_ns)
             for front in self._polled:
                 if front.poll_ns(now_ns) == now_ns:
@@ -94,7 +98,7 @@ class FleetDriver(Moves):
             for handoff in self._links.take_ended(now_ns):
                 self._activate(handoff, now_ns)
             if self._store is not None:
-                for transfer in self._store.take_ended(now_ns):
+                for transfer in self._store.links.take_ended(now_ns):
                     self._end_of_store(transfer, now_ns)
             if self._scaler is not None:
                 self._scale(now_ns)
@@ -121,7 +125,7 @@ class FleetDriver(Moves):
             heappop(wakes)
         next_ns = min(ends[0][0] if ends else NEVER_NS, wakes[0][0] if wakes else NEVER_NS, self._links.next_ns())
         if self._store is not None:
-            next_ns = min(next_ns, self._store.next_ns())
+            next_ns = min(next_ns, self._store.links.next_ns())
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
@@ -192,6 +196,7 @@ class FleetDriver(Moves):
         """Let an idle worker look again, as a transfer to or from a tier below it has ended."""
         worker.wake_ns = NEVER_NS
         worker.end_transfers(now_ns)
+        self._end_waits(now_ns)
         self._roused.add(worker.index)
         if worker.pending:
             self._reserve_for(worker, now_ns)
@@ -208,6 +213,7 @@ class FleetDriver(Moves):
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()
         worker.end_transfers(now_ns)
+        self._end_waits(now_ns)
         self._roused.add(worker.index)
         if worker.pending:
             self._reserve_for(worker, now_ns)

@@ -36,11 +36,13 @@ class Handoff:
         "held_ns",
         "is_ended",
         "is_given_up",
+        "is_local",
         "is_recomputed",
         "is_reported",
         "num_bytes",
         "num_restarts",
         "order",
+        "planned",
         "prefill",
         "released_ns",
         "reserved_ns",
@@ -56,6 +58,10 @@ class Handoff:
         self.prefill: Request | None = None
         self.source = -1
         self.target = -1
+        self.planned = -1
+        """The worker that was chosen on arrival to generate, until the prompt is computed elsewhere; -1 without one."""
+        self.is_local = False
+        """Whether a worker that generates computes the prompt, because it has most of it."""
         self.order = -1
         self.held_ns = -1
         self.reserved_ns = -1
@@ -101,6 +107,7 @@ class Handoff:
         """Let one worker compute the prompt, and generate."""
         if self.prefill is not None:
             self.decode.furthest_computed = max(self.decode.furthest_computed, self.prefill.furthest_computed)
+            self.decode.recomputed_tokens += self.prefill.recomputed_tokens
             self.prefill = None
 
     def note_below(self, request: Request, tier_names: Sequence[str]) -> None:

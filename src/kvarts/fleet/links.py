@@ -166,6 +166,10 @@ class SharedRates:
             self.remove(job)
         return done
 
+    def left_ns(self, job: Job, now_ns: int) -> int:
+        """Return how long a transfer would still take if no other began or ended."""
+        return max(0, self._now_ns + ceil(job.num_left / self._rate(job)) - now_ns)
+
     def rate_of_one_more(self, ends: tuple[tuple[End, float], ...]) -> float:
         """Return the rate that one more transfer between `ends` would have now."""
         return min(rate / (self._num_at.get(end, 0) + 1) for end, rate in ends)
@@ -260,6 +264,8 @@ class StoreLinks:
         self._coming: list[tuple[int, int, StoreTransfer]] = []
         """Transfers that begin when their latency has passed, as a heap: time, and number in order of submission."""
         self._num_begun = 0
+        self.now_ns = 0
+        """The time of the fleet."""
 
     @property
     def busy_ns(self) -> tuple[int, int]:
@@ -277,6 +283,32 @@ class StoreLinks:
         """Return how long one more transfer would take if no other began or ended."""
         rate = self._shared.rate_of_one_more(self._ends(worker, is_read=is_read))
         return self._latency_ns + ceil(num_bytes / rate)
+
+    def left_ns(self, worker: int, number: int, now_ns: int) -> int:
+        """Return how long transfer `number` of `worker` would still take if no other began or ended; 0 if it has."""
+        for begin_ns, _, transfer in self._coming:
+            if (transfer.worker, transfer.number) == (worker, number):
+                rate = self._shared.rate_of_one_more(self._ends(worker, is_read=transfer.is_read))
+                return begin_ns - now_ns + ceil(transfer.num_bytes / rate)
+        for job in self._shared.jobs:
+            transfer = cast(StoreTransfer, job.owner)
+            if (transfer.worker, transfer.number) == (worker, number):
+                return self._shared.left_ns(job, now_ns)
+        return 0
+
+    def cancel(self, worker: int, number: int) -> None:
+        """Abort transfer `number` of `worker`, if it has not ended."""
+        for each in self._coming:
+            if (each[2].worker, each[2].number) == (worker, number):
+                self._coming.remove(each)
+                heapify(self._coming)
+                return
+        for job in self._shared.jobs:
+            transfer = cast(StoreTransfer, job.owner)
+            if (transfer.worker, transfer.number) == (worker, number):
+                self._shared.advance(self.now_ns)
+                self._shared.remove(job)
+                return
 
     def drop(self, worker: int, now_ns: int) -> None:
         """Abort all transfers of `worker`."""

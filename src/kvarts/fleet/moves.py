@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappush
+from typing import Protocol
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links, StoreLinks
@@ -19,16 +20,33 @@ from kvarts.report.requests import FAILED, REJECTED, RequestLog
 from kvarts.request import Request, RequestState
 from kvarts.sim.arrivals import Arrivals
 
-__all__ = ["Moves"]
+__all__ = ["Moves", "SharedPages", "StoreUse"]
+
+
+class SharedPages(Protocol):
+    """A store that workers share."""
+
+    def take_waited_for(self) -> list[tuple[int, int]]:
+        """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
+
+
+class StoreUse:
+    """A store that workers share, and their links to it."""
+
+    __slots__ = ("links", "store")
+
+    def __init__(self, store: SharedPages, links: StoreLinks) -> None:
+        self.store = store
+        self.links = links
 
 
 class Moves:
     """Owner of the requests of a fleet.
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
-    none. `token_bytes`: bytes of the KV of a token on a link; `only_missing`: pages that the second worker has are not
-    sent. `tier_names`: the names of the tiers below any worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's
-    mocker, to the order of what happens at one time.
+    none. `least_remote`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link; `only_missing`: pages
+    that the second worker has are not sent. `tier_names`: the names of the tiers below any worker. `store`: see
+    FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
     """
 
     def __init__(
@@ -40,9 +58,10 @@ class Moves:
         *,
         token_bytes: int,
         only_missing: bool,
+        least_remote: int | None = None,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
-        store: StoreLinks | None = None,
+        store: StoreUse | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
@@ -61,6 +80,7 @@ class Moves:
         self._links = links
         self._token_bytes = token_bytes
         self._only_missing = only_missing
+        self._least_remote = least_remote if first is not second else None
         self._is_mocker = is_mocker
         self._on_progress = on_progress
         self._page_size = self.workers[0].replica.config.page_size
@@ -100,7 +120,7 @@ class Moves:
         if handoff.is_given_up:
             return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
-        front = self._second if has_begun else self._first
+        front = self._second if has_begun or self._stays(handoff, now_ns) else self._first
         if not front.is_open:
             front.stranded.append(handoff)
         elif handoff.is_held:
@@ -108,10 +128,44 @@ class Moves:
         else:
             self._submit(handoff, front, now_ns)
 
+    def _stays(self, handoff: Handoff, now_ns: int) -> bool:
+        """Return whether a new request is computed where it generates; that worker is chosen first.
+
+        It is if the cache of the worker has all but a few tokens of the prompt.
+        """
+        if self._least_remote is None or not self._second.is_open:
+            return False
+        if handoff.planned < 0 or not self._second.sends_to(self.workers[handoff.planned]):
+            self._unplan(handoff)
+            handoff.planned = self._route(self._second, handoff, now_ns).index
+        worker, request = self.workers[handoff.planned], handoff.decode
+        self._is_busy(worker, now_ns)
+        match = worker.scheduler.cache.match(request.content, (request.num_prompt_tokens - 1) // self._page_size)
+        return request.num_prompt_tokens - match.num_pages * self._page_size < self._least_remote
+
+    def _unplan(self, handoff: Handoff) -> None:
+        """Forget the worker that was chosen on arrival to generate."""
+        if handoff.planned >= 0:
+            handoff.planned = -1
+            self._second.ended(handoff.decode)
+
+    def _route_second(self, handoff: Handoff, now_ns: int) -> Worker:
+        """Return the worker that generates: the one chosen on arrival, if requests are still sent to it."""
+        if handoff.planned >= 0:
+            worker = self.workers[handoff.planned]
+            if self._second.sends_to(worker):
+                handoff.planned = -1
+                if self._second.router.reads_prefills and handoff.is_held:
+                    self._second.router.prefilled(handoff.decode.index)
+                return worker
+            self._unplan(handoff)
+        return self._route(self._second, handoff, now_ns)
+
     def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
         """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
-        worker = self._route(front, handoff, now_ns)
         decode = request = handoff.decode
+        handoff.is_local = front is self._second and handoff.planned >= 0
+        worker = self._route_second(handoff, now_ns) if front is self._second else self._route(front, handoff, now_ns)
         reason = None
         if worker.only_prefills:
             request = handoff.let_compute()
@@ -121,6 +175,8 @@ class Moves:
         else:
             handoff.target = worker.index
             if front is self._first:
+                self._unplan(handoff)
+            if front is self._first or handoff.is_local:
                 handoff.do_both()
                 handoff.source = worker.index
             else:
@@ -167,7 +223,7 @@ class Moves:
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route(self._second, handoff, now_ns)
+        worker = self._route_second(handoff, now_ns)
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
         if reason is not None:
@@ -292,7 +348,7 @@ class Moves:
 
     def _front_of(self, handoff: Handoff) -> Front:
         """Return the router of the target."""
-        return self._first if handoff.target == handoff.source else self._second
+        return self._first if handoff.target == handoff.source and not handoff.is_local else self._second
 
     # Clients that give up ---------------------------------------------------------------------------------
 
@@ -349,8 +405,9 @@ class Moves:
         """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
         if self._store is not None:
-            self._store.drop(worker.index, now_ns)
+            self._store.links.drop(worker.index, now_ns)
         worker.lose_transfers(now_ns)
+        self._end_waits(now_ns)
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):
             if handoff.at_target and handoff.target == worker.index:
@@ -393,6 +450,18 @@ class Moves:
                 target.pending.remove(handoff)
                 self._compute_here(handoff, target, now_ns)
                 self._try_again(target, now_ns, is_busy=is_busy)
+
+    def _end_waits(self, now_ns: int) -> None:
+        """Let requests go on that have waited for writes of other workers to the store."""
+        if self._store is None:
+            return
+        for index, write in self._store.store.take_waited_for():
+            worker = self.workers[index]
+            self._is_busy(worker, now_ns)
+            assert worker.scheduler.loads is not None
+            worker.scheduler.loads.end_wait(write)
+            worker.changed()
+            self._roused.add(index)
 
     def _restart(self, handoff: Handoff) -> None:
         handoff.num_restarts += 1
@@ -444,6 +513,7 @@ class Moves:
         if not (handoff.is_ended or handoff.is_given_up):
             return
         handoff.is_reported = True
+        self._unplan(handoff)
         request, prefill = handoff.decode, handoff.prefill
         more = self._more(handoff)
         request.cached_tokens_below = tuple(handoff.below.get(name, 0) for name in self._tier_names)
@@ -466,11 +536,12 @@ class Moves:
 
     def _more(self, handoff: Handoff) -> tuple[int, ...]:
         """Return the values of the log's fleet columns."""
-        return (handoff.source, *handoff.times(), handoff.num_bytes, handoff.num_restarts)
+        return (handoff.source, *handoff.times(), handoff.num_bytes, handoff.num_restarts, int(handoff.is_local))
 
     def _refuse(self, handoff: Handoff, worker: int, reason: str, status: int) -> None:
         """Log a request that is given up, with its `reason`."""
         handoff.is_reported = True
+        self._unplan(handoff)
         self._log.reject(handoff.decode, handoff.row, worker, reason, status, more=self._more(handoff))
         self._source.done(handoff.row, self.now_ns)
         self._tell(1)

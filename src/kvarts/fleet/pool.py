@@ -52,6 +52,10 @@ class Front(Informed):
         """Whether any worker takes requests."""
         return any(pool.active for pool in self.pools)
 
+    def sends_to(self, worker: Worker) -> bool:
+        """Return whether requests are sent to `worker`."""
+        return any(worker in pool.active for pool in self.pools)
+
     @property
     def roles(self) -> str:
         """The roles of its workers, in words."""

@@ -16,6 +16,7 @@ from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
+from kvarts.fleet.moves import SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -56,7 +57,7 @@ def replay_fleet(
     shared = {} if store is None else {STORE: store.num_pages}
     tier_names += shared
     log = RequestLog(
-        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts")
+        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts", "is_local")
     )
     steps: list[StepLog] = []
 
@@ -112,9 +113,10 @@ def replay_fleet(
         links_of(config),
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
+        least_remote=config.least_remote,
         is_mocker=is_mocker,
         tier_names=tier_names,
-        store=store_links,
+        store=None if store is None or store_links is None else StoreUse(store, store_links),
         scaler=None if config.scaler is None else config.scaler(),
         faults=config.faults,
         on_progress=on_progress,
@@ -138,7 +140,7 @@ def replay_fleet(
     )
 
 
-class Store(Protocol):
+class Store(SharedPages, Protocol):
     """A store that workers share."""
 
     num_pages: int

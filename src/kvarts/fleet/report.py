@@ -111,6 +111,7 @@ class FleetReport(Report):
         return {
             "waits": waits,
             "pools": self._pools(),
+            **({} if self.config.least_remote is None else {"num_local_prefills": int((raw["is_local"] > 0).sum())}),
             "transferred_bytes": int(raw["num_bytes"].sum()),
             **({} if self._store is None else {"store": dict(self._store)}),
             **self._faults(raw),

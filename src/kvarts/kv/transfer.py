@@ -11,6 +11,7 @@ from kvarts.kv.pool import PageId
 
 __all__ = [
     "Awaited",
+    "Coming",
     "Direction",
     "Loaded",
     "Move",
@@ -82,6 +83,14 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
     num_pages: int
     by_tier: tuple[int, ...]
     num_bytes: tuple[int, ...] = ()
+
+
+class Coming(msgspec.Struct, frozen=True, gc=False):
+    """Pages that another engine is storing in a shared tier, as its `write`, and that could be here at `end_ns`."""
+
+    write: int
+    num_pages: int
+    end_ns: int
 
 
 class Awaited(msgspec.Struct, frozen=True, gc=False):

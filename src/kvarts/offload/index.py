@@ -84,6 +84,22 @@ class TierIndex:
                 stretches.append((start, position))
         return stretches
 
+    def coming(self, content: Content, start: int, limit: int) -> tuple[Placement, int] | None:
+        """Return the placement that brings page `start` of `content`, and how many pages it brings from there on.
+
+        Only pages [start, limit). None if the page is not coming.
+        """
+        found: Placement | None = None
+        num_pages = 0
+        for run, before, position in self._path(content, limit):
+            if position <= start:
+                continue
+            if run.placement is None or (found is not None and run.placement is not found):
+                break
+            found = run.placement
+            num_pages += position - (before if before > start else start)
+        return None if found is None else (found, num_pages)
+
     def missing(self, content: Content, start: int, end: int) -> int:
         """Return how many of the pages [start, end) are neither stored nor coming."""
         num_missing = end - start

@@ -25,6 +25,7 @@ from kvarts.kv.node import HeldPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import (
     Awaited,
+    Coming,
     Direction,
     Loaded,
     Move,
@@ -178,6 +179,19 @@ class Offloader(Transfers):
         if position == start:
             return None
         return Offer(position - start, tuple(by_tier))
+
+    def coming(self, content: Content, start: int, limit: int) -> Coming | None:
+        """Return the pages of `content` from `start` on that other engines are storing in the last tier."""
+        coming = self.tiers[-1].coming(content, start, limit, self._now_ns)
+        if coming is None:
+            return None
+        num_bytes = coming.num_pages * self.page_bytes
+        end_ns = coming.end_ns + self._connected[-1].read.within_ns(self._now_ns, num_bytes)
+        return msgspec.structs.replace(coming, end_ns=end_ns)
+
+    def await_write(self, write: int) -> None:
+        """Note that a request waits for a write of another engine to the last tier."""
+        self.tiers[-1].await_write(write)
 
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None

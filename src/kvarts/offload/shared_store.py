@@ -17,7 +17,7 @@ from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
-from kvarts.kv.transfer import PrefillTimes
+from kvarts.kv.transfer import Coming, PrefillTimes
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.index import TierIndex
@@ -26,7 +26,7 @@ from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.part_offloader import PartOffloader
 from kvarts.offload.tier import ConnectedTier, MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
-from kvarts.offload.tier_run import ALL, TierRun
+from kvarts.offload.tier_run import ALL, Placement, TierRun
 from kvarts.offload.transfers import NEVER_NS
 
 __all__ = ["STORE", "SharedStore", "StoreView"]
@@ -43,6 +43,24 @@ class LinksToStore(Protocol):
     def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
         """Return how long one more transfer would take if no other began or ended."""
 
+    def cancel(self, worker: int, number: int) -> None:
+        """Abort transfer `number` of `worker`, if it has not ended."""
+
+    def left_ns(self, worker: int, number: int, now_ns: int) -> int:
+        """Return how long transfer `number` of `worker` would still take if no other began or ended."""
+
+
+class Write:
+    """A write under way: transfer `transfer` of `worker`, and the engines with requests that wait for it."""
+
+    __slots__ = ("number", "transfer", "waiting", "worker")
+
+    def __init__(self, number: int, worker: int) -> None:
+        self.number = number
+        self.worker = worker
+        self.transfer = -1
+        self.waiting: list[int] = []
+
 
 class SharedStore:
     """A store of `num_pages` pages. `links`: carry the pages, of `page_bytes` bytes each."""
@@ -53,6 +71,22 @@ class SharedStore:
         self.links = links
         self.index = TierIndex(num_pages, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
         self.views: dict[int, StoreView] = {}
+        self.writes: dict[Placement, Write] = {}
+        """Writes under way."""
+        self.num_writes = 0
+        self._waited_for: list[tuple[int, int]] = []
+
+    def take_waited_for(self) -> list[tuple[int, int]]:
+        """Return each write that has ended since the last call, behind each engine with requests that waited for it."""
+        waited_for, self._waited_for = self._waited_for, []
+        return waited_for
+
+    def end_write(self, placement: Placement, *, is_stored: bool) -> None:
+        """Record that a write has ended, or failed, or was given up, which ends its transfer."""
+        write = self.writes.pop(placement)
+        if not is_stored:
+            self.links.cancel(write.worker, write.transfer)
+        self._waited_for += [(worker, write.number) for worker in write.waiting]
 
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore:
         """Return the settings of the tiers of `worker`: those of `offload`, and the store below them.
@@ -65,6 +99,7 @@ class SharedStore:
         page_bytes = self.page_bytes
         write = StoreChannel("store_write", self.links, worker, page_bytes=page_bytes, is_read=False)
         read = StoreChannel("store_read", self.links, worker, page_bytes=page_bytes, is_read=True)
+        write.view = view
         return TiersWithStore(offload, view, write, read)
 
     def _on_stored(self, run: TierRun) -> None:
@@ -93,8 +128,11 @@ class StoreView(MemoryTier):
         self.lose = _keep
         self.num_pages_from: dict[int, int] = {}
         """Pages that were loaded, by the engine that had stored them."""
+        self._store = store
         self._num_moving = 0
         self._num_evicted = 0
+        self.unsent: list[Write] = []
+        """Writes that no transfer carries yet."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs of this engine that become findable or stop being findable."""
@@ -130,13 +168,38 @@ class StoreView(MemoryTier):
         self._num_evicted += self.index.num_evicted - num_evicted
         if store is not None:
             self._num_moving += store.num_pages
+            write = Write(self._store.num_writes, self.worker)
+            self._store.num_writes += 1
+            assert isinstance(store.ticket, Placement)
+            self._store.writes[store.ticket] = write
+            self.unsent.append(write)
         return store
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return the pages from `start` on that other engines are storing; None if `start` is not among these."""
+        found = self.index.coming(content, start, limit)
+        if found is None:
+            return None
+        placement, num_pages = found
+        write = self._store.writes[placement]
+        if write.transfer < 0:
+            return None  # it begins in this step
+        left_ns = self._store.links.left_ns(write.worker, write.transfer, now_ns)
+        return Coming(write.number, num_pages, now_ns + left_ns)
+
+    def await_write(self, write: int) -> None:
+        """Note that a request of this engine waits for a write of another."""
+        found = next(each for each in self._store.writes.values() if each.number == write)
+        if self.worker not in found.waiting:
+            found.waiting.append(self.worker)
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store; return False if it had ended before."""
         is_first = super().complete_store(store, is_stored=is_stored)
         if is_first:
             self._num_moving -= store.num_pages
+            assert isinstance(store.ticket, Placement)
+            self._store.end_write(store.ticket, is_stored=is_stored)
         return is_first
 
     def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
@@ -178,7 +241,7 @@ class StoreChannel(Channel):
     Pages have `page_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its first use.
     """
 
-    __slots__ = ("_is_read", "_links", "_num_under_way", "_page_bytes", "_worker", "tiers")
+    __slots__ = ("_is_read", "_links", "_num_under_way", "_page_bytes", "_worker", "tiers", "view")
 
     def __init__(self, name: str, links: LinksToStore, worker: int, *, page_bytes: int, is_read: bool) -> None:
         super().__init__(name, latency_us=0.0, bytes_per_s=1)
@@ -189,6 +252,8 @@ class StoreChannel(Channel):
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
         self.tiers: Offloader
+        self.view: StoreView | None = None
+        """The tier whose writes it carries."""
 
     def wait_ns(self, now_ns: int) -> int:
         """Return how long the transfers of this engine that are under way would take alone."""
@@ -215,8 +280,15 @@ class StoreChannel(Channel):
         self.num_bytes += num_bytes
         self.num_transfers += 1
         self._num_under_way += num_bytes
+        if self.view is not None:
+            for write in self.view.unsent:
+                write.transfer = self.tiers.num_transfers
+            self.view.unsent.clear()
         self._links.begin(self._worker, self.tiers.num_transfers, num_bytes, now_ns, is_read=self._is_read)
         return NEVER_NS
+
+    def withdraw(self, now_ns: int, num_bytes: int) -> None:
+        """Do nothing: the store cancels the transfers that are given up."""
 
     def ended(self, num_bytes: int, duration_ns: int | None) -> None:
         """Note that a transfer has ended."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from kvarts.content import Content
+from kvarts.kv.transfer import Coming
 from kvarts.offload.channel import Channel
 from kvarts.offload.index import TierIndex
 from kvarts.offload.index_laws import check_index
@@ -86,6 +87,12 @@ class Tier(Protocol):
 
     def held(self, content: Content, start: int, end: int) -> list[tuple[int, int]]:
         """Return the stretches of pages [start, end) that are here, whether or not earlier pages are."""
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return the pages from `start` on that other engines are storing; None if `start` is not among these."""
+
+    def await_write(self, write: int) -> None:
+        """Note that a request of this engine waits for a write of another."""
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
         """Find pages as `find` does and pin them for `holder`, in place of its previous pins."""
@@ -246,6 +253,14 @@ class MemoryTier:
         """Return how many pages are pinned for `holder`."""
         pin = self._pins.get(holder)
         return 0 if pin is None else pin.end - pin.start
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return None: no other engine stores here."""
+        return None
+
+    def await_write(self, write: int) -> None:
+        """Never called, as there are no such writes."""
+        raise NotImplementedError
 
     def read(self, content: Content, start: int, end: int) -> TierLoad | None:
         """Begin to read the consecutive stored pages from `start` on, without an offer."""

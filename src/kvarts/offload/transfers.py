@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvarts.kv.transfer import Direction, Loaded, Move, Transfer, TransferReport
+from kvarts.content import Content
+from kvarts.kv.transfer import Coming, Direction, Loaded, Move, Transfer, TransferReport
 from kvarts.offload.channel import Channel
 from kvarts.offload.under_way import OffloadCounts, UnderWay
 from kvarts.offload.weigher import Weigher
@@ -64,6 +65,14 @@ class Transfers:
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
         self._weigher.measure(num_tokens, num_decodes, duration_ns)
+
+    def coming(self, content: Content, start: int, limit: int) -> Coming | None:
+        """Return the pages of `content` from `start` on that other engines are storing below; None without any."""
+        return None
+
+    def await_write(self, write: int) -> None:
+        """Note that a request waits for a write of another engine."""
+        raise NotImplementedError
 
     def follow(self, transfer: int) -> None:
         """Note that one more request waits for a running load."""

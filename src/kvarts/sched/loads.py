@@ -16,7 +16,7 @@ from kvarts.events import LoadAwaited, LoadStarted, LoadWeighed
 from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
-from kvarts.kv.transfer import Awaited, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
+from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
 
@@ -70,6 +70,12 @@ class LowerTiers(Protocol):
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Pin and return the pages [start, limit) of `content` that the tiers have; None if there are none."""
+
+    def coming(self, content: Content, start: int, limit: int) -> Coming | None:
+        """Return the pages of `content` from `start` on that other engines are storing below; None without any."""
+
+    def await_write(self, write: int) -> None:
+        """Record that a request waits for a write of another engine."""
 
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
@@ -160,7 +166,8 @@ class Loads:
         self._loading: dict[int, LoadUnderWay] = {}
         """Loads under way by the index of their request, in the order of admission, ABANDONED ones included."""
         self._followers: dict[int, list[Request]] = {}
-        """Requests that wait for a load under way, by the index of that load's request."""
+        """Requests that wait for a load under way, by the index of that load's request, or for write n of another
+        engine, by -1 - n."""
         self.num_following = 0
         """Requests that wait for another request's load; they have neither pages nor a place."""
         self.loaded: list[tuple[Request, Loaded]] = []
@@ -199,10 +206,14 @@ class Loads:
         """
         tiers = self.tiers
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // self._page_size
-        offer = tiers.lookup(request.index, request.content, match.num_pages, limit)
-        if offer is None:
-            return False
         start = match.num_pages
+        offer = tiers.lookup(request.index, request.content, start, limit)
+        num_offered = 0 if offer is None else offer.num_pages
+        coming = tiers.coming(request.content, start + num_offered, limit)
+        if offer is None:
+            if coming is None:
+                return False
+            offer = Offer(0, (0,) * len(tiers.tier_names))
         if num_behind:
             # Where running requests leave no memory for another one, those behind gain nothing by a load, which keeps
             # its memory meanwhile.
@@ -210,7 +221,16 @@ class Loads:
             if num_left < 2 * self._cache.num_to_compute(num_known, self._page_size):
                 num_behind = 0
         leader, awaited = self._leader(request, start, limit) if self._loading else (None, None)
+        if awaited is None and coming is not None:
+            awaited = Awaited(num_offered + coming.num_pages, coming.end_ns)
         weighed = tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
+        if weighed.is_awaited and leader is None:
+            assert coming is not None
+            tiers.forget(request.index)
+            tiers.await_write(coming.write)
+            self._followers.setdefault(-1 - coming.write, []).append(request)
+            self.num_following += 1
+            return True
         if weighed.is_awaited:
             assert leader is not None
             tiers.forget(request.index)
@@ -282,16 +302,24 @@ class Loads:
             elif can_go_on:
                 request.become(RequestState.LOADED)
                 self.loaded.append((request, loaded))
-            if followers := self._followers.pop(loaded.request, None):
-                self.num_following -= len(followers)
-                for follower in reversed(followers):
-                    follower.goes_first = True
-                    self._waiting.push(follower)
+            self._let_follow(loaded.request)
             if not can_go_on and request.state is RequestState.LOADING:
                 self._release(request)
                 request.become(RequestState.WAITING)
                 request.goes_first = True
                 self._waiting.push(request)
+
+    def end_wait(self, write: int) -> None:
+        """Let the requests go on that wait for a write of another engine, which has ended, or failed."""
+        self._let_follow(-1 - write)
+
+    def _let_follow(self, leader: int) -> None:
+        """Return the followers of `leader` to the head of the waiting queue."""
+        if followers := self._followers.pop(leader, None):
+            self.num_following -= len(followers)
+            for follower in reversed(followers):
+                follower.goes_first = True
+                self._waiting.push(follower)
 
     def resume(self, request: Request, loaded: Loaded) -> int:
         """Count the loaded tokens of `request`, which starts to run; return the tokens that need no computing."""
