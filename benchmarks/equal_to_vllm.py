@@ -43,7 +43,8 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventReader
 from kvarts.events import Admitted, ChunkComputed, Event, Finished, PagesRemoved, PagesStored, Preemption
-from kvarts.executor.cost import CostModel, LinearCost, PolynomialCost
+from kvarts.executor.base import CostModel
+from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys

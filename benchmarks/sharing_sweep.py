@@ -2,7 +2,7 @@
 
     python benchmarks/sharing_sweep.py shared/data [--only TEXT]
 
-The folder is that of benchmarks/sharing.py. A row is one device under one rule of turns. Its ratios are of the mean and
+The folder is that of benchmarks/sharing.py. A row is one device. Its ratios are of the mean and
 of the p99 TTFT, of the model that did worst: first beside the split, then beside the slice. `within 5 s`: the smallest
 ratio of requests with a TTFT of at most 5 s, beside the split. `first after idle`: the mean TTFT of the first twenty
 requests of the model that was silent for 1,500 s, beside the split. `by weight`: how long models waited on average,
@@ -98,8 +98,8 @@ def ttft_s(report: Report) -> npt.NDArray[np.float64]:
     return waits_s
 
 
-def row_of(case: Case, turns: str, shared: Reports, split: Reports, alone: Reports) -> str:
-    cells = [case.name, turns]
+def row_of(case: Case, shared: Reports, split: Reports, alone: Reports) -> str:
+    cells = [case.name]
     for baseline in (split, alone):
         found = {name: compared(shared[name], baseline[name]) for name in shared}
         for figure in ("mean", "p99"):
@@ -122,21 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument("--turns", nargs="+", default=["tokens", "time"])
     parser.add_argument("--reclaim-after", type=float, default=0.0)
     args = parser.parse_args()
-    print("| | turns | split: mean | p99 | slice: mean | p99 | within 5 s | |")
-    print("|---|---|---:|---:|---:|---:|---:|---|", flush=True)
+    print("| | split: mean | p99 | slice: mean | p99 | within 5 s | |")
+    print("|---|---:|---:|---:|---:|---:|---|", flush=True)
     for case in cases_of(args.data):
         if args.only not in case.name:
             continue
         config = case.config()
         split = replay(case.traces, split_config(config)).reports
         alone = slices(case.traces, config)
-        for turns in args.turns:
-            with_turns = msgspec.structs.replace(config, turns=turns, reclaim_after_s=args.reclaim_after)
-            shared = replay(case.traces, with_turns).reports
-            print(row_of(case, turns, shared, split, alone), flush=True)
+        shared = replay(case.traces, msgspec.structs.replace(config, reclaim_after_s=args.reclaim_after)).reports
+        print(row_of(case, shared, split, alone), flush=True)
 
 
 if __name__ == "__main__":

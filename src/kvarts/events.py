@@ -38,6 +38,8 @@ __all__ = [
     "PagesStored",
     "PartsGivenBack",
     "Preemption",
+    "PromptHeld",
+    "PromptReleased",
     "Rejected",
     "StepDone",
     "StepEnded",
@@ -125,7 +127,8 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
 
     `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. With KV
     groups, a load contains all parts that the groups need to resume from there and that the device lacks. The request
-    then has as many blocks, or may allocate them when it begins to run.
+    then has as many blocks, or may allocate them when it begins to run. `time_ns`: when it began, if that was between
+    steps; else -1.
     """
 
     transfer: int
@@ -134,6 +137,7 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     num_hit_pages: int
     num_held_pages: int
     by_tier: tuple[tuple[str, int], ...]
+    time_ns: int = -1
 
 
 class LoadWeighed(msgspec.Struct, frozen=True, gc=False):
@@ -328,6 +332,22 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     content: Content
 
 
+class PromptHeld(msgspec.Struct, frozen=True, gc=False):
+    """A request has computed its prompt and generates nothing here: its pages stay in use until `PromptReleased`.
+
+    Another engine copies them, and continues. There the copy is a load with the medium `worker`.
+    """
+
+    request: int
+
+
+class PromptReleased(msgspec.Struct, frozen=True, gc=False):
+    """The pages that were held for another engine are no longer in use: the request has ended here."""
+
+    request: int
+    time_ns: int
+
+
 class Cancelled(msgspec.Struct, frozen=True, gc=False):
     """A request was dropped, while waiting or running."""
 
@@ -463,6 +483,8 @@ Event = (
     | Preemption
     | Finished
     | Cancelled
+    | PromptHeld
+    | PromptReleased
     | StoreStarted
     | LoadAwaited
     | LoadStarted

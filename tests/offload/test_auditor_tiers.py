@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvarts.audit.auditor import AuditError, Finding
-from kvarts.audit.ledger import Ledger, LedgerGroup, Part
+from kvarts.audit.ledger import Ledger, LedgerGroup, LedgerPart
 from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.config import EngineConfig
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
@@ -120,7 +120,7 @@ def test_a_tier_that_says_something_twice_is_found(kind: type[Any], what: str) -
     assert what in findings[0].what
 
 
-def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str, Part], list[tuple[str, bytes]]]:
+def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str, LedgerPart], list[tuple[str, bytes]]]:
     """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
     books = TierBooks(full_prompt_hits=False)
     findings: list[tuple[str, bytes]] = []
@@ -138,7 +138,7 @@ def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str,
     return evictions, parts, findings
 
 
-def taken(ledger: Ledger) -> Part:
+def taken(ledger: Ledger) -> LedgerPart:
     part = ledger.take(0)
     assert part is not None
     return part

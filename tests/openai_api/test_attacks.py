@@ -165,6 +165,9 @@ def test_a_schema_within_its_budget_is_answered_with_a_long_text_in_every_place(
         assert len(json.loads(choice["message"]["content"])) == 500
 
 
+LONG_ANSWER = {"text": "a b " * 250_000}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -182,6 +185,7 @@ def test_a_schema_within_its_budget_is_answered_with_a_long_text_in_every_place(
         (CHAT, {"messages": hello(), "tools": [{"type": "function"}] * 10_000}, None),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 120_000}]}, None),
         (RESPONSES, {"input": [{"role": "user", "content": ""}] * 190_000}, None),
+        (COMPLETIONS, {"prompt": "a", "n": 99, "max_tokens": 10**7, "kvarts_answer": LONG_ANSWER}, "max_tokens"),
         ("/tokenize", {"prompt": "a b " * 900_000}, "prompt"),
         ("/detokenize", {"tokens": [5] * 1_100_000}, None),
     ],

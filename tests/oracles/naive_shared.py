@@ -1,4 +1,4 @@
-"""Naive models on one device: page by page, turn by turn, and budgets poured out drop by drop.
+"""Naive models on one device: page by page and turn by turn.
 
 Restates the rules of docs/guide-sharing.md on top of the naive engine, and shares no code with kvarts.
 
@@ -125,13 +125,10 @@ class NaiveTenant(NaiveEngine):
         self.page_bytes = page_bytes
         self.guaranteed = guaranteed
         self.weight, self.floor, self.ceiling = weight, floor, ceiling
-        self.saved = self.num_turns_left = 0
-        self.owed = Fraction(0)
         self.claimed = self.claim_number = 0
         self.claimant: NaiveRequest | None = None
         self.since: int | None = None  # waits within its guarantee since then
         self.kept = 0  # used, and reserved for it, after its last turn
-        self.tag = Fraction(0)
         self.num_wanted = 0
         self.why: str | None = None  # why the head was not admitted when last looked at
         self.given = 0
@@ -303,13 +300,6 @@ class NaiveTenant(NaiveEngine):
     def pause_until(self) -> int:
         return -1
 
-    def num_decoding(self) -> int:
-        return sum(request.seq in self.decoding for request in self.running)
-
-    def wants_more(self) -> bool:
-        unfinished = any(request.seq not in self.decoding for request in self.running)
-        return unfinished or (bool(self.waiting) and self.why in (None, "budget"))
-
     def is_stalled(self) -> bool:
         return not self.running and (not self.waiting or self.why == "pages")
 
@@ -320,17 +310,6 @@ class NaiveTenant(NaiveEngine):
         if not self.claimed or not entitled:
             return False
         return bool(self.device.donors(self, self.below(self.waiting[0].priority)))
-
-    def has_turn(self) -> bool:
-        """On borrowed memory only every fourth, while a lender has prompts to compute."""
-        others = [tenant for tenant in self.device.tenants if tenant is not self]
-        own = self.device.num_bytes - sum(tenant.guaranteed for tenant in others)
-        if self.used_bytes <= own:
-            return True
-        if not any(tenant.used_bytes < tenant.guaranteed and tenant.wants_more() for tenant in others):
-            return True
-        self.num_turns_left += 1
-        return self.num_turns_left % 4 == 0
 
     def num_ended(self) -> int:
         return sum(not request.rejected for request in self.finished)
@@ -366,86 +345,38 @@ class NaiveTenant(NaiveEngine):
         return end_ns
 
 
-def pour(
-    tenants: Sequence[NaiveTenant], lowest: list[Fraction], highest: list[Fraction], total: Fraction
-) -> list[Fraction]:
-    """Everybody stands on its floor; the level rises from breakpoint to breakpoint, until all is poured out."""
-    weights = [tenant.weight for tenant in tenants]
-    points = sorted(
-        {bound / weight for bounds in (lowest, highest) for bound, weight in zip(bounds, weights, strict=True)}
-    )
+def shares_of(tenants: Sequence[NaiveTenant]) -> dict[NaiveTenant, Fraction]:
+    """Everybody stands on its floor; the level rises from breakpoint to breakpoint, until all the time is given."""
+    lowest = {tenant: Fraction(tenant.floor, 1000) for tenant in tenants}
+    highest = {tenant: Fraction(tenant.ceiling or 1000, 1000) for tenant in tenants}
 
-    def at(level: Fraction) -> list[Fraction]:
-        return [max(low, min(high, level * w)) for low, high, w in zip(lowest, highest, weights, strict=True)]
+    def at(level: Fraction) -> dict[NaiveTenant, Fraction]:
+        return {tenant: max(lowest[tenant], min(highest[tenant], level * tenant.weight)) for tenant in tenants}
 
-    level = max((point for point in points if sum(at(point)) <= total), default=Fraction(0))
+    points = {bound[tenant] / tenant.weight for bound in (lowest, highest) for tenant in tenants}
+    level = max((point for point in points if sum(at(point).values()) <= 1), default=Fraction(0))
     shares = at(level)
-    missing = total - sum(shares)
-    rising = [place for place, w in enumerate(weights) if lowest[place] <= level * w < highest[place]]
-    for place in rising if missing > 0 else []:
-        shares[place] += missing * weights[place] / sum(weights[other] for other in rising)
+    missing = 1 - sum(shares.values())
+    rising = [tenant for tenant in tenants if lowest[tenant] <= level * tenant.weight < highest[tenant]]
+    for tenant in rising if missing else []:
+        shares[tenant] += missing * tenant.weight / sum(other.weight for other in rising)
     return shares
 
 
 class NaiveLane:
+    """The turns: who is behind its slice goes first; if nobody is, who has waited longest for a turn."""
+
     def __init__(self, device: NaiveDevice) -> None:
         self.device = device
-        self.shares: dict[int, Fraction] = {}
-        self.given: dict[int, int] = {}
 
-    def ceiling(self, tenant: NaiveTenant, num_working: int) -> int:
-        total = self.device.total_tokens
-        per_mille = tenant.ceiling or (900 if num_working > 1 else 1000)
-        return min(total, max(1, total * per_mille // 1000))
-
-    def divide(self, working: list[NaiveTenant]) -> dict[NaiveTenant, int]:
-        """Weighted max-min, whole tokens by largest remainder; what rounding took is owed."""
-        places = {tenant: place for place, tenant in enumerate(self.device.tenants)}
-        for place, share in self.shares.items():
-            self.device.tenants[place].owed += share - self.given[place]
-        total = self.device.total_tokens
-        ceilings = [Fraction(self.ceiling(tenant, len(working))) for tenant in working]
-        floors = [Fraction(total * tenant.floor // 1000) for tenant in working]
-        wanted = [
-            ceiling if tenant.wants_more() else min(ceiling, max(floor, Fraction(tenant.num_decoding())))
-            for tenant, floor, ceiling in zip(working, floors, ceilings, strict=True)
-        ]
-        whole = min(Fraction(total), sum(ceilings, Fraction(0)))
-        shares = pour(working, floors, wanted, min(whole, sum(wanted, Fraction(0))))
-        left = whole - sum(shares, Fraction(0))
-        room = [ceiling - share for ceiling, share in zip(ceilings, shares, strict=True)]
-        more = pour(working, [Fraction(0)] * len(working), room, left)
-        shares = [share + extra for share, extra in zip(shares, more, strict=True)]
-        due = [share + tenant.owed for share, tenant in zip(shares, working, strict=True)]
-        tokens = [
-            max(floor, min(ceiling, Fraction(d.__floor__())))
-            for d, floor, ceiling in zip(due, floors, ceilings, strict=True)
-        ]
-        while sum(tokens) != whole:
-            sign = 1 if sum(tokens) < whole else -1
-            bounds = ceilings if sign > 0 else floors
-            open_to = [place for place in range(len(working)) if tokens[place] != bounds[place]]
-            # One to each, the largest remainder first, before anybody gets a second.
-            for place in sorted(open_to, key=lambda place: sign * (tokens[place] - due[place])):
-                if sum(tokens) != whole:
-                    tokens[place] += sign
-        self.shares = {places[tenant]: share for tenant, share in zip(working, shares, strict=True)}
-        self.given = {places[tenant]: int(number) for tenant, number in zip(working, tokens, strict=True)}
-        return {tenant: int(number) for tenant, number in zip(working, tokens, strict=True)}
-
-    def only_decode(self, working: list[NaiveTenant]) -> bool:
-        return (
-            not any(tenant.wants_more() for tenant in working)
-            and all(tenant.num_decoding() <= self.ceiling(tenant, len(working)) for tenant in working)
-            and sum(tenant.num_decoding() for tenant in working) <= self.device.total_tokens
-        )
-
-    def run_by_time(self, traffic: list[list[NaiveRequest]]) -> None:
-        """The smallest tag has the next turn; a model that comes back begins where the device is."""
+    def run(self, traffic: list[list[NaiveRequest]]) -> None:
         device = self.device
         tenants = device.tenants
+        shares = shares_of(tenants)
         pending = [list(requests) for requests in traffic]
-        now, virtual_now = 0, Fraction(0)
+        now = last_start = 0
+        slice_start = dict.fromkeys(tenants, Fraction(0))
+        waiting_for_turn = list(tenants)
         were_able: list[NaiveTenant] = []
 
         def arrive(until: int) -> None:
@@ -459,7 +390,8 @@ class NaiveLane:
             able = [tenant for tenant in tenants if tenant.can_step()]
             for tenant in able:
                 if tenant not in were_able:
-                    tenant.tag = max(tenant.tag, virtual_now)
+                    began = last_start if were_able else now
+                    slice_start[tenant] = max(slice_start[tenant], Fraction(began))
             were_able = able
             if not able:
                 times = [requests[0].arrival_ns for requests in pending if requests]
@@ -467,67 +399,15 @@ class NaiveLane:
                     break
                 now = min(times)
                 continue
-            tenant = min(able, key=lambda tenant: tenant.tag)
-            virtual_now = tenant.tag
+            behind = [tenant for tenant in able if slice_start[tenant] <= now]
+            if behind:
+                tenant = min(behind, key=lambda tenant: slice_start[tenant])
+            else:
+                tenant = next(tenant for tenant in waiting_for_turn if tenant in able)
+            waiting_for_turn.remove(tenant)
+            waiting_for_turn.append(tenant)
+            last_start = now
             end = tenant.turn(now, device.total_tokens, arrive)
-            tenant.tag += Fraction(end - now, tenant.weight)
+            slice_start[tenant] += (end - now) / shares[tenant]
             now = end
-        assert not any(tenant.has_work() for tenant in tenants)
-
-    def run(self, traffic: list[list[NaiveRequest]]) -> None:
-        device = self.device
-        tenants = device.tenants
-        pending = [list(requests) for requests in traffic]
-        now = 0
-
-        def arrive(until: int) -> None:
-            while True:
-                times = [(requests[0].arrival_ns, place) for place, requests in enumerate(pending) if requests]
-                if not times or min(times)[0] > until:
-                    return
-                place = min(times)[1]
-                tenants[place].submit(pending[place].pop(0))
-
-        while True:
-            arrive(now)
-            device.now = now
-            if not any(tenant.can_step() for tenant in tenants):
-                times = [requests[0].arrival_ns for requests in pending if requests]
-                if not times:
-                    break
-                now = min(times)
-                continue
-            granted: dict[NaiveTenant, int] | None = None
-            num_working = spent = 0
-            for place, tenant in enumerate(tenants):
-                arrive(now)
-                device.now = now
-                if not tenant.can_step():
-                    continue
-                budget = device.total_tokens
-                if granted is None:
-                    working = [other for other in tenants if other.can_step()]
-                    if not self.only_decode(working):
-                        granted = self.divide(working)
-                        num_working, spent = len(working), 0
-                if granted is not None:
-                    if tenant in granted:
-                        budget = granted[tenant]
-                    else:
-                        num_working += 1
-                        to_come = sum(granted.get(other, 0) for other in tenants[place + 1 :])
-                        budget = device.total_tokens - spent - to_come
-                        budget = max(0, min(budget, self.ceiling(tenant, num_working)))
-                    budget += tenant.saved
-                if budget < max(1, tenant.num_decoding()):
-                    tenant.saved = budget
-                    continue
-                if not tenant.has_turn():
-                    continue
-                tenant.saved = 0
-                num_steps = len(tenant.steps)
-                end = tenant.turn(now, min(budget, device.total_tokens), arrive)
-                if len(tenant.steps) > num_steps:
-                    spent += tenant.steps[-1].tokens
-                now = end
         assert not any(tenant.has_work() for tenant in tenants)

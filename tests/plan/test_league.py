@@ -235,10 +235,10 @@ def test_a_replay_takes_a_policy_by_its_name(
     assert {row["eviction"]: row["hit_ratio"] for row in rows} == {name: hits[name] for name in ("lru", "arc")}
     capsysbinary.readouterr()
     assert run_command("replay", trace, "--eviction", "nothing") == 2
-    assert b"--eviction: 'nothing' is no policy" in capsysbinary.readouterr().err
+    assert b"--eviction: 'nothing' is not a policy" in capsysbinary.readouterr().err
     config.write_text(config.read_text().replace('"arc"', '"nothing"'))
     assert run_command("sweep", config, "-o", tmp_path / "new", "--workers", 1) == 2
-    assert b"'nothing' is no policy" in capsysbinary.readouterr().err
+    assert b"'nothing' is not a policy" in capsysbinary.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nothing", "kvarts.plan.orders:Nothing", "no_such_module:X", "kvarts:__version__"])

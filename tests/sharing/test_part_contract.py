@@ -17,7 +17,7 @@ pytestmark = pytest.mark.laws
 
 class Part(PageSourceContract):
     def device(self) -> SharedDevice:
-        return SharedDevice(240, max_num_batched_tokens=100)
+        return SharedDevice(240)
 
     def make(self) -> tuple[PageSource, PageCache]:
         part = self.device().register("a", page_bytes=10)
@@ -42,7 +42,7 @@ class TestBesideAnIdleModel(Part):
 
 class TestWithMemoryOfItsOwn(Part):
     def make(self) -> tuple[PageSource, PageCache]:
-        device = SharedDevice(480, max_num_batched_tokens=100, is_static=True)
+        device = SharedDevice(480, is_static=True)
         device.register("b", page_bytes=5, guaranteed_bytes=240)
         part = device.register("a", page_bytes=10, guaranteed_bytes=240)
         part.token_budget = 100

@@ -22,10 +22,7 @@ pytestmark = pytest.mark.laws
 
 
 def sharing(names: tuple[str, ...] = ("a", "b"), **each: object) -> SharingConfig:
-    models = {
-        name: ModelShare(cost="polynomial", kv_bytes_per_token=2, ceiling=1000 if len(names) == 1 else None)
-        for name in names
-    }
+    models = {name: ModelShare(cost="polynomial", kv_bytes_per_token=2) for name in names}
     config = ReplayConfig(page_size=2, max_num_batched_tokens=16, max_num_seqs=4, **each)  # type: ignore[arg-type]
     return SharingConfig(models=models, kv_memory=400, each=config)
 

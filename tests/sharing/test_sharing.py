@@ -36,7 +36,7 @@ class Rig:
         reclaim_after_ns: int = 0,
     ) -> None:
         """`models`: bytes of a page, by name."""
-        self.device = SharedDevice(num_bytes, max_num_batched_tokens=1000, reclaim_after_ns=reclaim_after_ns)
+        self.device = SharedDevice(num_bytes, reclaim_after_ns=reclaim_after_ns)
         self.schedulers: dict[str, Scheduler] = {}
         self.num_requests = 0
         for name, page_bytes in models.items():
@@ -290,7 +290,6 @@ def test_a_model_can_leave() -> None:
     running = grown(rig, "a", [6], priority=0)[0]
     assert rig.device.deregister("a") == [running]
     assert rig.device.memory.num_empty_bytes == 100
-    assert rig.device.budgets.budgets() == {"b": 1000}
     rig.add("b", 9)
     rig.turn("b")
 
@@ -307,21 +306,19 @@ def test_a_request_that_cannot_be_sure_of_room_is_refused() -> None:
 
 
 def test_what_cannot_be_is_named() -> None:
-    device = SharedDevice(100, max_num_batched_tokens=100)
+    device = SharedDevice(100)
     device.register("a", page_bytes=10, guaranteed_bytes=60)
     for call, says in (
-        (lambda: SharedDevice(0, max_num_batched_tokens=1), "kv_memory: must be at least 1 byte"),
+        (lambda: SharedDevice(0), "kv_memory: must be at least 1 byte"),
         (lambda: device.register("b", page_bytes=101), "b.page_bytes: one page has 101 bytes; the device has 100"),
         (lambda: device.register("b", page_bytes=1, guaranteed_bytes=41), "b.guarantee: would bring all guarantees"),
         (lambda: device.register("b", page_bytes=1, guaranteed_bytes=-1), "b.guarantee: must be at least 0"),
-        (lambda: device.register("b", page_bytes=1, weight=0), "b.weight: must be a finite number above 0"),
+        (lambda: device.register("a", page_bytes=99), "a: is there already"),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
         assert str(caught.value).startswith(says)
-    assert device.budgets.budgets() == {"a": 100}, "who was refused leaves nothing behind"
-    part = device.register("a", page_bytes=99, weight=3)
-    assert part.page_bytes == 10, "registered again, it gets the weight and keeps everything else"
+    assert list(device.memory.parts) == ["a"], "who was refused leaves nothing behind"
 
 
 # Laws -----------------------------------------------------------------------------------------------------

@@ -39,12 +39,12 @@ class GroupRig:
         keeps: Retention = "all",
         ids: bool = False,
     ) -> None:
-        self.device = SharedDevice(num_bytes, max_num_batched_tokens=1000)
+        self.device = SharedDevice(num_bytes)
         self.schedulers: dict[str, Scheduler] = {}
         self.num_requests = 0
         for name in ("a", "b", "c"):
             guaranteed = (guarantees or {}).get(name, 0)
-            config = EngineConfig(num_pages=num_bytes // 20, page_size=PAGE_SIZE, max_num_batched_tokens=1000)
+            config = EngineConfig(num_pages=num_bytes // 20, page_size=PAGE_SIZE)
             if name != "a":
                 part = self.device.register(name, page_bytes=10, guaranteed_bytes=guaranteed)
                 self.schedulers[name] = make_scheduler(config, cache=part.cache, pages=part)

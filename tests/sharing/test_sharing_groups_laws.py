@@ -76,7 +76,6 @@ class Device:
     num_bytes: int
     total_tokens: int
     max_num_seqs: int
-    turns: str = "tokens"
     reclaim_after_s: float = 0.0
 
     @property
@@ -94,7 +93,6 @@ class Device:
             models={f"m{place}": model.share() for place, model in enumerate(self.models)},
             kv_memory=self.num_bytes,
             static_split=static_split,
-            turns=self.turns,  # type: ignore[arg-type]
             reclaim_after_s=self.reclaim_after_s,
             each=each,
         )
@@ -123,22 +121,19 @@ def devices(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 10, all
     num_bytes = most * draw(st.sampled_from([2, 3, 4, 4, 5, 8])) // 4 + draw(st.integers(0, 7))
     num_bytes = max(num_bytes, *(model.whole_page for model in models), 1)
     left, floors_left = num_bytes, 1000
-    turns = draw(st.sampled_from(["tokens", "time"]))
     for model in models:
         model.guarantee = draw(st.sampled_from([0, left // 4, left // 2, left]))
         left -= model.guarantee
         model.weight = draw(st.sampled_from([1, 1, 2, 3, 19]))
-        if turns == "tokens":
-            model.ceiling = draw(st.sampled_from([None, None, 300, 1000]))
-            model.floor = min(draw(st.sampled_from([0, 0, 100, 300])), floors_left, model.ceiling or 900)
-            floors_left -= model.floor
+        model.ceiling = draw(st.sampled_from([None, None, 600, 1000])) if count > 1 else None
+        model.floor = min(draw(st.sampled_from([0, 0, 100, 300])), floors_left)
+        floors_left -= model.floor
     total_tokens = draw(st.sampled_from([3, 4, 16, 64, 8192]))
     return Device(
         models,
         num_bytes,
         total_tokens,
         min(total_tokens, draw(st.sampled_from([1, 2, 4, 8]))),
-        turns,
         draw(st.sampled_from([0.0, 0.02, 0.3, inf])),
     )
 
@@ -192,7 +187,7 @@ def assert_as_naive(report: SharedReport, name: str, tenant: NaiveTenant, reques
 
 @given(devices())
 def test_every_turn_and_every_part_is_as_in_the_naive_models(case: Device) -> None:
-    """L4, L8: turns, budgets, what is evicted of whom and who gives way, against a device that shares no code."""
+    """L4, L8: turns, what is evicted of whom and who gives way, against a device that shares no code."""
     assert_as_in_naive(case)
 
 
@@ -201,8 +196,7 @@ def assert_as_in_naive(case: Device) -> None:
     tenants = [naive_tenant(device, model, case.max_num_seqs) for model in case.models]
     traffic = [model.case.naive_requests() for model in case.models]
     try:
-        lane = NaiveLane(device)
-        (lane.run if case.turns == "tokens" else lane.run_by_time)(traffic)
+        NaiveLane(device).run(traffic)
     except SeveralWaysError:
         return  # any of them is right
     report = case.run(audit=True)
@@ -215,7 +209,7 @@ def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Device) 
     """With all of the memory, which is a whole number of its pages, and all of the tokens: a replay of one."""
     (model,) = case.models
     case.num_bytes -= case.num_bytes % model.whole_page
-    model.guarantee, model.floor, model.ceiling = 0, 0, 1000 if case.turns == "tokens" else None
+    model.guarantee, model.floor, model.ceiling = 0, 0, None
     shared = case.run(audit=True)
     report = shared.reports["m0"]
     alone = replay(model.case.trace(), shared.config.configs["m0"])
@@ -226,7 +220,7 @@ def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Device) 
         assert report.steps[name].tolist() == column.tolist(), name
 
 
-@given(devices(max_models=2), st.integers(0, 2), st.booleans())
+@given(devices(max_models=1), st.integers(0, 1), st.booleans())
 def test_models_without_traffic_change_nothing(case: Device, place: int, is_grouped: bool) -> None:
     alone = case.run()
     idle = Case([], 1, case.models[0].case.page_size, 1, 1, 1, "default", 1)
@@ -234,7 +228,7 @@ def test_models_without_traffic_change_nothing(case: Device, place: int, is_grou
     groups = (PartGroup(FULL, 1),) if is_grouped else ()
     models = {f"m{number}": model.share() for number, model in enumerate(case.models)}
     names = list(models)
-    names.insert(min(place, len(names)), "idle")
+    names.insert(place, "idle")
     models["idle"] = OneOf(idle, groups, "all", idle.page_size, weight=3).share()
     config = msgspec.structs.replace(case.config(), models={name: models[name] for name in names})
     beside = replay({**case.traces, "idle": idle.trace()}, config)
@@ -301,9 +295,7 @@ def test_a_run_without_parts_is_forgotten_when_ages_are_compared() -> None:
     second = Case(rows, 4, 2, 7, 4, 4, "default", 1)
     sink = [KvLayer(kind="window", num_heads=1, head_numbers=2, span=span, sink=1) for span in (3, 8, 2)]
     models = [
-        OneOf(first, (PartGroup(FULL, 1), PartGroup(sink[0], 5)), "all", 2, 0, 3, 0, 300),
-        OneOf(
-            second, (PartGroup(FULL, 2), PartGroup(sink[1], 1), PartGroup(sink[2], 1)), "tails", 4, 14, 19, 300, 1000
-        ),
+        OneOf(first, (PartGroup(FULL, 1), PartGroup(sink[0], 5)), "all", 2, 0, 3),
+        OneOf(second, (PartGroup(FULL, 2), PartGroup(sink[1], 1), PartGroup(sink[2], 1)), "tails", 4, 14, 19, 300),
     ]
-    assert_as_in_naive(Device(models, 117, 4, 4, "tokens", 0.02))
+    assert_as_in_naive(Device(models, 117, 4, 4, 0.02))

@@ -27,6 +27,7 @@ from builders.laws import assert_steps_as_in_naive
 from builders.pages import evicted_names
 from builders.rooms import timelines_json
 from oracles.naive_shared import NaiveDevice, NaiveLane, NaiveTenant, SeveralWaysError
+from oracles.naive_slice import latest_behind
 
 pytestmark = pytest.mark.laws
 
@@ -45,7 +46,6 @@ class Sharing:
     num_bytes: int
     total_tokens: int
     max_num_seqs: int
-    turns: str = "tokens"
     reclaim_after_s: float = 0.0
 
     def models(self) -> dict[str, ModelShare]:
@@ -74,7 +74,6 @@ class Sharing:
             models=models or self.models(),
             kv_memory=self.num_bytes,
             static_split=static_split,
-            turns=self.turns,  # type: ignore[arg-type]
             reclaim_after_s=self.reclaim_after_s,
             each=each,
         )
@@ -109,11 +108,10 @@ def sharings(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 12, ca
     floors_left = 1000
     floors, ceilings = [], []
     for _ in of_models:
-        ceilings.append(draw(st.sampled_from([None, None, 300, 1000])))
-        floors.append(min(draw(st.sampled_from([0, 0, 100, 300])), floors_left, ceilings[-1] or 900))
+        ceilings.append(draw(st.sampled_from([None, None, 600, 1000])) if count > 1 else None)
+        floors.append(min(draw(st.sampled_from([0, 0, 100, 300])), floors_left))
         floors_left -= floors[-1]
     weights = [draw(st.sampled_from([1, 1, 2, 3, 19])) for _ in of_models]
-    turns = draw(st.sampled_from(["tokens", "time"]))
     reclaim_after_s = draw(st.sampled_from([0.0, 0.02, 0.3, inf]))
     return Sharing(
         of_models,
@@ -121,19 +119,18 @@ def sharings(draw: st.DrawFn, *, max_models: int = 3, max_requests: int = 12, ca
         page_bytes,
         guarantees,
         weights,
-        floors if turns == "tokens" else [0] * count,
-        ceilings if turns == "tokens" else [None] * count,
+        floors,
+        ceilings,
         num_bytes,
         total_tokens,
         max_num_seqs,
-        turns,
         reclaim_after_s,
     )
 
 
 @given(sharings())
 def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) -> None:
-    """L4, L8: turns, budgets, who is evicted and who gives way, against a device that shares no code."""
+    """L4, L8: turns, who is evicted and who gives way, against a device that shares no code."""
     device = NaiveDevice(case.num_bytes, case.total_tokens, case.reclaim_after_s * 1e9)
     tenants = [
         NaiveTenant(
@@ -150,8 +147,7 @@ def test_every_turn_and_every_eviction_is_as_in_the_naive_models(case: Sharing) 
     ]
     traffic = [of_model.naive_requests() for of_model in case.cases]
     try:
-        lane = NaiveLane(device)
-        (lane.run if case.turns == "tokens" else lane.run_by_time)(traffic)
+        NaiveLane(device).run(traffic)
     except SeveralWaysError:
         return  # any of them is right
     kept = [Kept() for _ in tenants]
@@ -232,13 +228,12 @@ def test_loans_over_time_are_what_is_owed_at_each_moment(case: Sharing) -> None:
 
 def test_what_is_left_of_a_page_is_enough_for_a_guarantee() -> None:
     """Reserved bytes were rounded up to pages of the model that asked, and no model was ever admitted."""
-    for turns in ("tokens", "time"):
-        of_models = [
-            Case([Row(0, [0], 1, 1, None, 0, None)], 1, 4, 1, 4, 1, "default", 1),
-            Case([Row(0, [0], 1, 1, None, 0, None)], 1, 4, 1, 4, 1, "default", 1),
-        ]
-        case = Sharing(of_models, 4, [4, 4], [0, 1], [1, 1], [0, 0], [None, None], 7, 3, 1, turns)
-        assert case.run().summary["device"]["num_completed"] == 2
+    of_models = [
+        Case([Row(0, [0], 1, 1, None, 0, None)], 1, 4, 1, 4, 1, "default", 1),
+        Case([Row(0, [0], 1, 1, None, 0, None)], 1, 4, 1, 4, 1, "default", 1),
+    ]
+    case = Sharing(of_models, 4, [4, 4], [0, 1], [1, 1], [0, 0], [None, None], 7, 3, 1)
+    assert case.run().summary["device"]["num_completed"] == 2
 
 
 @given(sharings(max_requests=30))
@@ -251,11 +246,47 @@ def test_a_model_within_its_guarantee_waits_no_longer_than_said(case: Sharing) -
         case.run(step_by_step=True)
 
 
-@given(sharings(max_models=1), st.sampled_from(["tokens", "time"]))
-def test_a_model_alone_is_as_well_off_as_in_its_split_and_on_its_slice(case: Sharing, turns: str) -> None:
+@given(sharings(), st.booleans(), st.booleans())
+def test_no_step_starts_later_than_in_the_slice_plus_one_step_of_each_other_model(
+    case: Sharing, is_equal: bool, step_by_step: bool
+) -> None:
+    """The promise of docs/decisions/0019, from the events of a replay.
+
+    The first model is guaranteed the memory of all its requests together, and nobody has more important ones: it can
+    compute from the arrival of each to its end, whatever the others borrow. Of the others, while a request runs that is
+    never preempted.
+    """
+    need = [
+        sum(-(-(row.num_prompt_tokens + row.num_output_tokens) // case.page_size) for row in of_model.rows) * page_bytes
+        for of_model, page_bytes in zip(case.cases, case.page_bytes, strict=True)
+    ]
+    case.num_bytes += need[0] + sum(case.guarantees[1:])
+    case.guarantees[0], case.reclaim_after_s = need[0], 0.0
+    models = case.models()
+    if is_equal:
+        for row in (row for of_model in case.cases for row in of_model.rows):
+            row.priority = 0
+    else:
+        models["m0"] = msgspec.structs.replace(models["m0"], priority=10)
+    report = case.run(models=models, step_by_step=step_by_step)
+    logs = report.devices[0].logs
+    longest = {name: max(log.durations_ns.tolist(), default=0) for name, log in logs.items()}
+    shares = list(case.config(models).shares.values())
+    for place, (name, log) in enumerate(logs.items()):
+        rows = report.reports[name]._request_log.columns
+        kept = rows["status"] != REJECTED
+        assert place or kept.all()
+        kept &= (rows["preemptions"] == 0) | (place == 0)
+        since = rows["first_admitted_ns" if place else "arrival_ns"][kept].tolist()
+        busy = list(zip(since, rows["last_token_ns"][kept].tolist(), strict=True))
+        steps = list(zip(log.starts_ns.tolist(), log.durations_ns.tolist(), strict=True))
+        assert latest_behind(steps, busy, shares[place]) <= sum(longest.values()) - longest[name]
+
+
+@given(sharings(max_models=1))
+def test_a_model_alone_is_as_well_off_as_in_its_split_and_on_its_slice(case: Sharing) -> None:
     """All three are the same replay."""
-    case.turns, case.guarantees = turns, [case.num_bytes]
-    case.floors, case.ceilings = [0], [None]
+    case.guarantees = [case.num_bytes]
     config = msgspec.structs.replace(case.config(), baselines=True)
     report = replay({"m0": case.cases[0].trace()}, config)
     for found in report.summary["models"]["m0"]["beside"].values():
@@ -285,11 +316,10 @@ def test_at_rest_nobody_owes_anything(case: Sharing, is_static: bool) -> None:
         assert all(until < since for (_, until), (since, _) in pairwise(times)) or len(times) == 1
 
 
-@given(sharings(max_models=2), st.integers(0, 2))
+@given(sharings(max_models=1), st.integers(0, 1))
 def test_models_without_traffic_change_nothing(case: Sharing, place: int) -> None:
-    """Wherever they are registered, and whatever their weight."""
+    """Wherever they are registered, and whatever their weight. Of several with traffic, the shares are others."""
     alone = case.run()
-    place = min(place, len(case.cases))
     idle = Case([], 1, case.page_size, 1, 1, 1, "default", 1)
     others = list(case.models().items())
     model = ModelShare(cost="polynomial", kv_bytes_per_token=1, weight=3.0, guarantee="0B")
@@ -305,7 +335,7 @@ def test_models_without_traffic_change_nothing(case: Sharing, place: int) -> Non
 def test_a_model_alone_runs_as_it_would_without_a_device_to_share(case: Sharing, profile: str) -> None:
     """One model with all of the memory and all of the tokens is a replay of one."""
     of_model = case.cases[0]
-    case = Sharing([of_model], case.page_size, case.page_bytes[:1], [0], [1], [0], [1000], case.num_bytes,
+    case = Sharing([of_model], case.page_size, case.page_bytes[:1], [0], [1], [0], [None], case.num_bytes,
                    case.total_tokens, case.max_num_seqs)  # fmt: skip
     shared = case.run(profile=profile)
     report = shared.reports["m0"]

@@ -56,16 +56,15 @@ def test_python_says_the_same_with_values() -> None:
     ("values", "says"),
     [
         ({"models": {}}, "models: names no model"),
-        ({"turns": "weight"}, "turns: must be 'tokens' or 'time', got 'weight'"),
         ({"reclaim_after_s": -1.0}, "reclaim_after_s: must be at least 0, got -1.0"),
         ({"reclaim_after_s": float("nan")}, "reclaim_after_s: must be at least 0, got nan"),
         (
-            {"turns": "time", "models": {"a": ModelShare(floor=2, **NUMBERS)}},
-            "models.a.floor: is of the tokens of a round, and turns by time have neither",
+            {"models": {"a": ModelShare(floor=600, ceiling=500, **NUMBERS)}},
+            "models.a.floor: must be from 0 to 500 per mille, got 600",
         ),
         (
-            {"turns": "time", "models": {"a": ModelShare(ceiling=900, **NUMBERS)}},
-            "models.a.ceiling: is of the tokens of a round",
+            {"models": {"a": ModelShare(ceiling=900, **NUMBERS)}},
+            "models.a.ceiling: leaves 100 per mille of the time to no model",
         ),
         ({"health": ("c=dead@1",)}, "health: is of 'c', which is no model"),
         ({"health": ("a=dad@1",)}, "health: 'a=dad@1' is not NAME=STATE@SECONDS"),

@@ -105,7 +105,7 @@ def test_the_outputs_of_both_equal_undisturbed_runs(
 ) -> None:
     """L6, L1 to L3 and L8, under hits, evictions and preemptions across models."""
     num_bytes, models, page_bytes, guarantees = case
-    device = SharedDevice(num_bytes, max_num_batched_tokens=64)
+    device = SharedDevice(num_bytes)
     found = serve_both(device, models, page_bytes=page_bytes, guarantees=guarantees)
     for mine in found.values():
         assert_undisturbed(mine.arrivals, mine.requests, mine.cancelled)
@@ -118,7 +118,7 @@ def crowded() -> tuple[dict[str, Served], SharedDevice]:
         "a": ([Arrival(40 * (i // 2), [*shared, i % 3], 20, 0, None) for i in range(4)], config),
         "b": ([Arrival(40 * i + 16, [*shared, i % 3], 24, 1, None) for i in range(4)], config),
     }
-    device = SharedDevice(24, max_num_batched_tokens=64)
+    device = SharedDevice(24)
     pages, guarantees = {"a": 1, "b": 1}, {"a": 4, "b": 8}
     return serve_both(device, models, page_bytes=pages, guarantees=guarantees), device
 

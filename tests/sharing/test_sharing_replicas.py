@@ -54,9 +54,9 @@ def in_sessions(trace: Trace, draws: st.DataObject) -> Trace:
 
 
 def alone(case: Sharing) -> Sharing:
-    """The first model of `case`, with all of the memory and all of the tokens."""
+    """The first model of `case`, with all of the memory and all of the time."""
     return replace(case, cases=case.cases[:1], page_bytes=case.page_bytes[:1], guarantees=[0], weights=[1], floors=[0],
-                   ceilings=[1000], turns="tokens")  # fmt: skip
+                   ceilings=[None])  # fmt: skip
 
 
 def assert_same_run(one: Report, other: Report) -> None:
@@ -292,6 +292,6 @@ def test_a_file_says_the_same_and_the_table_names_the_devices(
     assert run_command(*COMMAND, *short_traces, "--router", ROUTERS[-1]) == 0
     assert capsysbinary.readouterr().out == from_file
     table = from_file.decode()
-    assert table.startswith("2 models on 2 devices, shared: 2.1 GB of KV memory, 8,192 tokens a round each\n")
+    assert table.startswith("2 models on 2 devices, shared: 2.1 GB of KV memory, 8,192 tokens a step each\n")
     assert "\ndevice 0     " in table and "\ndevice 1     " in table
     assert max(map(len, table.splitlines())) <= 80

@@ -128,7 +128,7 @@ def test_models_that_fall_ill_leave_nothing_behind(case: Sharing, tiers: Offload
 
 
 def test_a_model_goes_when_its_transfers_have_ended() -> None:
-    device = SharedDevice(64, max_num_batched_tokens=16)
+    device = SharedDevice(64)
     config = EngineConfig(num_pages=64, page_size=1, max_num_batched_tokens=16, max_num_seqs=4)
     below = OffloadConfig(host_pages=8, kv_bytes_per_token=1).prepare(config, LruOrder)
     assert below is not None

@@ -15,7 +15,7 @@ from itertools import chain
 from kvarts.audit.comparison import Account, find_different_pages, find_different_private
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
-from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, Part
+from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 from kvarts.audit.parts_below import PartsBelow
 from kvarts.audit.request_parts import KnownRequest, RequestParts
 from kvarts.audit.tiers import EvictionsTold, TierBooks
@@ -117,7 +117,7 @@ class Auditor:
         self._below = PartsBelow(
             self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
         )
-        self._pinned: dict[int, list[list[Part]]] = {}
+        self._pinned: dict[int, list[list[LedgerPart]]] = {}
         """Parts of each pin, group by group, in order of position."""
         self._kept: dict[int, list[Keep]] = {}
         """Pages that each transfer reads."""

@@ -41,7 +41,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
         ("KV peak used", lambda model: as_bytes(model["peak_used_bytes"])),
     ]
     kv_bytes = as_bytes(devices[0]["kv_bytes"] if devices else total["kv_bytes"])
-    whole = f"{kv_bytes} of KV memory, {total['max_batched_tokens']:,} tokens a round"
+    whole = f"{kv_bytes} of KV memory, {total['max_batched_tokens']:,} tokens a step"
     where = f"{len(devices)} devices" if devices else "one device"
     lines = [
         f"{len(models)} models on {where}, {split}: {whole}{' each' if devices else ''}",
@@ -64,8 +64,7 @@ def render_shared_table(summary: dict[str, Any]) -> str:
 
 def _fairness(device: dict[str, Any]) -> str:
     fairness = device["jain_index"]
-    what = device["turns"]
-    return "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested {what} by weight"
+    return "nothing was contested" if fairness is None else f"Jain's index {fairness:.3f} of contested time by share"
 
 
 def _promise(total: dict[str, Any]) -> list[str]:

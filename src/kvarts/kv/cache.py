@@ -297,6 +297,30 @@ class Cache:
         """Make the first `num_pages` pages of `holding` findable; a load has filled the last of them."""
         raise NotImplementedError
 
+    # Prompts that other engines compute ---------------------------------------------------------------------
+
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the blocks of the parts with which the last of `num_tokens` tokens is computed again.
+
+        Only parts of pages from token `start` on, the first of a page, are counted.
+        """
+        raise NotImplementedError
+
+    def num_to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
+        raise NotImplementedError
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+        """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again.
+
+        What is taken cannot be found before `receive`.
+        """
+        raise NotImplementedError
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Record that the KV of the first `num_tokens` tokens has arrived: their full pages can be found."""
+        raise NotImplementedError
+
     # Memory ---------------------------------------------------------------------------------------------------
 
     def set_time(self, now_ns: int) -> None:

@@ -289,6 +289,22 @@ class PageCache(Cache):
         """Make the first `num_pages` pages findable."""
         self.publish_pages(holding, num_pages)
 
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the pages of `num_tokens` tokens from token `start` on."""
+        return -(-num_tokens // page_size) - start // page_size
+
+    def num_to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the pages that must be free to receive a prompt after `match`."""
+        return self.num_to_admit(match, num_tokens, num_tokens)
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+        """Hold `match` and take the rest of the pages of `num_tokens` tokens."""
+        return self.open_to_load(match, num_tokens)
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self.publish(holding, num_tokens)
+
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, as far as their tokens are known.
 

@@ -321,9 +321,9 @@ class RunCache(RunAccount):
         if num_full_pages > holding.num_named:
             self._name(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        self._keep_tails(holding, num_full_pages)
-        num_open = holding.num_taken - holding.num_named
+        self.keep_tails(holding, num_full_pages)
         for index, held in enumerate(holding.held):
+            num_open = holding.num_taken - holding.first_open[index]
             num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
             if num_unnamed:
                 self.note_empty(index, num_unnamed)
@@ -358,7 +358,7 @@ class RunCache(RunAccount):
         if end > holding.num_named:
             self._name(holding, end)
         if is_end:
-            self._keep_tails(holding, end)
+            self.keep_tails(holding, end)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 
@@ -428,7 +428,7 @@ class RunCache(RunAccount):
                 if piece is run:
                     break
 
-    def _keep_tails(self, holding: RunHolding, num_pages: int) -> None:
+    def keep_tails(self, holding: RunHolding, num_pages: int) -> None:
         """Mark the parts that the token after the last full page attends to."""
         wants = self.wants if num_pages <= holding.content.num_known_pages else None
         if self._keeps_all and wants is None:

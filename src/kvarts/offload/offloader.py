@@ -39,7 +39,7 @@ from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import StorePolicy, precedes
 from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
-from kvarts.offload.transfers import Transfers
+from kvarts.offload.transfers import NEVER_NS, Transfers
 from kvarts.offload.under_way import ALL, UnderWay
 from kvarts.offload.weigher import Weigher
 
@@ -196,7 +196,7 @@ class Offloader(Transfers):
         loads = []
         moves = []
         lanes = []
-        end_ns, lane = self._now_ns, ""
+        end_ns, lane, least_ns = self._now_ns, "", 0
         position = start
         num_left = num_pages
         for connected in self._connected:
@@ -219,10 +219,12 @@ class Offloader(Transfers):
             read_ns = connected.read.submit(self._now_ns, count * self.page_bytes)
             if read_ns > end_ns:
                 end_ns, lane = read_ns, connected.read.name
+            if least_ns < read_ns < NEVER_NS:
+                least_ns = read_ns
             position += count
             num_left -= count
         under_way = UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
-        under_way.start_page = start
+        under_way.start_page, under_way.least_ns = start, least_ns
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
         self._begin(under_way, end_ns, moves)
         return end_ns

@@ -112,6 +112,19 @@ class Transfers:
             self._end(transfer_id, under_way)
         return True
 
+    def ends(self, transfer: int, end_ns: int) -> None:
+        """Record that `transfer`, the end of which was not known when it began, ends at `end_ns`."""
+        heappush(self._due, (max(end_ns, self._under_way[transfer].least_ns), transfer))
+
+    def abort(self, now_ns: int) -> None:
+        """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
+        self._now_ns = now_ns
+        self._due.clear()
+        under_way, self._under_way = self._under_way, {}
+        for transfer_id, each in under_way.items():
+            each.num_good_pages = 0
+            self._end(transfer_id, each)
+
     def expire(self, now_ns: int) -> None:
         """End the transfers that were not reported before their deadline, as failed."""
         if not self._with_page_ids:
@@ -138,7 +151,10 @@ class Transfers:
         return set(range(self._num_workers))
 
     def _submit(self, under_way: UnderWay, end_ns: int, moves: list[Move], dropped_keys: tuple[bytes, ...] = ()) -> int:
-        """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`."""
+        """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`.
+
+        With NEVER_NS, `ends` must follow.
+        """
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
@@ -148,7 +164,7 @@ class Transfers:
             self._planned.append(
                 Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped_keys)
             )
-        else:
+        elif end_ns < NEVER_NS:
             heappush(self._due, (end_ns, transfer_id))
         return transfer_id
 

@@ -41,6 +41,8 @@ class UnderWay(msgspec.Struct, eq=False):
     request: int = -1
     start_page: int = 0
     deadline_ns: int = ALL
+    least_ns: int = 0
+    """When that part of a load ends of which it is known."""
     lane: str = ""
     """The channel that a load waits for."""
     begin_ns: int = 0

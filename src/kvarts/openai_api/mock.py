@@ -15,7 +15,7 @@ from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.prefill import PrefillCost

@@ -116,7 +116,7 @@ class HintedOrder(TimedOrder):
         return (place.priority if is_kept or not place.lapses else 0, is_kept)
 
 
-class Awaited(NamedTuple):
+class ExpectedReturn(NamedTuple):
     """When the client of a run returns, and until when it is waited for."""
 
     until_ns: int = 0
@@ -130,15 +130,15 @@ class SoonestReturnOrder(TimedOrder):
     steps of a workflow until an agent runs; a client knows a time instead.
     """
 
-    def place_of(self, before: Awaited | None, *, is_last: bool) -> Awaited:
+    def place_of(self, before: ExpectedReturn | None, *, is_last: bool) -> ExpectedReturn:
         """Return the time of the latest client, and the longest wait for any."""
         pause_ns = None if self.hints is None else self.hints.pause_ns
-        before = before or Awaited()
+        before = before or ExpectedReturn()
         if pause_ns is None:
             return before
-        return Awaited(max(self.now_ns + 2 * pause_ns, before.until_ns), self.now_ns + pause_ns)
+        return ExpectedReturn(max(self.now_ns + 2 * pause_ns, before.until_ns), self.now_ns + pause_ns)
 
-    def rank_of(self, place: Awaited) -> Rank:
+    def rank_of(self, place: ExpectedReturn) -> Rank:
         """Return whether the client is waited for, and when it returns."""
         return (1, -place.return_ns) if place.until_ns > self.now_ns else (0, 0)
 

@@ -138,7 +138,7 @@ def find_policy(name: str, trace: Trace | None) -> MakeOrder:
     known = ", ".join(ALL_POLICIES)
     hint = f"Give one of {known}, or module:Class of an EvictionOrder that Python can import."
     if ":" not in name:
-        raise ConfigError(f"{name!r} is no policy", field="policy", hint=hint)
+        raise ConfigError(f"{name!r} is not a policy", field="policy", hint=hint)
     try:
         make: MakeOrder = code_named(name)
     except ConfigError as error:

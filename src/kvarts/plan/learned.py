@@ -84,7 +84,7 @@ class Place:
         self.away = away
 
 
-class Reuse:
+class ReturnCounts:
     """Counts of pages by kind and age of return. Sole owner of the counts, which decay exponentially."""
 
     HALF_LIFE = 20_000
@@ -183,7 +183,7 @@ class LearnedOrder(BaseOrder):
         self._queues: dict[Kind, RankedRuns] = {}
         self._gone: dict[RunKey, tuple[Place, int]] = {}
         """Evicted runs, and tails cut off runs, with their numbers of pages; the oldest eviction first."""
-        self._reuse = Reuse()
+        self._reuse = ReturnCounts()
         self._worths: dict[Kind, list[float]] = {}
         self._usual = [1.0 / (1 + age) for age in range(NUM_AGES)]
         self._listed: dict[Run, int] = {}

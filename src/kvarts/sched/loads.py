@@ -104,6 +104,12 @@ class LowerTiers(Protocol):
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
 
+    def ends(self, transfer: int, end_ns: int) -> None:
+        """Record when `transfer` ends, if that was not known when it began."""
+
+    def abort(self, now_ns: int) -> None:
+        """End all transfers under way as failed, in virtual time."""
+
     def expire(self, now_ns: int) -> None:
         """End as failed the transfers that no executor has reported before their deadline."""
 

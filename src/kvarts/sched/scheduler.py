@@ -98,7 +98,7 @@ class Scheduler:
         self.loads = loads
         self.handoffs = handoffs
         if handoffs is not None:
-            handoffs.connect(self.running, waiting)
+            handoffs.connect(self.running, waiting, loads)
         self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = Mark()
         self.mark.parts = cache.counts()
@@ -200,7 +200,7 @@ class Scheduler:
             self.running.leave(request)
             self.running.release(request)
             request.become(RequestState.CANCELLED)
-        elif request.state in LOADING and self.handoffs is not None:
+        elif self.handoffs is not None and self.handoffs.has_pages_of(request):
             self.handoffs.give_up(request)
             request.become(RequestState.CANCELLED)
         elif request.state in LOADING:
@@ -244,6 +244,11 @@ class Scheduler:
         num_loading = 0 if self.loads is None else self.loads.num_waiting
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
+    @property
+    def num_seated(self) -> int:
+        """The number of requests that take a place: running ones, and those whose load is under way or has ended."""
+        return self.running.num_running + (0 if self.loads is None else self.loads.num_requests)
+
     def side_counts(self) -> tuple[int, ...]:
         """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
         counts = self.cache.counts()
@@ -277,8 +282,7 @@ class Scheduler:
         """
         if self.pages.is_draining:
             return 0
-        num_loading = 0 if self.loads is None else self.loads.num_requests
-        if self.running.num_running + num_loading >= self._max_num_seqs:
+        if self.num_seated >= self._max_num_seqs:
             return 0
         return self.waiting.num_waiting_blocks
 
@@ -538,11 +542,12 @@ class Scheduler:
             admitted.append(request.index)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
             # These have their pages; a request that lacks some gets them sooner if these run.
+            num_loading = 0 if loads is None else loads.num_requests
             for ready in handoffs.ready():
-                if running.num_running >= max_num_seqs or budget <= 0:
+                if running.num_running + num_loading >= max_num_seqs or budget <= 0:
                     break
                 budget -= self._join(ready, now_ns, admitted)
-            if running.num_running >= max_num_seqs:
+            if running.num_running + num_loading >= max_num_seqs:
                 self.blocked = FOR_SEQS  # as the next step would find
         if self.blocked is not NOT_BLOCKED:
             self.blocked_head = request

@@ -15,7 +15,7 @@ from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost

@@ -1,8 +1,7 @@
 """Baselines for a model that shares a device: its static split, and its slice of the device without other models.
 
-In the *split*, memory is divided by guarantees and the tokens of a round by weights, and models still take turns. A
-*slice* is a separate device with the model's guarantee as its memory, on which every step takes 1 / share as long. The
-share is the model's weight divided by the sum of all weights.
+In the *split*, memory is divided by guarantees, and models still take turns. A *slice* is a separate device with the
+model's guarantee as its memory, on which every step takes 1 / share as long.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED
 from kvarts.sched.plan import Batch
@@ -51,14 +50,13 @@ class SlicedCost:
 def split_config(config: SharingConfig) -> SharingConfig:
     """Return the static split of `config`. Raise ConfigError if a guarantee is smaller than a page."""
     each = msgspec.structs.replace(config.each, audit=False)
-    return msgspec.structs.replace(config, static_split=True, turns="tokens", baselines=False, health=(), each=each)
+    return msgspec.structs.replace(config, static_split=True, baselines=False, health=(), each=each)
 
 
 def slice_config(config: SharingConfig, model: str) -> ReplayConfig:
     """Return the configuration of the slice of `model`. Raise ConfigError if its guarantee is smaller than a page."""
     of_model = split_config(config).configs[model]
-    weights = sum(share.weight for share in config.models.values())
-    cost = SlicedCost(of_model.cost_model, weights / config.models[model].weight)
+    cost = SlicedCost(of_model.cost_model, float(1 / config.shares[model]))
     return msgspec.structs.replace(of_model, cost=cost)
 
 

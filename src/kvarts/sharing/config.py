@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 
@@ -15,6 +16,7 @@ from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
 from kvarts.sharing.health import HealthChange, parse_health
+from kvarts.sharing.shares import shares_of
 from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay
 from kvarts.sim.hardware import (
     DeviceSettings,
@@ -52,17 +54,17 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
     """One of the models, and its part of the device.
 
     `model`: a preset or a config.json; with a device, it determines the bytes of a page and the time of a step. Without
-    these, `cost` and `kv_bytes_per_token` do. `weight`, `floor`, `ceiling` (per mille): its part of the tokens of a
-    round, see TokenBudgets. `guarantee`: KV memory that it can always reclaim, as a size or as a fraction of the whole;
+    these, `cost` and `kv_bytes_per_token` do. `weight`, `floor`, `ceiling` (per mille): its share of the time, see
+    `shares_of`. `guarantee`: KV memory that it can always reclaim, as a size or as a fraction of the whole;
     by default, the part by weight of the memory that other guarantees leave. `priority` is added to that of each of its
     requests. `kv_groups`: as in ReplayConfig; the model then draws on the memory in blocks, and its states are counted.
     None: `all` if its layers keep less and nothing refuses it, else `off`. `groups`, which only Python can give:
     PartGroups that are counted instead of those of the model.
     """
 
-    weight: Annotated[float, setting("Its part of tokens and memory, relative to the others.", flag=None)] = 1.0
-    floor: Annotated[int, setting("Per mille of the tokens that it always gets.", flag=None)] = 0
-    ceiling: Annotated[int | None, setting("Per mille of the tokens that it never gets more of.", flag=None)] = None
+    weight: Annotated[float, setting("Its part of the time and the memory, relative to the others.", flag=None)] = 1.0
+    floor: Annotated[int, setting("Per mille of the time that its share is at least.", flag=None)] = 0
+    ceiling: Annotated[int | None, setting("Per mille of the time that its share is at most.", flag=None)] = None
     guarantee: Annotated[
         str | float | None, setting("KV memory it can always have back: 20GiB, or 0.3 of the whole.", flag=None)
     ] = None
@@ -112,22 +114,18 @@ class ModelShare(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields
 class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """A device and the models that share it. Raises ConfigError for invalid settings, and for models that do not fit.
 
-    `models`: by name, in the order of their turns. `static_split`: nothing is lent. `turns`: the quantity that weights
-    divide. `reclaim_after_s`: a model that has waited as long within its guarantee preempts other models' requests of
+    `models`: by name; the order decides between models that are due at the same time. `static_split`: no memory is
+    lent. `reclaim_after_s`: a model that has waited as long within its guarantee preempts other models' requests of
     equal priority. `baselines`: also replay each model's static split and slice. `health`: changes of health, as
-    `code=dead@60` or as values. `each`: the configuration of each model's replay; its token budget is that of a round
-    of all models together, and its pages and cost are computed per model.
+    `code=dead@60` or as values. `each`: the configuration of each model's replay; its pages and cost are computed per
+    model.
     """
 
     models: dict[str, ModelShare]
     static_split: Annotated[
         bool,
-        setting("Nothing is lent, neither memory nor tokens. For comparison."),
+        setting("No memory is lent. For comparison."),
     ] = False
-    turns: Annotated[
-        Literal["tokens", "time"],
-        setting("What a weight is a share of: the tokens of a round, or the time of the device."),
-    ] = "tokens"
     reclaim_after_s: Annotated[
         float,
         setting(
@@ -159,17 +157,6 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingError("names no model", "models", hint="Give --model NAME=MODEL for each.")
         if not self.reclaim_after_s >= 0:
             raise SettingError(f"must be at least 0, got {self.reclaim_after_s}", "reclaim_after_s")
-        if self.turns not in ("tokens", "time"):
-            raise SettingError(f"must be 'tokens' or 'time', got {self.turns!r}", "turns")
-        if self.turns == "time":
-            for name, share in self.models.items():
-                for field in ("floor", "ceiling"):
-                    if getattr(share, field) not in (0, None):
-                        raise SettingError(
-                            "is of the tokens of a round, and turns by time have neither",
-                            f"models.{name}.{field}",
-                            hint="Say it with a weight, or give {turns} tokens.",
-                        )
         check_each(self.each)
         check_combination(self._features)
         if self.each.profile == "mocker":
@@ -185,7 +172,20 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
                 raise SettingError(
                     f"is of {change.model!r}, which is no model", "health", hint=f"There are: {', '.join(self.models)}."
                 )
-        _ = self.guaranteed_bytes, self.configs
+        _ = self.shares, self.guaranteed_bytes, self.configs
+
+    @cached_property
+    def shares(self) -> dict[str, Fraction]:
+        """The part of the time of the device that each model owns; the sum is 1."""
+        models = self.models
+        try:
+            return shares_of(
+                {name: share.weight for name, share in models.items()},
+                {name: share.floor for name, share in models.items()},
+                {name: share.ceiling for name, share in models.items()},
+            )
+        except ConfigError as error:
+            raise SettingError(error.what, f"models.{error.field}", hint=error.hint) from error
 
     @cached_property
     def changes(self) -> tuple[HealthChange, ...]:

@@ -1,4 +1,4 @@
-"""One device and the models that share it: compute by token budgets, memory by guarantees and loans, and health.
+"""One device and the models that share it: memory by guarantees and loans, and health.
 
 Requests of all models have one scale of priorities: larger is more important.
 
@@ -29,7 +29,6 @@ from kvarts.kv.watcher import TreeWatcher
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
-from kvarts.sharing.budget import TokenBudgets
 from kvarts.sharing.donors import cheapest, victims_of
 from kvarts.sharing.health import Health
 from kvarts.sharing.loans import Loan, debts
@@ -84,10 +83,10 @@ class _Member(msgspec.Struct):
 
 
 class SharedDevice:
-    """Owner of the memory and the budgets of a device; decides which requests are preempted for other models.
+    """Owner of the memory of a device; decides which requests are preempted for other models.
 
-    `num_bytes`: KV memory of the device. `max_num_batched_tokens`: tokens per round. `is_static`: lend nothing, for
-    comparison: every model has exactly its guarantee, and its part of the tokens by weight. `reclaim_after_ns`: wait of
+    `num_bytes`: KV memory of the device. `is_static`: lend nothing, for comparison: every model has exactly its
+    guarantee. `reclaim_after_ns`: wait of
     a model within its guarantee before it preempts other models' requests of equal priority. Raises ConfigError for a
     value out of range, and for a model that is not registered.
     """
@@ -96,7 +95,6 @@ class SharedDevice:
         self,
         num_bytes: int,
         *,
-        max_num_batched_tokens: int,
         is_static: bool = False,
         reclaim_after_ns: int = 0,
     ) -> None:
@@ -105,7 +103,6 @@ class SharedDevice:
         """The time of the present turn, written by the loop of the device."""
         self._reclaim_after_ns = reclaim_after_ns
         self.is_static = is_static
-        self.budgets = TokenBudgets(max_num_batched_tokens)
         self._members: dict[str, _Member] = {}
         self._since_ns: dict[tuple[str, str], int] = {}
 
@@ -117,10 +114,7 @@ class SharedDevice:
         *,
         page_bytes: int = 0,
         parts: GroupPages | None = None,
-        weight: float = 1.0,
         guaranteed_bytes: int = 0,
-        floor: int = 0,
-        ceiling: int | None = None,
         with_page_ids: bool = False,
         order: EvictionOrder | None = None,
         watcher: TreeWatcher | None = None,
@@ -128,35 +122,30 @@ class SharedDevice:
     ) -> DevicePart:
         """Add `model` and return its part of the device, for the scheduler that is then passed to `attach`.
 
-        For a registered model, change only the weight. `weight`, `floor` and `ceiling`: as in TokenBudgets.
         `page_bytes`: bytes of its pages; or `parts`, the empty cache of a model with KV groups, as in
         `open_grouped_part`. `guaranteed_bytes`: memory that the model can always reclaim. `with_page_ids`, `order` and
-        `watcher`: as in `open_part`. `tell` receives the events of its pages.
+        `watcher`: as in `open_part`. `tell` receives the events of its pages. Raise ConfigError for a model that is
+        registered already.
         """
-        self.budgets.register(model, weight, floor=floor, ceiling=ceiling)
-        member = self._members.get(model)
-        if member is None:
-            try:
-                memory = DeviceMemory(guaranteed_bytes) if self.is_static else self.memory
-                if parts is None:
-                    part = open_part(
-                        model,
-                        memory,
-                        self,
-                        page_bytes=page_bytes,
-                        guaranteed_bytes=guaranteed_bytes,
-                        with_page_ids=with_page_ids,
-                        order=order,
-                        watcher=watcher,
-                        tell=tell,
-                    )
-                else:
-                    part = open_grouped_part(model, memory, self, parts, guaranteed_bytes=guaranteed_bytes)
-            except ConfigError:
-                self.budgets.deregister(model)
-                raise
-            member = self._members[model] = _Member(part)
-        return member.part
+        if model in self._members:
+            raise ConfigError("is there already", field=model)
+        memory = DeviceMemory(guaranteed_bytes) if self.is_static else self.memory
+        if parts is None:
+            part = open_part(
+                model,
+                memory,
+                self,
+                page_bytes=page_bytes,
+                guaranteed_bytes=guaranteed_bytes,
+                with_page_ids=with_page_ids,
+                order=order,
+                watcher=watcher,
+                tell=tell,
+            )
+        else:
+            part = open_grouped_part(model, memory, self, parts, guaranteed_bytes=guaranteed_bytes)
+        self._members[model] = _Member(part)
+        return part
 
     def attach(self, model: str, scheduler: Scheduler, cancel: Callable[[Request], object] | None = None) -> None:
         """Set the scheduler of `model`, which must have the cache of the model's part.
@@ -180,7 +169,6 @@ class SharedDevice:
         requests = self._cancel_all(member)
         part = self._members.pop(model).part
         part.memory.remove(part)
-        self.budgets.deregister(model)
         self.retry_blocked()
         return requests
 

@@ -47,8 +47,8 @@ class Ages(Protocol):
 class DevicePart:
     """A PageSource: `guaranteed_bytes` of `memory` are available to `cache` on demand. Writes its `num_free`.
 
-    `device` is asked to preempt other models' requests, and writes `is_draining`. `token_budget` is written by the loop
-    that divides the tokens of a round. `cache` takes its pages from `pool`; for a model with KV groups these are
+    `device` is asked to preempt other models' requests, and writes `is_draining`. `token_budget` is written by its
+    Tenant. `cache` takes its pages from `pool`; for a model with KV groups these are
     blocks. Raises ConfigError for a guarantee below 0, and as DeviceMemory does.
     """
 
@@ -106,18 +106,6 @@ class DevicePart:
         return self.cache.num_used * self.page_bytes
 
     @property
-    def num_own_bytes(self) -> int:
-        """Bytes that it can use without borrowing: those that the guarantees of all others leave."""
-        return self.memory.num_bytes - sum(
-            part.guaranteed_bytes for part in self.memory.parts.values() if part is not self
-        )
-
-    @property
-    def is_lending(self) -> bool:
-        """Whether it leaves some of its guarantee unused."""
-        return self.num_used_bytes < self.guaranteed_bytes
-
-    @property
     def num_beyond_bytes(self) -> int:
         """Bytes of its used and cached pages minus the guarantee; may be negative."""
         return self.pool.num_taken * self.page_bytes - self.guaranteed_bytes
@@ -145,7 +133,8 @@ class DevicePart:
     @property
     def num_most(self) -> int:
         """Pages that one request is sure to get eventually: those that remain if all others use their guarantees."""
-        return self.num_own_bytes // self.page_bytes
+        others = sum(part.guaranteed_bytes for part in self.memory.parts.values() if part is not self)
+        return (self.memory.num_bytes - others) // self.page_bytes
 
     @property
     def num_withheld(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvarts.build import build_engine, open_group_cache
 from kvarts.event_log import EventLog, EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
@@ -21,12 +21,11 @@ from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.contest import Contest
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.driver import SharedDriver
-from kvarts.sharing.fairqueue import FairQueue
 from kvarts.sharing.outcome import OfDevice
 from kvarts.sharing.report import SharedReport
-from kvarts.sharing.rounds import Rounds
 from kvarts.sharing.steps import TurnLog
 from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
@@ -88,12 +87,11 @@ def replay_several(
     loops = []
     for each in opened:
         tenants = list(each.tenants.values())
-        is_timed = config.turns == "time"
         loop = TurnLoop(
             each.device,
             tenants,
-            FairQueue(each.device, tenants) if is_timed else Rounds(each.device, tenants),
-            Contest(tenants, of_time=is_timed),
+            TurnOrder(each.device, tenants),
+            Contest(tenants),
             # Observed devices go step by step. So do KV groups: the parts that a leap takes and releases are not known.
             step_by_step=config.each.step_by_step or config.has_groups or any(device.is_observed for device in opened),
             audit=config.each.audit,
@@ -144,15 +142,13 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
     """Build device `number` of those that `config` describes."""
     device = SharedDevice(
         config.kv_bytes,
-        max_num_batched_tokens=config.each.max_num_batched_tokens,
         is_static=config.static_split,
         reclaim_after_ns=round(min(config.reclaim_after_s * NS_PER_S, NEVER_NS)),
     )
     tenants: dict[str, Tenant] = {}
     logs: dict[str, TurnLog] = {}
     is_observed = False
-    for name, share in config.models.items():
-        of_model = config.configs[name]
+    for name, of_model in config.configs.items():
         below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
         observers: Sequence[EventReader] = ()
         if observers_of is not None:
@@ -165,10 +161,7 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         register = partial(
             device.register,
             name,
-            weight=share.weight,
             guaranteed_bytes=config.guaranteed_bytes[name],
-            floor=share.floor,
-            ceiling=share.ceiling,
         )
         executor = TurnExecutor(of_model.cost_model)
         if of_model.kv_groups == "off":
@@ -201,7 +194,7 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
             moves_pages=False,
         )
         device.attach(name, engine.scheduler, engine.cancel)
-        tenants[name] = Tenant(name, engine, executor, device, part, weight=share.weight)
+        tenants[name] = Tenant(name, engine, executor, device, part, share=config.shares[name])
     return OpenedDevice(device, tenants, logs, is_observed)
 
 

@@ -100,7 +100,6 @@ class SharedReport:
         tokens = {name: sum(device.num_tokens[name] for device in devices) for name in of_models}
         busy_ms = {name: sum(device.busy_ms[name] for device in devices) for name in of_models}
         contested = _contested(config, devices)
-        total_weight = sum(share.weight for share in config.models.values())
         models = {}
         for name, summary in of_models.items():
             share = config.models[name]
@@ -108,11 +107,9 @@ class SharedReport:
             models[name] = {
                 "model": share.model,
                 "weight": share.weight,
-                "share_owned": share.weight / total_weight,
+                "share_owned": float(config.shares[name]),
                 "share_of_tokens": ratio(tokens[name], sum(tokens.values())),
                 "share_of_time": ratio(busy_ms[name], sum(busy_ms.values())),
-                "contested_tokens": contested[name].tokens,
-                "contested_tokens_owned": contested[name].tokens_owned,
                 "contested_ms": contested[name].ns / NS_PER_MS,
                 "contested_ms_owned": contested[name].ns_owned / NS_PER_MS,
                 "page_bytes": config.page_bytes[name],
@@ -130,16 +127,12 @@ class SharedReport:
         """Return the figures of `devices`, with the counts of their requests."""
         config = self.config
         contested = _contested(config, devices).values()
-        if config.turns == "time":
-            had = [of_model.ns / of_model.ns_owned for of_model in contested if of_model.ns_owned]
-        else:
-            had = [of_model.tokens / of_model.tokens_owned for of_model in contested if of_model.tokens_owned]
+        had = [of_model.ns / of_model.ns_owned for of_model in contested if of_model.ns_owned]
         busy_ms = sum(sum(device.busy_ms.values()) for device in devices)
         return {
             "kv_bytes": config.kv_bytes * len(devices),
             "max_batched_tokens": config.each.max_num_batched_tokens,
             "static_split": config.static_split,
-            "turns": config.turns,
             "duration_ms": duration_ms,
             "busy_pct": ratio(busy_ms, duration_ms * len(devices)),
             **{name: counts[name] for name in COUNTS},

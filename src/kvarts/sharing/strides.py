@@ -76,16 +76,16 @@ class Strides:
         if until_ns < self._until_ns:
             self._until_ns = until_ns
 
-    def _places(self) -> Iterator[int]:
+    def _places(self, now_ns: int) -> Iterator[int]:
         active = [stride.tenant for stride in self._strides]
-        return self._order.places(active, [stride.durations_ns for stride in self._strides])
+        return self._order.places(active, [stride.durations_ns for stride in self._strides], now_ns)
 
     def certain_until(self, now_ns: int) -> int:
         """Return the time before which no request ends if the turns begin at `now_ns`, without taking pages."""
         strides = self._strides
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         num_done = [0] * len(strides)
-        for which in self._places():
+        for which in self._places(now_ns):
             stride = strides[which]
             step = num_done[which]
             if now_ns >= self._until_ns or step == len(stride.due):
@@ -114,7 +114,7 @@ class Strides:
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         sizes = [stride.tenant.part.page_bytes for stride in strides]
         is_apart, until_ns = self._is_apart, self._until_ns
-        for turn, which in enumerate(self._places()):
+        for turn, which in enumerate(self._places(now_ns)):
             stride = strides[which]
             starts_ns = stride.starts_ns
             step = len(starts_ns)
@@ -149,18 +149,15 @@ def plan_strides(
     device: SharedDevice, tenants: Sequence[Tenant], order: TurnOrder, now_ns: int, until_ns: int
 ) -> Strides | None:
     """Return the turns from `now_ns` to `until_ns` that are certain to be identical; None without any."""
-    if not order.may_leap():
-        return None
     for tenant in tenants:
         if tenant.wants_tokens:  # the most frequent reason, and the cheapest to find
             return None
-    active = order.in_turn()
+    active = [tenant for tenant in tenants if not tenant.is_stalled]
     if not active or any(device.may_make_way(tenant.name, now_ns) for tenant in tenants):
         return None
     horizons = []
     for tenant in active:
         tenant.part.refresh()
-        tenant.scheduler.pages.token_budget = device.budgets.total
         num_steps = tenant.scheduler.horizon(now_ns)
         if num_steps < 1:
             return None

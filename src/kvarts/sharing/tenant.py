@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from fractions import Fraction
 
 from kvarts.engine import Engine
 from kvarts.events import Blocked, LeapDone, Turns
@@ -17,7 +18,7 @@ __all__ = ["Tenant"]
 class Tenant:
     """One model of `device`, registered as `name`: its engine, behind a router if there are several devices.
 
-    `weight`: as in TokenBudgets.
+    `share`: its part of the time of the device.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class Tenant:
         device: SharedDevice,
         part: DevicePart,
         *,
-        weight: float = 1.0,
+        share: Fraction = Fraction(1),
     ) -> None:
         self.name = name
         self.engine = engine
@@ -41,9 +42,8 @@ class Tenant:
         self.part = part
         self.cache = part.cache
         self._device = device
-        self.weight = weight
-        self.saved = 0
-        """Tokens saved from budgets that were too small for a step."""
+        self.share = share
+        part.token_budget = engine.config.max_num_batched_tokens
         self.settled = array("q")
         """Releases of pages outside steps: the previous step, the time, and the pages still used."""
         self.step_ns = 10_000_000

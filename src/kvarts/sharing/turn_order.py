@@ -1,52 +1,116 @@
-"""The interface of an order in which the models of a device take turns."""
+"""The order of turns: a model that is behind its slice is next, and what is left goes round.
+
+The *slice* of a model is a device of its own on which every step takes 1 / share as long. The model's *due time* is the
+time at which the slice would start the model's next step: a step of `c` ns moves it by `c / share`, and a model that
+had nothing to compute is due at the start of the turn during which it got work. If a model is due, the one that is due
+first has the next turn; otherwise, the one whose last turn is the longest ago.
+
+No step starts later than in the slice plus one step of each other model. docs/decisions/0019 has the proof. (The due
+times are those of L. Zhang, VirtualClock, SIGCOMM 1990; the bound is that of a latency-rate server: D. Stiliadis and A.
+Varma, Latency-Rate Servers, IEEE/ACM Transactions on Networking, 1998.)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from fractions import Fraction
+from math import lcm
 
+from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.tenant import Tenant
 
 __all__ = ["TurnOrder"]
 
 
-class TurnOrder(Protocol):
-    """Chooses the model of the next turn, and how many tokens it may compute in it.
+class TurnOrder:
+    """Owner of the due times, in whole numbers: nanoseconds times `unit`. `leap` equals the turns one by one."""
 
-    Promises: results depend on the calls alone. `leap` leaves the same state as the same turns executed one by one.
-    """
-
-    def begin(self) -> None:
-        """Note that until now no model could step."""
+    def __init__(self, device: SharedDevice, tenants: Sequence[Tenant]) -> None:
+        self._device = device
+        self._tenants = tenants
+        self.unit, self.scales = _scales(tenants)
+        """The advance of each model's due time per nanosecond that it computes."""
+        self.due = dict.fromkeys(tenants, 0)
+        self._num_turns = len(tenants)
+        self._last_turn = {tenant: place for place, tenant in enumerate(tenants)}
+        """The number of each model's last turn."""
+        self._since_ns = 0
+        """The start of the last turn."""
+        self._could_step: set[Tenant] = set()
+        """The models that could step when the last turn was given."""
 
     def next(self, now_ns: int) -> Tenant | None:
         """Return the model that has the next turn, of those that can step; None if none can."""
+        device, could_step, due = self._device, self._could_step, self.due
+        since = (self._since_ns if could_step else now_ns) * self.unit
+        able = []
+        for tenant in self._tenants:
+            if tenant.is_stalled and not device.may_make_way(tenant.name, now_ns):
+                continue
+            able.append(tenant)
+            if tenant not in could_step and due[tenant] < since:
+                due[tenant] = since
+        self._could_step = set(able)
+        if len(able) < 2:
+            return able[0] if able else None
+        first = min(able, key=due.__getitem__)
+        if due[first] <= now_ns * self.unit:
+            return first
+        return min(able, key=self._last_turn.__getitem__)
 
-    def pass_turn(self, tenant: Tenant) -> None:
+    def pass_turn(self, tenant: Tenant, now_ns: int) -> None:
         """Begin the turn of `tenant`."""
+        self._since_ns = now_ns
+        self._last_turn[tenant] = self._num_turns
+        self._num_turns += 1
 
-    def take_budget(self, tenant: Tenant, now_ns: int) -> int | None:
-        """Return the token budget of the turn; None if it is too small to run, which ends the turn."""
+    def spend(self, tenant: Tenant, duration_ns: int) -> None:
+        """Count the duration of the turn of `tenant`."""
+        self.due[tenant] += duration_ns * self.scales[tenant]
+        if duration_ns:
+            tenant.step_ns = duration_ns
 
-    def spend(self, tenant: Tenant, num_tokens: int, duration_ns: int) -> None:
-        """Count the tokens that `tenant` computed in its turn, and its duration."""
-
-    # Many turns at once
-
-    def may_leap(self) -> bool:
-        """Return whether many turns may be executed at once now, if all running requests only decode."""
-
-    def in_turn(self) -> list[Tenant] | None:
-        """Return all models that are not stalled and only decode, the next one first.
-
-        None if tokens have to be divided among them.
-        """
+    # Many turns at once -----------------------------------------------------------------------------------
 
     def steps_until(self, active: Sequence[Tenant], horizons: Sequence[int], span_ns: int) -> list[int]:
-        """Return how many steps of each of `active` may fall within `span_ns`; a guess, at least 1."""
+        """Return how many steps of each of `active` may fall within `span_ns`; a guess, at least 2.
 
-    def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> Iterator[int]:
+        It is the larger of those in its share of the time and those in turns of equal number, until the first is at its
+        horizon.
+        """
+        shares = [float(tenant.share) for tenant in active]
+        whole = sum(shares)
+        round_ns = sum(tenant.step_ns for tenant in active)
+        rates = [max(share / whole / of.step_ns, 1 / round_ns) for share, of in zip(shares, active, strict=True)]
+        span = min(float(span_ns), *(horizon / rate for horizon, rate in zip(horizons, rates, strict=True)))
+        return [int(span * rate) + 2 for rate in rates]
+
+    def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]], now_ns: int) -> Iterator[int]:
         """Yield the places in `active` of the models that have the next turns, for steps of these durations."""
+        due = [self.due[tenant] for tenant in active]
+        last_turn = [self._last_turn[tenant] for tenant in active]
+        scales = [self.scales[tenant] for tenant in active]
+        steps = [iter(durations) for durations in durations_ns]
+        turn, unit, now = self._num_turns, self.unit, now_ns * self.unit
+        while True:
+            first = min(due)
+            place = due.index(first) if first <= now else last_turn.index(min(last_turn))
+            yield place
+            duration_ns = next(steps[place])
+            due[place] += duration_ns * scales[place]
+            now += duration_ns * unit
+            last_turn[place] = turn
+            turn += 1
 
-    def leap(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]]) -> None:
-        """Count the turns executed at once, by the durations of each model's steps. The last of `active` ended last."""
+    def leap(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]], end_ns: int) -> None:
+        """Count turns executed at once until `end_ns`. `active` are in the order in which their last turns ended."""
+        for tenant, durations in zip(active, durations_ns, strict=True):
+            self.pass_turn(tenant, end_ns - durations[-1])
+            self.due[tenant] += sum(durations) * self.scales[tenant]
+            tenant.step_ns = max(1, durations[-1])
+
+
+def _scales(tenants: Sequence[Tenant]) -> tuple[int, dict[Tenant, int]]:
+    """Return a whole number, and that number divided by each share, also whole."""
+    unit = lcm(*(tenant.share.numerator for tenant in tenants))
+    return unit, {tenant: int(Fraction(unit) / tenant.share) for tenant in tenants}

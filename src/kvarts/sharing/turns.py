@@ -1,4 +1,4 @@
-"""The turns of several models on one device: one at a time, each one step within the budget of its model.
+"""The turns of several models on one device: one at a time, each one step.
 
 At any time, after arrivals and changes of health, a device does in this order: it ends the transfers that are due; it
 stores the pages that the previous step completed in the tiers below its model, since others may evict them before the
@@ -58,8 +58,8 @@ class TurnLoop:
             device.health(change.model)  # raises now for an unknown model, not in the middle of the replay
         self._order = order
         self.contest = contest
-        self._wanting = 0, 0
-        """The models that wanted something when the current step began, and those that waited for memory."""
+        self._wanting = 0
+        """The models that had requests when the current step began."""
         self.now_ns = 0
         """The end of the current work; without any, the time that the device has reached."""
         self.is_pausing = False
@@ -101,7 +101,6 @@ class TurnLoop:
             self.now_ns = now_ns
         elif not self._is_under_way and now_ns > self.now_ns:
             self.now_ns = now_ns
-            self._order.begin()  # as after a pause: no model could step until now
 
     def start(self, now_ns: int, until_ns: int = NEVER_NS) -> int:
         """Start a turn at `now_ns`, and all that are certain to be identical and start before `until_ns`.
@@ -160,9 +159,9 @@ class TurnLoop:
             if tenant.cache.num_used != tenant.scheduler.mark.used:
                 tenant.settle(self.now_ns)
             self._end_turn(tenant)
-            num_tokens, duration_ns = tenant.engine.plan.batch.num_tokens, self.now_ns - self._since_ns
-            self._order.spend(tenant, num_tokens, duration_ns)
-            self.contest.count(tenant, self._wanting, num_tokens, duration_ns)
+            duration_ns = self.now_ns - self._since_ns
+            self._order.spend(tenant, duration_ns)
+            self.contest.count(tenant, self._wanting, duration_ns)
             if tenant.tiers is not None:
                 tenant.is_fresh = True
                 self._to_store = tenant
@@ -245,8 +244,7 @@ class TurnLoop:
     # Turns ------------------------------------------------------------------------------------------------
 
     def _pause(self) -> int:
-        """Wait for the next change or the next end of a transfer; a round begins with it."""
-        self._order.begin()
+        """Wait for the next change or the next end of a transfer."""
         next_ns = self._next_change_ns()
         for _, tiers in self._with_tiers:
             if tiers.next_ns < next_ns:
@@ -263,11 +261,7 @@ class TurnLoop:
 
     def _begin(self, tenant: Tenant) -> bool:
         """Begin the turn of `tenant`; return whether a step is running. If not, the turn is over."""
-        self._order.pass_turn(tenant)
-        budget = self._order.take_budget(tenant, self.now_ns)
-        if budget is None:
-            return False
-        tenant.scheduler.pages.token_budget = budget
+        self._order.pass_turn(tenant, self.now_ns)
         tenant.part.refresh()
         self._num_released = tenant.cache.num_released
         engine = tenant.engine
@@ -356,9 +350,8 @@ class TurnLoop:
         durations_ns = [stride.durations_ns[: len(stride.starts_ns)] for stride in ordered]
         wanting = self.contest.wanting()
         for tenant, of_steps in zip(tenants, durations_ns, strict=True):
-            num_tokens = tenant.scheduler.wheel.num_decoding * len(of_steps)
-            self.contest.count(tenant, wanting, num_tokens, sum(of_steps))
-        self._order.leap(tenants, durations_ns)
+            self.contest.count(tenant, wanting, sum(of_steps))
+        self._order.leap(tenants, durations_ns, end_ns)
         # The last turn may finish requests, which the other models must not see before it ends.
         for stride in ordered[:-1]:
             self._num_released = stride.cache.num_released

@@ -21,7 +21,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
     from kvarts.event_log import EventReader, Tell
-    from kvarts.executor.cost import CostModel
+    from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
     from kvarts.kv.group_pages import GroupPages
@@ -134,7 +134,7 @@ class SessionSettings(Protocol):
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.cost import PolynomialCost  # not needed to print a help text
+    from kvarts.executor.mocker_formula import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 

@@ -29,7 +29,7 @@ import msgspec
 
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
-from kvarts.traffic.graph import Recorded, linked
+from kvarts.traffic.graph import RecordedTimes, linked
 from kvarts.traffic.rows import SKIP_HINT, by_arrival, date_ns, nothing_left
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
@@ -40,7 +40,9 @@ __all__ = ["load_claude_code"]
 COMMON = 1 << 60
 """First id of tokens that sessions share, 2**40 per model; ids of single sessions are below."""
 CHAIN_BITS = 36
-INFERRED = "the files do not say what prompts have in common: it is inferred from their lengths and from cache reads"
+INFERRED = (
+    "the files do not identify prefixes that prompts share: these are inferred from their lengths and from cache reads"
+)
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -228,7 +230,7 @@ def _linked(
     names, waits = {}, {}
     for session, of_session in sessions.items():
         recorded = {
-            chain: [Recorded(row, calls[row].start_ns, calls[row].end_ns) for row in chains[chain]]
+            chain: [RecordedTimes(row, calls[row].start_ns, calls[row].end_ns) for row in chains[chain]]
             for chain in of_session
         }
         main = max(of_session, key=lambda chain: (not chain[1], len(chains[chain])))

@@ -33,7 +33,7 @@ import numpy as np
 
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
-from kvarts.traffic.graph import Recorded, linked
+from kvarts.traffic.graph import RecordedTimes, linked
 from kvarts.traffic.rows import NO_ID
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
@@ -241,7 +241,7 @@ class _Session:
 
     def _append(
         self, requests: list[TraceRequest], session_id: str, turns: list[tuple[str, _Turn]], *, begin_ns: int
-    ) -> list[Recorded]:
+    ) -> list[RecordedTimes]:
         """Append a session that begins at `begin_ns`; return its recorded times. Turns carry field names for errors."""
         before: _Turn | None = None
         recorded = []
@@ -269,7 +269,7 @@ class _Session:
                 )
             )
             end_ns = None if turn.api_time is None else start_ns + _ns(turn.api_time)
-            recorded.append(Recorded(row, start_ns, end_ns, delay_ns))
+            recorded.append(RecordedTimes(row, start_ns, end_ns, delay_ns))
             before = turn
         return recorded
 

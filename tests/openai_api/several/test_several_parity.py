@@ -38,7 +38,6 @@ def shared(
     seqs: int,
     *,
     has_host: bool,
-    turns: Any = "tokens",
     step_ms: float = 0.05,
     groups: tuple[PartGroup, ...] = (),
 ) -> SharingConfig:
@@ -63,7 +62,7 @@ def shared(
     }
     if groups:
         models["chat"] = ModelShare(cost=cost, weight=2.0, kv_groups="all", groups=groups)
-    return SharingConfig(models=models, kv_memory=pages * 16, each=each, turns=turns)
+    return SharingConfig(models=models, kv_memory=pages * 16, each=each)
 
 
 def served_live(
@@ -178,7 +177,6 @@ requests = st.tuples(
     budget=st.sampled_from([4, 16, 64]),
     seqs=st.integers(1, 4),
     has_host=st.booleans(),
-    turns=st.sampled_from(["tokens", "time"]),
     groups=st.one_of(st.just(()), part_groups()),
 )
 def test_a_recorded_run_of_several_models_replays_to_the_same_events(
@@ -187,11 +185,10 @@ def test_a_recorded_run_of_several_models_replays_to_the_same_events(
     budget: int,
     seqs: int,
     has_host: bool,
-    turns: str,
     groups: tuple[PartGroup, ...],
 ) -> None:
     has_host = has_host and HAS_OFFLOAD and not groups
-    config = shared(pages, budget, seqs, has_host=has_host, turns=turns, groups=groups)
+    config = shared(pages, budget, seqs, has_host=has_host, groups=groups)
     rows, live = served_live(config, sent)
     assert sum(map(len, rows.values())) == len(sent)
     if all(row.num_output_tokens for of_model in rows.values() for row in of_model) and all(rows.values()):

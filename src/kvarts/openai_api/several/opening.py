@@ -28,10 +28,9 @@ from kvarts.openai_api.several.device import (
 from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.contest import Contest
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.fairqueue import FairQueue
 from kvarts.sharing.part import DevicePart
-from kvarts.sharing.rounds import Rounds
 from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import prefill_cost
@@ -65,7 +64,6 @@ def open_several(
         clock = paced_clock
     device = SharedDevice(
         config.kv_bytes,
-        max_num_batched_tokens=config.each.max_num_batched_tokens,
         is_static=config.static_split,
         reclaim_after_ns=round(min(config.reclaim_after_s, 1e9) * NS_PER_S),
     )
@@ -79,12 +77,11 @@ def open_several(
         for name in names
     }  # fmt: skip
     tenants = [engines[name].tenant for name in names]
-    is_timed = config.turns == "time"
     turns = TurnLoop(
         device,
         tenants,
-        FairQueue(device, tenants) if is_timed else Rounds(device, tenants),
-        Contest(tenants, of_time=is_timed),
+        TurnOrder(device, tenants),
+        Contest(tenants),
         step_by_step=True,
         audit=config.each.audit,
     )
@@ -137,16 +134,13 @@ def _engine(
     readers: Sequence[EventReader],
 ) -> _Engine:
     """Build the engine of one model, and register it on the device."""
-    of_model, share = config.configs[name], config.models[name]
+    of_model = config.configs[name]
     below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
     log = EventLog([*readers, meter], num_waiting=1)
     register = partial(
         device.register,
         name,
-        weight=share.weight,
         guaranteed_bytes=config.guaranteed_bytes[name],
-        floor=share.floor,
-        ceiling=share.ceiling,
     )
     cost = TurnCost(of_model.cost_model)
     groups = None if of_model.kv_groups == "off" else of_model.memory
@@ -183,5 +177,5 @@ def _engine(
         moves_pages=False,
     )
     device.attach(name, engine.scheduler, engine.cancel)
-    tenant = Tenant(name, engine, SimExecutor(cost), device, part, weight=share.weight)
+    tenant = Tenant(name, engine, SimExecutor(cost), device, part, share=config.shares[name])
     return _Engine(tenant, parts, meter)
