@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.cost import CallableCost, CostModel, LinearCost
+from kvarts.executor.base import CostModel
+from kvarts.executor.cost import CallableCost, LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import RequestLog
