@@ -7,7 +7,8 @@ priorities, memory and the speed of arrivals by its number. `behind`: the most t
 model's slice, beside the promised one step of each other model, of the model that came closest; `broken`: models that
 exceed it. The periods compared are those in which a request runs that is never preempted; for a model whose guarantee
 holds all its requests, and that nobody's priority exceeds, those in which it has requests. The other columns are the
-worst ratio of any model's TTFT, mean or p99, to its slice and to its static split.
+worst ratio of any model's TTFT, mean or p99, to its slice and to its static split, of those models that refuse none of
+these requests there for lack of memory.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def behind_ns(report: SharedReport, name: str) -> Fraction:
         begin = min(start, busy[place][0]) if place < len(busy) else start
         slice_start = max(slice_start, begin * part)
         behind = max(behind, start * part - slice_start)
-        slice_start += duration * whole
+        slice_start = min(slice_start, start * part) + duration * whole
     return Fraction(behind, part)
 
 
@@ -122,7 +123,9 @@ def main() -> None:
         behind, promised = max(found.values(), key=lambda pair: pair[0] / max(pair[1], 1))
         cells = [title, f"{float(behind) / 1e9:.3f}", f"{promised / 1e9:.3f}", str(broken_here)]
         for baseline in (slices(traces, config), replay(traces, split_config(config)).reports):
-            value = worst({name: compared(report.reports[name], baseline[name]) for name in config.models})
+            by_model = {name: compared(report.reports[name], baseline[name]) for name in config.models}
+            completed = {name: of_model.summary["num_completed"] for name, of_model in report.reports.items()}
+            value = worst({name: each for name, each in by_model.items() if each["num_compared"] == completed[name]})
             cells.append("" if value is None else f"{value['ratio']:.2f}")
         print("| " + " | ".join(cells) + " |", flush=True)
         broken += broken_here

@@ -35,7 +35,9 @@ class EngineConfig(
     step. `max_num_seqs`: most requests running at once. `max_itl_ms`: a bound on the expected duration of steps with
     decodes, see ItlBound in kvarts.sched.prefill; None for no bound. `profile`: `default`, or `mocker` for the rules of
     NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached
-    tokens are the largest hit of any of its admissions.
+    tokens are the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one request
+    computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1), that an
+    admission leaves free while other requests run. Both are vLLM's.
 
     Raises ConfigError for a value out of range.
     """
@@ -59,6 +61,13 @@ class EngineConfig(
     profile: Annotated[Profile, setting("Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker.")] = (
         "default"
     )
+    long_prefill_token_threshold: Annotated[
+        int,
+        setting("Tokens of one request a step may compute while there are others; 0: no limit.", metavar="TOKENS"),
+    ] = 0
+    watermark: Annotated[
+        float, setting("Fraction of the memory that stays free when a request joins others.", metavar="FRACTION")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         check_whole(self.num_pages, "num_pages", most=MOST_PAGES)
@@ -69,6 +78,8 @@ class EngineConfig(
             check_number(self.max_itl_ms, "max_itl_ms", above=True, most=MOST_MS)
         if self.profile not in ("default", "mocker"):
             raise SettingError(f"must be 'default' or 'mocker', got {self.profile!r}", "profile")
+        check_whole(self.long_prefill_token_threshold, "long_prefill_token_threshold", least=0)
+        check_number(self.watermark, "watermark", most=1.0)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise SettingError(
                 f"{self.max_num_seqs} sequences cannot each get a token from a budget of "

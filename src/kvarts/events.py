@@ -24,6 +24,7 @@ __all__ = [
     "Cancelled",
     "ChunkComputed",
     "CopiesRemoved",
+    "DecodesStalled",
     "DraftJudged",
     "DraftTaken",
     "Event",
@@ -173,7 +174,8 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     With KV groups, a request can resume from all pages of a load or from none; `num_good_blocks` blocks of its parts
     arrived.
 
-    `time_ns`: when the engine processed the end, which happens between steps.
+    `time_ns`: when the engine processed the end, which happens between steps. A store that is given up ends within a
+    step, before requests take the pages that it held.
     """
 
     transfer: int
@@ -181,6 +183,7 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     num_good_pages: int
     time_ns: int
     num_good_blocks: int = 0
+    is_given_up: bool = False
 
 
 PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack
@@ -283,6 +286,15 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     start: int
     end: int
     num_known_tokens: int
+
+
+class DecodesStalled(msgspec.Struct, frozen=True, gc=False):
+    """Decodes that were admitted after `request`, whose prefill goes on, compute their token as a chunk in this step.
+
+    Memory may be short for all of them, and those that were admitted earlier take theirs first.
+    """
+
+    request: int
 
 
 class DraftTaken(msgspec.Struct, frozen=True, gc=False):
@@ -478,6 +490,7 @@ Event = (
     | HeadBlocked
     | Admitted
     | ChunkComputed
+    | DecodesStalled
     | DraftTaken
     | DraftJudged
     | Preemption

@@ -61,6 +61,8 @@ def naive_run(
             max_num_batched_tokens=case.max_num_batched_tokens,
             max_num_seqs=case.max_num_seqs,
             cost=polynomial_ns,
+            long_prefill_token_threshold=case.long_prefill_token_threshold,
+            watermark=case.watermark,
         )
         for _ in range(case.replicas)
     ]

@@ -356,7 +356,7 @@ def shares_of(tenants: Sequence[NaiveTenant]) -> dict[NaiveTenant, Fraction]:
     points = {bound[tenant] / tenant.weight for bound in (lowest, highest) for tenant in tenants}
     level = max((point for point in points if sum(at(point).values()) <= 1), default=Fraction(0))
     shares = at(level)
-    missing = 1 - sum(shares.values())
+    missing = 1 - sum(shares.values(), Fraction(0))
     rising = [tenant for tenant in tenants if lowest[tenant] <= level * tenant.weight < highest[tenant]]
     for tenant in rising if missing else []:
         shares[tenant] += missing * tenant.weight / sum(other.weight for other in rising)
@@ -408,6 +408,6 @@ class NaiveLane:
             waiting_for_turn.append(tenant)
             last_start = now
             end = tenant.turn(now, device.total_tokens, arrive)
-            slice_start[tenant] += (end - now) / shares[tenant]
+            slice_start[tenant] = min(slice_start[tenant], Fraction(now)) + (end - now) / shares[tenant]
             now = end
         assert not any(tenant.has_work() for tenant in tenants)

@@ -128,6 +128,25 @@ def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     assert asked(*words[1:], "--json")["goodput"]["ratio"] == by_users[fits]["slo_ratio"]
 
 
+def test_options_for_users_are_what_replays_say(
+    asked: Callable[..., Any], run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Each option is replayed with the number of users that failed, and the answer names those that help."""
+    setting = ("--cost", COST, "--pages", 2_500, "--page-size", 64, "--slo-ttft-ms", 1000, "--slo-share", 0.9)
+    plan = ("plan", DATA / "coding-agents", "--users", "2..12", "--replicas", 2, *setting)
+    users = asked(*plan, "--json")["users"]
+    names = [point["option"] for point in users["options"]]
+    assert names == ["--eviction auto", "--router prefix", "--router session", "--session-retention pin"]
+    assert run_command(*plan) == 0
+    answer = " ".join(capsysbinary.readouterr().out.decode().split())
+    kept = next(point["slo_ratio"] for point in users["points"] if point["users"] == users["fails_at"])
+    for point in users["options"]:
+        assert point["users"] == users["fails_at"]
+        assert (f"% with {point['option']}" in answer) == (point["slo_ratio"] > kept)
+        summary = asked(*shlex.split(point["command"])[1:], "--json")
+        assert (summary["goodput"]["ratio"], summary["ttft_ms"]) == (point["slo_ratio"], point["ttft_ms"])
+
+
 def test_host_memory_for_users_is_what_replays_say(asked: Callable[..., Any]) -> None:
     """What fits with the memory that is named, and what it costs, is what its command replays."""
     setting = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--slo-ttft-ms", 1000, "--slo-share", 0.95)

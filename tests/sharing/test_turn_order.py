@@ -34,6 +34,10 @@ def order_of(weights: list[int]) -> tuple[TurnOrder, list[Any]]:
     return TurnOrder(device, models), models
 
 
+def next_of(order: TurnOrder, now_ns: int) -> Any:
+    return order.next(now_ns)
+
+
 weights = st.lists(st.sampled_from([1, 2, 3, 5, 8, 40]), min_size=1, max_size=6)
 
 
@@ -44,7 +48,8 @@ def test_no_step_starts_later_than_in_its_slice_plus_a_step_of_each_other_model(
 ) -> None:
     """Whatever steps last, and whenever models get work, during a step of another or while the device is idle.
 
-    A slice starts its next step where the last one ends, or where the model gets work, whichever is later.
+    A slice starts its next step where the last one ends, or where the model gets work, whichever is later. It begins
+    again with each step, so the model has its share from any moment on.
     """
     order, models = order_of(of_models)
     now = 0
@@ -63,13 +68,14 @@ def test_no_step_starts_later_than_in_its_slice_plus_a_step_of_each_other_model(
                 since = data.draw(st.integers(last_began, now)) if able else now
                 slice_start[model] = max(slice_start[model], Fraction(since))
         able = [model for model in models if not model.is_stalled]
-        turn: Any = order.next(now)
+        turn = next_of(order, now)
         assert (turn is None) == (not able)
         if turn is None:
             now += 1000
             continue
         assert not turn.is_stalled
         late.append((turn, now - slice_start[turn]))
+        slice_start[turn] = min(slice_start[turn], Fraction(now))
         order.pass_turn(turn, now)
         duration = typical[models.index(turn)] * data.draw(st.sampled_from([0, 1, 1, 2]))
         order.spend(turn, duration)
@@ -89,7 +95,7 @@ def test_many_turns_at_once_are_those_one_by_one(of_models: list[int], steps: li
         order, models = order_of(of_models)
         now = 0
         for turn in range(before):
-            tenant: Any = order.next(now)
+            tenant = next_of(order, now)
             order.pass_turn(tenant, now)
             order.spend(tenant, 1 + turn * 7 % 11)
             now += 1 + turn * 7 % 11
@@ -98,17 +104,20 @@ def test_many_turns_at_once_are_those_one_by_one(of_models: list[int], steps: li
         left = {model: list(of_model) for model, of_model in zip(models, steps, strict=False)}
         if at_once:
             taken: dict[Any, list[int]] = {}
+            starts: dict[Any, list[int]] = {}
             for place in order.places(models, [left[model] for model in models], now):
                 mine = taken.setdefault(models[place], [])
                 if len(mine) == len(left[models[place]]):
                     break
                 mine.append(left[models[place]][len(mine)])
+                starts.setdefault(models[place], []).append(now)
+                now += mine[-1]
                 names.append(models[place].name)
             by_end = sorted((model for model in taken if taken[model]), key=lambda m: -names[::-1].index(m.name))
-            now += sum(map(sum, taken.values()))
-            order.leap(by_end, [taken[model] for model in by_end], now)
+            for model in by_end:
+                order.leap(model, starts[model], taken[model])
         else:
-            while left[tenant := order.next(now)]:
+            while left[tenant := next_of(order, now)]:
                 order.pass_turn(tenant, now)
                 order.spend(tenant, left[tenant][0])
                 names.append(tenant.name)
@@ -127,7 +136,7 @@ def test_what_nobody_is_behind_with_goes_round() -> None:
     models[0].is_stalled = True
     now, names = 0, []
     for _ in range(8):
-        tenant: Any = order.next(now)
+        tenant = next_of(order, now)
         order.pass_turn(tenant, now)
         order.spend(tenant, 10)
         now += 10
@@ -135,7 +144,7 @@ def test_what_nobody_is_behind_with_goes_round() -> None:
     assert names == ["m1", "m2"] * 4
     models[0].is_stalled = False
     for _ in range(8):
-        tenant = order.next(now)
+        tenant = next_of(order, now)
         order.pass_turn(tenant, now)
         order.spend(tenant, 10)
         now += 10

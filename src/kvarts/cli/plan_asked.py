@@ -164,8 +164,8 @@ class PlanOptions:
             **found,
         }
 
-    def _users_command(self, users: int, copies: int, host_bytes: int) -> str:
-        changes: dict[str, Any] = {"concurrency": users}
+    def _users_command(self, users: int, copies: int, host_bytes: int, settings: Mapping[str, Any]) -> str:
+        changes: dict[str, Any] = {"concurrency": users, **settings}
         if host_bytes:
             changes["offload.host_memory"] = as_size(host_bytes)
         if copies == 1:

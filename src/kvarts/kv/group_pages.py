@@ -181,6 +181,10 @@ class GroupPages(PartPages):
         """Return how many blocks a sequence that begins with `match` holds."""
         return self.parts.held_after(cast(PartMatch, match).found) // self.block_bytes
 
+    def num_lent_of(self, match: Match) -> int:
+        """Return how many blocks of `match` stores hold and no request does."""
+        return self.parts.lent_after(cast(PartMatch, match).found) // self.block_bytes
+
     def open(self, match: Match) -> PartHolding:
         """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
         of_parts = cast(PartMatch, match)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvarts.content import Content
 from kvarts.kv.node import NOTHING
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.spans import NOWHERE, PartRun, RunHolding, RunMatch, Span
 
 __all__ = ["arrive", "begin_load", "holding_of_transfer", "unhold"]
-
-NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
-"""The span of a holding that is not a sequence."""
 
 
 def holding_of_transfer(num_groups: int) -> RunHolding:

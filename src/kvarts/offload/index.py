@@ -284,6 +284,22 @@ class TierIndex:
             self.touch(placement.run)
         self.unpin(placement.run)
 
+    def vacate(self, content: Content, end: int, count: int) -> None:
+        """Evict up to `count` of the first `end` pages of `content`, the deepest first.
+
+        It ends before one that is pinned, that something follows, or that is not here.
+        """
+        run, _ = self._descend(content, end)
+        while count > 0 and run.state is NodeState.STORED and not (run.pins or run.children):
+            before = run.parent
+            assert before is not None
+            if run.num_pages > count:
+                self._split(run, run.end - count)
+            count -= run.num_pages
+            self.num_evicted += run.num_pages
+            self._drop(run)
+            run = before
+
     def drop(self, content: Content, page: int) -> None:
         """Drop `page` and all later pages."""
         for run, _, position in self._path(content, page + 1):

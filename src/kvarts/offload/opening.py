@@ -115,9 +115,8 @@ def open_offloader(
     tiers += more
     policy: StorePolicy[Any] = EagerPolicy(cache)
     if order is not None:
-        policy = LazyPolicy(
-            cache, order, _target_free(offload, tiers[0].tier.num_pages, page_size, max_num_batched_tokens)
-        )
+        num_below = sum(connected.tier.num_pages for connected in tiers)
+        policy = LazyPolicy(cache, order, _target_free(offload, num_below, page_size, max_num_batched_tokens))
     return Offloader(
         cache,
         tiers,
@@ -172,11 +171,11 @@ def open_part_offloader(
 
 
 def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:
-    """Return the pages that a lazy policy covers, above a tier of `num_pages` pages."""
+    """Return the pages that a lazy policy covers, above tiers of `num_pages` pages in all."""
     target_free = offload.target_free
     if target_free is None:
         # Enough for the pages that a few requests take at once, but a small part of a small tier.
         step_pages = -(-max_num_batched_tokens // page_size)
         target_free = max(2 * step_pages, min(8 * step_pages, num_pages // 8))
-    # More pages than the tier holds would replace each other for ever.
+    # More pages than the tiers hold would replace each other for ever.
     return min(target_free, num_pages)

@@ -17,11 +17,10 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import queues
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, ToolTtlOrder
-from kvarts.plan.learned import AutoOrder
-from kvarts.plan.published import TailOptimisedOrder, WorkloadAwareOrder
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sessions import finishing
+from kvarts.plan.weighted import AutoOrder
 from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
@@ -36,10 +35,6 @@ POLICIES: dict[str, MakeOrder] = {
     "auto": AutoOrder,
     "s3-fifo": queues.S3FifoOrder,
     "arc": queues.ArcOrder,
-    "w-tinylfu": queues.TinyLfuOrder,
-    "tail-optimised": TailOptimisedOrder,
-    "workload-aware": WorkloadAwareOrder,
-    "tool-ttl": ToolTtlOrder,
     "soonest-return": SoonestReturnOrder,
     "hinted": HintedOrder,
 }

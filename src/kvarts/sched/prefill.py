@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvarts.event_log import Tell
 from kvarts.events import ChunkComputed
 from kvarts.kv.cache import Cache, Holding
+from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
@@ -71,6 +72,7 @@ class Prefill:
         "_tell",
         "completing",
         "computed",
+        "most_tokens",
     )
 
     def __init__(
@@ -89,6 +91,8 @@ class Prefill:
         """Requests that compute the last of their known tokens in the scheduled step."""
         self.computed: list[int] | None = None
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
+        self.most_tokens: int = MOST_COUNT
+        """The most tokens of one request in the step being planned."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -106,47 +110,47 @@ class Prefill:
     def start(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used of `budget`.
 
-        A request that does not get all its tokens uses up the budget.
+        A request that its own pages, or the bound of latency, keep from computing more uses up the budget.
         """
         self._running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_tokens = num_known - hit_tokens
-        if num_tokens > budget:
-            num_tokens = budget
+        num_allowed = num_tokens = min(num_known - hit_tokens, budget, self.most_tokens)
         if request.own is not None:
             num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
         if self._itl is not None:
             # At least one, as `has_room` found.
             num_tokens = max(1, self._itl.most_tokens(request, hit_tokens, num_tokens, chunks))
         self._compute(request, num_tokens, num_known, chunks)
-        return num_tokens if request.num_computed == num_known else budget
+        return budget if num_tokens < num_allowed else num_tokens
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return the rest of `budget`.
 
         Preempt for their pages, then make findable the pages that decodes fill. A request that has to preempt itself
-        ends the step for those after it. One that does not get all its tokens uses up the budget.
+        ends the step for those after it. One that its own pages, or the bound of latency, keep from computing more
+        uses up the budget.
         """
         planned: dict[int, Planned] = {}
-        cache, chunked = self._cache, self._running.chunked
-        num_most = num_left = 0
-        for request in chunked.copy():
+        cache, running = self._cache, self._running
+        num_most = 0
+        is_cut = False
+        publishes = running.num_sharing > 0
+        for request in running.chunked.copy():
             if request.admission < 0:
                 continue  # preempted for an earlier request
             start = request.num_computed
-            num_tokens = request.num_prompt_tokens + request.num_output_tokens - start
+            num_left = request.num_prompt_tokens + request.num_output_tokens - start
             num_given = sum(chunk.end - chunk.request.num_computed for chunk in planned.values())
-            if num_tokens > budget - num_given:
-                num_tokens = budget - num_given
+            num_allowed = num_tokens = min(num_left, budget - num_given, self.most_tokens)
             if num_tokens <= 0:
                 break
             if request.own is not None:
                 num_tokens = request.own.most_tokens(start, num_tokens)
             if self._itl is not None:
-                num_tokens = self._itl.most_tokens(request, start, num_tokens, _chunks_of(planned))
-                if not num_tokens:
-                    num_left = 1
-                    break
+                num_tokens = self._itl.most_tokens(request, start, num_tokens, [*chunks, *_chunks_of(planned)])
+            is_cut = is_cut or num_tokens < num_allowed
+            if not num_tokens:
+                break
             num_blocks = -1
             if request.own is None:
                 assert request.holding is not None
@@ -156,19 +160,30 @@ class Prefill:
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if num_most > cache.num_free:
+                    if planned and running.is_in_order:  # those planned are certain to be computed
+                        if publishes:
+                            self.publish_filled(1)
+                            publishes = False
+                        budget -= self._compute_planned(planned, chunks)
                     num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
             planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
-        if self._running.num_sharing:
+        if publishes and running.num_sharing:
             self.publish_filled(1)  # all of them still compute, and of equal pages theirs come first
+        budget -= self._compute_planned(planned, chunks)
+        return 0 if is_cut else budget
+
+    def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
+        """Compute the chunks in `planned`, and remove them; return the number of their tokens."""
+        num_tokens = 0
         for chunk in planned.values():
             request = chunk.request
-            num_known = request.num_prompt_tokens + request.num_output_tokens
-            num_left += num_known - chunk.end
-            budget -= chunk.end - request.num_computed
-            self._compute(request, chunk.end - request.num_computed, num_known, chunks)
-        return 0 if num_left else budget
+            num_new = chunk.end - request.num_computed
+            num_tokens += num_new
+            self._compute(request, num_new, request.num_prompt_tokens + request.num_output_tokens, chunks)
+        planned.clear()
+        return num_tokens
 
     def complete(self, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
         """Count the sampled token of each request that computed its last known token; return those that have ended.

@@ -1,13 +1,15 @@
 """The order of turns: a model that is behind its slice is next, and what is left goes round.
 
 The *slice* of a model is a device of its own on which every step takes 1 / share as long. The model's *due time* is the
-time at which the slice would start the model's next step: a step of `c` ns moves it by `c / share`, and a model that
-had nothing to compute is due at the start of the turn during which it got work. If a model is due, the one that is due
-first has the next turn; otherwise, the one whose last turn is the longest ago.
+time at which the slice would start the model's next step: `c / share` after the last one was due, for a step of `c` ns,
+or after it started, if that was earlier. A model that had nothing to compute is due at the start of the turn during
+which it got work. If a model is due, the one that is due first has the next turn; otherwise, the one whose last turn is
+the longest ago.
 
-No step starts later than in the slice plus one step of each other model. docs/decisions/0019 has the proof. (The due
-times are those of L. Zhang, VirtualClock, SIGCOMM 1990; the bound is that of a latency-rate server: D. Stiliadis and A.
-Varma, Latency-Rate Servers, IEEE/ACM Transactions on Networking, 1998.)
+No step starts later than in the slice plus one step of each other model, whenever the slice begins.
+docs/decisions/0019-slices-first.md has the proof. (VirtualClock, by L. Zhang, SIGCOMM 1990, has the same due times, but
+counts a step that was early against its model. The bound is that of a latency-rate server: D. Stiliadis and A. Varma,
+Latency-Rate Servers, IEEE/ACM Transactions on Networking, 1998.)
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class TurnOrder:
 
     def spend(self, tenant: Tenant, duration_ns: int) -> None:
         """Count the duration of the turn of `tenant`."""
-        self.due[tenant] += duration_ns * self.scales[tenant]
+        self.due[tenant] = min(self.due[tenant], self._since_ns * self.unit) + duration_ns * self.scales[tenant]
         if duration_ns:
             tenant.step_ns = duration_ns
 
@@ -97,17 +99,19 @@ class TurnOrder:
             place = due.index(first) if first <= now else last_turn.index(min(last_turn))
             yield place
             duration_ns = next(steps[place])
-            due[place] += duration_ns * scales[place]
+            due[place] = min(due[place], now) + duration_ns * scales[place]
             now += duration_ns * unit
             last_turn[place] = turn
             turn += 1
 
-    def leap(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]], end_ns: int) -> None:
-        """Count turns executed at once until `end_ns`. `active` are in the order in which their last turns ended."""
-        for tenant, durations in zip(active, durations_ns, strict=True):
-            self.pass_turn(tenant, end_ns - durations[-1])
-            self.due[tenant] += sum(durations) * self.scales[tenant]
-            tenant.step_ns = max(1, durations[-1])
+    def leap(self, tenant: Tenant, starts_ns: Sequence[int], durations_ns: Sequence[int]) -> None:
+        """Count turns of `tenant` among many executed at once. Models are counted in the order of their last turns."""
+        due, scale, unit = self.due[tenant], self.scales[tenant], self.unit
+        for start_ns, duration_ns in zip(starts_ns, durations_ns, strict=True):
+            due = min(due, start_ns * unit) + duration_ns * scale
+        self.due[tenant] = due
+        self.pass_turn(tenant, starts_ns[-1])
+        tenant.step_ns = max(1, durations_ns[-1])
 
 
 def _scales(tenants: Sequence[Tenant]) -> tuple[int, dict[Tenant, int]]:

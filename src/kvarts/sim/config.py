@@ -485,13 +485,8 @@ class ReplayConfig(
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in (
-            "engine",
-            "max_itl_ms",
-            "async_scheduling",
-            "frontend_ms",
-            "client_timeout_s",
-            "retries",
-            "retry_after_s",
+            *("max_itl_ms", "long_prefill_token_threshold", "watermark", "engine", "async_scheduling", "frontend_ms"),
+            *("client_timeout_s", "retries", "retry_after_s"),
         ):
             if values[field] in ("none", False, 0.0, None):
                 del values[field]
