@@ -204,6 +204,32 @@ def test_what_a_body_asks_for_is_counted_before_it_is_built(
     server.under(attack)
 
 
+LONG = "x - at `$.y`" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": "a", "encoding_format": LONG}, "encoding_format"),
+        (COMPLETIONS, {"prompt": "a", "kvarts_answer": {LONG: 1}}, "kvarts_answer"),
+        (COMPLETIONS, {"prompt": "a", "model": LONG}, "model"),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": LONG}}, "response_format"),
+        (CHAT, {"messages": [{"role": LONG, "content": "a"}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tool_choice": LONG}, "tool_choice"),
+        (RESPONSES, {"input": [{"type": LONG}]}, None),
+        ("/v1/messages", {"model": LONG, "max_tokens": 1, "messages": []}, None),
+        ("/tokenize", {"prompt": "a", "kv_hints": LONG}, None),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value),
+)
+def test_an_error_repeats_little_of_a_request(server: Server, path: str, body: Any, param: str | None) -> None:
+    refused = server.call(path, body)
+    assert len(refused.payload) < 3000, refused.payload[:300]
+    if refused.status != 200 and param is not None:
+        assert refused.error["param"] == param
+
+
 @pytest.mark.parametrize(
     ("path", "size", "status"),
     [
