@@ -112,6 +112,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "attention": "auto",
         "layers": "auto",
         "trust_remote_code": False,
+        "kv_dtype": "auto",
         "at_capacity": "refuse",
     }
     assert kvarts("serve", "sessions", "--mock")[0] == 130

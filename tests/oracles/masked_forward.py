@@ -6,23 +6,28 @@ from typing import Any
 
 import torch
 
-__all__ = ["masked_greedy"]
+__all__ = ["masked_choices", "masked_greedy"]
 
 
 def masked_greedy(reference: Any, history: list[int], num_tokens: int, *, sink: int, window: int) -> list[int]:
     """Return the next `num_tokens` tokens, each token seeing itself, the first `sink` and the `window` before it."""
     tokens = list(history)
     for _ in range(num_tokens):
-        ids = torch.tensor([tokens])
-        with torch.no_grad():
-            logits = reference(
-                input_ids=ids,
-                attention_mask=_masks(reference, len(tokens), sink, window),
-                position_ids=torch.arange(len(tokens))[None],
-                use_cache=False,
-            ).logits
-        tokens.append(int(logits[0, -1].float().argmax()))
+        tokens += masked_choices(reference, tokens, 0, sink=sink, window=window)
     return tokens[len(history) :]
+
+
+def masked_choices(reference: Any, tokens: list[int], num_last: int, *, sink: int, window: int) -> list[int]:
+    """Return the likeliest token in the place of each of the `num_last` last tokens, and after them."""
+    with torch.no_grad():
+        logits = reference(
+            input_ids=torch.tensor([tokens]),
+            attention_mask=_masks(reference, len(tokens), sink, window),
+            position_ids=torch.arange(len(tokens))[None],
+            use_cache=False,
+        ).logits
+    likeliest: list[int] = logits[0, -1 - num_last :].float().argmax(-1).tolist()
+    return likeliest
 
 
 def _masks(reference: Any, length: int, sink: int, window: int) -> Any:
