@@ -43,7 +43,8 @@ from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import EventReader
 from kvarts.events import Admitted, ChunkComputed, Event, Finished, PagesRemoved, PagesStored, Preemption
-from kvarts.executor.cost import CostModel, LinearCost, PolynomialCost
+from kvarts.executor.base import CostModel
+from kvarts.executor.cost import LinearCost, PolynomialCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
@@ -111,6 +112,8 @@ class Workload(msgspec.Struct):
     asks: list[Any]
     groups: list[tuple[str, int | None]] = msgspec.field(default_factory=lambda: [FULL])
     policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
     with_events: bool = True
     cost: CostModel = LinearCost(step_ms=STEP_NS / 1e6)
 
@@ -166,11 +169,15 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row in ("priority", "groups"):
+    if row in ("priority", "groups", "limited"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
-    if row == "groups":
+    if row in ("long-prefill", "limited"):
+        workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
+    if row in ("watermark", "limited"):
+        workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
+    if row in ("groups", "limited"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
@@ -188,6 +195,9 @@ ROWS = {
     "window": "a window next to a full group, everything kept",
     "chunk": "chunks next to a full group, everything kept",
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
+    "long-prefill": "a threshold of long prefills",
+    "watermark": "a watermark",
+    "limited": "a threshold and a watermark, several windows and chunks, three priorities",
 }
 
 
@@ -248,6 +258,8 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         page_size=workload.page_size,
         max_num_batched_tokens=workload.max_num_batched_tokens,
         max_num_seqs=workload.max_num_seqs,
+        long_prefill_token_threshold=workload.long_prefill_token_threshold,
+        watermark=workload.watermark,
     )
     recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events)
     readers: list[EventReader] = [recorder]
@@ -334,6 +346,8 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.max_num_seqs = workload.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = workload.max_num_batched_tokens
     config.scheduler_config.policy = workload.policy
+    config.scheduler_config.long_prefill_token_threshold = workload.long_prefill_token_threshold
+    config.scheduler_config.watermark = workload.watermark
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size)
     scheduler = Scheduler(config, kv, StructuredOutputManager(config), block_size=page_size)

@@ -19,7 +19,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from kvarts.calibrate import Measured, MeasuredRun, calibrate_runs, compare
+from kvarts.calibrate import CalibrationRun, Measured, calibrate_runs, compare
 from kvarts.calibrate.coefficients import BOUNDS, names_of
 from kvarts.calibrate.replayed import replayed_of
 from kvarts.executor.constants import shipped_constants
@@ -109,7 +109,7 @@ def main() -> None:
                     drawn[name] = min(high, max(low, guess * float(np.exp(rng.gauss(0, widths[name])))))
         truths = [msgspec.structs.replace(config.cost, **drawn) for config in configs]
         measured = [made(config, truth, rng) for config, truth in zip(configs, truths, strict=True)]
-        runs = [MeasuredRun(measured=each, config=config) for each, config in zip(measured, configs, strict=True)]
+        runs = [CalibrationRun(measured=each, config=config) for each, config in zip(measured, configs, strict=True)]
         wanted = runs[-1]
         uncalibrated = compare(wanted.measured, replayed_of(replay(wanted.measured.trace(), wanted.config)))
         within.setdefault((0, "error"), []).append(uncalibrated.mean)

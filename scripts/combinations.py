@@ -14,14 +14,14 @@ BEGIN, END = "<!-- combinations: made by scripts/combinations.py -->\n", "<!-- e
 
 
 def cell(feature: str, place: str) -> str:
-    """Return whether a feature can be had in a place, with the numbers of the refusals that it has a part in there."""
+    """Return whether a feature works in a place, with the numbers of the refusals that concern it there."""
     notes = [number for number, refusal in enumerate(REFUSED, 1) if _is_about(refusal, feature, place)]
-    for number in notes:
-        if set(REFUSED[number - 1].together) == {feature, place}:
-            return f"no ({number})"
+    for number, refusal in enumerate(REFUSED, 1):
+        if set(refusal.together) in ({feature, place}, {FEATURES[feature].part_of, place}):
+            return f"refused ({number})"
     if place not in FEATURES[feature].places:
-        return ""
-    return "yes" if not notes else f"yes, but {', '.join(map(str, notes))}"
+        return "-"
+    return "works" if not notes else f"works, but {', '.join(map(str, notes))}"
 
 
 def _is_about(refusal: Refusal, feature: str, place: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LOCKS = [ROOT / ".ci" / "requirements.txt", ROOT / ".ci" / "requirements-torch.txt"]
+LOCKS = sorted((ROOT / ".ci").glob("requirements*.txt"))
 
 ALLOWED = re.compile(
     r"\b(MIT|MIT-CMU|MIT-0|BSD|0BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License|Zlib|Unlicense"

@@ -1,4 +1,4 @@
-"""Lock the dependencies of CI: `.ci/requirements.txt` and `.ci/requirements-torch.txt`, each with its hashes.
+"""Lock the dependencies of CI: `.ci/requirements.txt`, and those of the extras `torch` and `docs`, with hashes.
 
 `python scripts/lock.py` resolves `pyproject.toml` again with uv (`pip install uv`), for Python 3.11 and later on every
 platform. PyTorch, and the CUDA packages that only its wheels from PyPI need, are not locked: torch is pinned to one
@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / ".ci" / "requirements.txt"
-TORCH_LOCK = ROOT / ".ci" / "requirements-torch.txt"
+ADDED = {"torch": "torch itself is installed after these", "docs": "these build the documentation site"}
+"""Extras that are installed after the lock, in this order, each with a note for its file."""
 NOT_LOCKED = re.compile(r"(torch|triton|cuda-|nvidia-)")
 BUILD = ("hatchling>=1.25", "editables>=0.5")
 """What installs the project itself, where pip is told not to fetch it by itself."""
@@ -37,7 +38,7 @@ def resolved(uv: str, *extras: str, more: tuple[str, ...] = ()) -> list[str]:
 
 
 def main() -> int:
-    """Write both files."""
+    """Write the files."""
     uv = shutil.which("uv")
     if uv is None:
         print("there is no uv: pip install uv", file=sys.stderr)
@@ -45,12 +46,16 @@ def main() -> int:
     of_dev = resolved(uv, "dev", more=BUILD)
     LOCK.write_text(HEAD + "".join(of_dev))
     named = {requirement.split("==")[0] for requirement in of_dev}
-    more = [
-        requirement
-        for requirement in resolved(uv, "dev", "torch", more=BUILD)
-        if requirement.split("==")[0] not in named and not NOT_LOCKED.match(requirement)
-    ]
-    TORCH_LOCK.write_text(HEAD + "# With --no-deps: torch itself is installed after these.\n" + "".join(more))
+    extras = ["dev"]
+    for extra, note in ADDED.items():
+        extras.append(extra)
+        more = [
+            requirement
+            for requirement in resolved(uv, *extras, more=BUILD)
+            if requirement.split("==")[0] not in named and not NOT_LOCKED.match(requirement)
+        ]
+        named |= {requirement.split("==")[0] for requirement in more}
+        LOCK.with_name(f"requirements-{extra}.txt").write_text(f"{HEAD}# With --no-deps: {note}.\n" + "".join(more))
     return 0
 
 

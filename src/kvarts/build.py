@@ -25,6 +25,7 @@ from kvarts.sched.handoffs import Handoffs
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads, LowerTiers
 from kvarts.sched.page_source import OnePool, PageSource
+from kvarts.sched.plan import Batch
 from kvarts.sched.policy import AdmissionPolicy, PriorityPolicy, WaitingQueue
 from kvarts.sched.scheduler import Scheduler
 
@@ -113,6 +114,7 @@ def build_engine(
     drafter: Drafter | None = None,
     holds_pages: bool = False,
     hands_over: bool = False,
+    step_ns: Callable[[Batch], int] | None = None,
 ) -> Engine:
     """Return an engine around `executor`.
 
@@ -127,10 +129,13 @@ def build_engine(
     page accounting after every step and, unless the device is shared, check every event against an independent
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
     tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
-    compute the prompts of requests or continue them; this excludes the independent ledger.
+    compute the prompts of requests or continue them; this excludes the independent ledger. `step_ns`: the expected
+    duration of a step, for `max_itl_ms`.
 
-    Raise ConfigError for an audit if the room `audit` is not installed.
+    Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
     """
+    if config.max_itl_ms is not None and step_ns is None:
+        raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
     if offload is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
         if memory is None:
@@ -207,11 +212,12 @@ def build_engine(
         pages,
         waiting,
         loads=loads,
-        handoffs=Handoffs(cache) if hands_over else None,
+        handoffs=Handoffs(cache, tell) if hands_over else None,
         batch=batch,
         tell=tell,
         pins=pins,
         drafter=drafter,
+        step_ns=step_ns,
         settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
     )
     return Engine(config, scheduler, executor, log, audit=audit, moves_pages=moves_pages)

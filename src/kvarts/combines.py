@@ -19,35 +19,37 @@ PLACES = {
     "model": "a real model",
     "sessions": "sessions",
     "several": "several models on a device",
+    "fleet": "a fleet",
 }
 """Places where features are used: the columns of the table, and their names. `sessions`: of a replay or a server."""
 
 
 class Feature(NamedTuple):
-    """A feature that users can request: its name in messages, and the places where it exists."""
+    """A feature that users can request: its name in messages, the places where it exists, the feature it belongs to."""
 
     words: str
     places: tuple[str, ...] = tuple(PLACES)
+    part_of: str = ""
 
 
 FEATURES = {
     "kv_groups": Feature("KV groups"),
-    "states": Feature("layers with a state"),
-    "sinks": Feature("layers with a sink of their own"),
+    "states": Feature("layers with a state", part_of="kv_groups"),
+    "sinks": Feature("layers with a sink of their own", part_of="kv_groups"),
     "tiers": Feature("host memory"),
-    "files": Feature("files below host memory"),
+    "files": Feature("files below host memory", part_of="tiers"),
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
-    "orders": Feature("an eviction order other than LRU", ("replay", "plan", "sessions", "several")),
-    "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several")),
+    "orders": Feature("an eviction order other than LRU", ("replay", "plan", "sessions", "several", "fleet")),
+    "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
     "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
     "speculation": Feature("speculation", ("model", "sessions")),
-    "kv_events": Feature("KV events of one replay", ("replay", "several")),
+    "kv_events": Feature("KV events of one replay", ("replay", "several", "fleet")),
     "prices": Feature("policies and prices of memory", ("plan",)),
     "record": Feature("a journal of what a server was asked", ("mock", "model")),
     "ranks": Feature("ranks in lock step", ("replay", "sessions")),
-    "late_events": Feature("events that reach routers late", ("replay", "plan", "several")),
-    "fleet": Feature("pools of a fleet", ("replay",)),
-    "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions")),
+    "late_events": Feature("events that reach routers late", ("replay", "plan", "several", "fleet")),
+    "store": Feature("a store that workers share", ("replay", "fleet")),
+    "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions", "fleet")),
     "gpu": Feature("a GPU", ("model", "sessions")),
     "fused": Feature("FlashAttention and FlexAttention", ("model",)),
 }
@@ -69,11 +71,14 @@ WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
+    Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
+    Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("full_prompt_hits", "kv_groups"), "the last token of a prompt may see what no hit needs", WHOLE),
     Refusal(("mocker", "kv_groups"), "Dynamo's mocker knows whole pages only", WHOLE),
     Refusal(("late_events", "kv_groups"), "routers ask such caches what they have", WHOLE),
     Refusal(("late_events", "several"), "routers ask the engines of their model what they have", "Leave it out."),
-    Refusal(("kv_groups", "fleet"), "whole pages go from worker to worker", "Leave it out."),
+    Refusal(("sessions", "fleet"), "it is not modelled", "Leave them out."),
+    Refusal(("ranks", "fleet"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("tiers", "kv_groups", "several"), "a load would take memory from other models"),
     Refusal(("prices", "kv_groups", "plan"), "only replays count parts of pages", WHOLE),
     Refusal(("windows", "states"), "a state is of all tokens, and has no window", NO_WINDOW),

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvarts.limits import MOST_PAGE_TOKENS, MOST_PAGES, check_whole
+from kvarts.limits import MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
 from kvarts.settings import SettingError, setting
 
 __all__ = ["EngineConfig", "Profile"]
@@ -32,9 +32,12 @@ class EngineConfig(
     """Size and limits of one engine.
 
     `num_pages`: pages of KV memory. `page_size`: tokens per page. `max_num_batched_tokens`: most tokens computed per
-    step. `max_num_seqs`: most requests running at once. `profile`: `default`, or `mocker` for the rules of NVIDIA
-    Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached tokens are
-    the largest hit of any of its admissions.
+    step. `max_num_seqs`: most requests running at once. `max_itl_ms`: a bound on the expected duration of steps with
+    decodes, see ItlBound in kvarts.sched.prefill; None for no bound. `profile`: `default`, or `mocker` for the rules of
+    NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached
+    tokens are the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one request
+    computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1), that an
+    admission leaves free while other requests run. Both are vLLM's.
 
     Raises ConfigError for a value out of range.
     """
@@ -51,17 +54,32 @@ class EngineConfig(
     page_size: Annotated[int, setting("Tokens a page.", metavar="TOKENS")] = 16
     max_num_batched_tokens: Annotated[int, setting("Tokens a step may compute.", metavar="TOKENS")] = 8_192
     max_num_seqs: Annotated[int, setting("Requests that may run at once.", metavar="N")] = 256
+    max_itl_ms: Annotated[
+        float | None,
+        setting("Longest step of decodes: chunks of prompts are cut to keep it, to a page at least.", metavar="MS"),
+    ] = None
     profile: Annotated[Profile, setting("Rules of the scheduler: kvarts' own, or those of NVIDIA Dynamo's mocker.")] = (
         "default"
     )
+    long_prefill_token_threshold: Annotated[
+        int,
+        setting("Tokens of one request a step may compute while there are others; 0: no limit.", metavar="TOKENS"),
+    ] = 0
+    watermark: Annotated[
+        float, setting("Fraction of the memory that stays free when a request joins others.", metavar="FRACTION")
+    ] = 0.0
 
     def __post_init__(self) -> None:
         check_whole(self.num_pages, "num_pages", most=MOST_PAGES)
         check_whole(self.page_size, "page_size", most=MOST_PAGE_TOKENS)
         check_whole(self.max_num_batched_tokens, "max_num_batched_tokens")
         check_whole(self.max_num_seqs, "max_num_seqs")
+        if self.max_itl_ms is not None:
+            check_number(self.max_itl_ms, "max_itl_ms", above=True, most=MOST_MS)
         if self.profile not in ("default", "mocker"):
             raise SettingError(f"must be 'default' or 'mocker', got {self.profile!r}", "profile")
+        check_whole(self.long_prefill_token_threshold, "long_prefill_token_threshold", least=0)
+        check_number(self.watermark, "watermark", most=1.0)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise SettingError(
                 f"{self.max_num_seqs} sequences cannot each get a token from a budget of "

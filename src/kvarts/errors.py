@@ -12,6 +12,7 @@ from pathlib import Path
 
 __all__ = ["ConfigError", "InputError", "KvartsError", "MissingFileError", "OutputError", "did_you_mean", "parts_of"]
 
+MOST_PROBLEM_CHARS = 200
 MOST_MATCHES = 4
 
 
@@ -66,9 +67,16 @@ class OutputError(KvartsError):
 
 
 def parts_of(error: Exception) -> tuple[str, str | None]:
-    """Return the problem and the field of msgspec's ``what - at `$.field` ``; the field is None for the whole value."""
-    what, _, where = str(error).partition(" - at ")
-    return what, where.strip("`").removeprefix("$").removeprefix(".") or None
+    """Return the problem and the field of msgspec's ``what - at `$.field` ``; the field is None for the whole value.
+
+    msgspec quotes a value or a name in full, however long it is: the problem is cut.
+    """
+    what, at, where = str(error).rpartition(" - at `$")
+    if not at:
+        what, where = where, ""
+    if len(what) > MOST_PROBLEM_CHARS:
+        what = f"{what[:MOST_PROBLEM_CHARS]}..."
+    return what, where.removesuffix("`").removeprefix(".") or None
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "Cancelled",
     "ChunkComputed",
     "CopiesRemoved",
+    "DecodesStalled",
     "DraftJudged",
     "DraftTaken",
     "Event",
@@ -38,6 +39,8 @@ __all__ = [
     "PagesStored",
     "PartsGivenBack",
     "Preemption",
+    "PromptHeld",
+    "PromptReleased",
     "Rejected",
     "StepDone",
     "StepEnded",
@@ -125,7 +128,8 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
 
     `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. With KV
     groups, a load contains all parts that the groups need to resume from there and that the device lacks. The request
-    then has as many blocks, or may allocate them when it begins to run.
+    then has as many blocks, or may allocate them when it begins to run. `time_ns`: when it began, if that was between
+    steps; else -1.
     """
 
     transfer: int
@@ -134,6 +138,7 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     num_hit_pages: int
     num_held_pages: int
     by_tier: tuple[tuple[str, int], ...]
+    time_ns: int = -1
 
 
 class LoadWeighed(msgspec.Struct, frozen=True, gc=False):
@@ -169,7 +174,8 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     With KV groups, a request can resume from all pages of a load or from none; `num_good_blocks` blocks of its parts
     arrived.
 
-    `time_ns`: when the engine processed the end, which happens between steps.
+    `time_ns`: when the engine processed the end, which happens between steps. A store that is given up ends within a
+    step, before requests take the pages that it held.
     """
 
     transfer: int
@@ -177,6 +183,7 @@ class TransferEnded(msgspec.Struct, frozen=True, gc=False):
     num_good_pages: int
     time_ns: int
     num_good_blocks: int = 0
+    is_given_up: bool = False
 
 
 PageEvent = PagesStored | PagesRemoved | CopiesRemoved | PartsGivenBack
@@ -281,6 +288,15 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     num_known_tokens: int
 
 
+class DecodesStalled(msgspec.Struct, frozen=True, gc=False):
+    """Decodes that were admitted after `request`, whose prefill goes on, compute their token as a chunk in this step.
+
+    Memory may be short for all of them, and those that were admitted earlier take theirs first.
+    """
+
+    request: int
+
+
 class DraftTaken(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a request are drafted, and computed in this step after its decode.
 
@@ -326,6 +342,22 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
     request: int
     content: Content
+
+
+class PromptHeld(msgspec.Struct, frozen=True, gc=False):
+    """A request has computed its prompt and generates nothing here: its pages stay in use until `PromptReleased`.
+
+    Another engine copies them, and continues. There the copy is a load with the medium `worker`.
+    """
+
+    request: int
+
+
+class PromptReleased(msgspec.Struct, frozen=True, gc=False):
+    """The pages that were held for another engine are no longer in use: the request has ended here."""
+
+    request: int
+    time_ns: int
 
 
 class Cancelled(msgspec.Struct, frozen=True, gc=False):
@@ -458,11 +490,14 @@ Event = (
     | HeadBlocked
     | Admitted
     | ChunkComputed
+    | DecodesStalled
     | DraftTaken
     | DraftJudged
     | Preemption
     | Finished
     | Cancelled
+    | PromptHeld
+    | PromptReleased
     | StoreStarted
     | LoadAwaited
     | LoadStarted

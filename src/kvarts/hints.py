@@ -8,11 +8,13 @@ import msgspec
 
 from kvarts.limits import MOST_COUNT, MOST_MS
 
-__all__ = ["Hints", "Priority"]
+__all__ = ["MOST_TOOL_CHARS", "Hints", "Priority"]
+
+MOST_TOOL_CHARS = 256
 
 Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_MS)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+Name = Annotated[str, msgspec.Meta(max_length=MOST_TOOL_CHARS)]
 
 NS_PER_MS = 1e6
 

@@ -26,12 +26,14 @@ __all__ = [
     "FinishedLine",
     "GivenBackLine",
     "Head",
+    "HeldLine",
     "JournalGroup",
     "Line",
     "LoadedLine",
     "LoadingLine",
     "PreemptedLine",
     "RejectedLine",
+    "ReleasedLine",
     "RemovedBelowLine",
     "RemovedLine",
     "StoreFailedLine",
@@ -41,7 +43,12 @@ __all__ = [
 ]
 
 JOURNAL_VERSION = 1
-REASONS = {Blocked.BUDGET: "token_budget", Blocked.PAGES: "pages", Blocked.SEQS: "sequence_cap"}
+REASONS = {
+    Blocked.BUDGET: "token_budget",
+    Blocked.PAGES: "pages",
+    Blocked.SEQS: "sequence_cap",
+    Blocked.HANDOFFS: "handoffs",
+}
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -139,6 +146,14 @@ class CancelledLine(Line, tag="cancelled", frozen=True, kw_only=True, gc=False):
     """The request was dropped."""
 
 
+class HeldLine(Line, tag="held", frozen=True, kw_only=True, gc=False):
+    """The request's prompt is computed, and its pages stay in use until another engine, which continues, has them."""
+
+
+class ReleasedLine(Line, tag="released", frozen=True, kw_only=True, gc=False):
+    """The pages of the request's prompt are no longer held for another engine: it has ended here."""
+
+
 class StoredLine(Line, tag="stored", frozen=True, kw_only=True, gc=False):
     """Pages of the request's sequence became findable."""
 
@@ -231,6 +246,8 @@ AnyLine = (
     | PreemptedLine
     | FinishedLine
     | CancelledLine
+    | HeldLine
+    | ReleasedLine
     | StoredLine
     | RemovedLine
     | GivenBackLine

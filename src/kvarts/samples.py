@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from kvarts.errors import MissingFileError, did_you_mean
 
-__all__ = ["PREFIX", "SAMPLES", "Sample", "located", "sample_of", "where_samples_are"]
+__all__ = ["PREFIX", "SAMPLES", "BundledTrace", "located", "sample_of", "where_samples_are"]
 
 PREFIX = "sample:"
 DATA = Path(__file__).parent / "data"
 
 
-class Sample(NamedTuple):
+class BundledTrace(NamedTuple):
     """A bundled trace: its file or folder in `data`, a description, and the tokens per hash id if not 512."""
 
     file: str
@@ -22,13 +22,17 @@ class Sample(NamedTuple):
 
 
 SAMPLES = {
-    "agents": Sample("coding-agents", "twelve sessions of coding agents from kv-cache-tester (Apache-2.0)"),
-    "mooncake": Sample(
+    "agents": BundledTrace("coding-agents", "twelve sessions of coding agents from kv-cache-tester (Apache-2.0)"),
+    "mooncake": BundledTrace(
         "mooncake-conversation-1000.jsonl", "the first 1,000 requests of Mooncake's conversation trace (Apache-2.0)"
     ),
-    "azure-chat": Sample("azure-conv-1000.csv", "the first 1,000 requests of Azure's chat trace of 2023 (CC BY 4.0)"),
-    "azure-code": Sample("azure-code-1000.csv", "the first 1,000 requests of Azure's code trace of 2023 (CC BY 4.0)"),
-    "vllm-rtx4090": Sample(
+    "azure-chat": BundledTrace(
+        "azure-conv-1000.csv", "the first 1,000 requests of Azure's chat trace of 2023 (CC BY 4.0)"
+    ),
+    "azure-code": BundledTrace(
+        "azure-code-1000.csv", "the first 1,000 requests of Azure's code trace of 2023 (CC BY 4.0)"
+    ),
+    "vllm-rtx4090": BundledTrace(
         "vllm-rtx4090/prompts.jsonl",
         "the 300 ShareGPT requests of a run of vLLM 0.19.0 on an RTX 4090, from LLMServingSim (MIT)",
         trace_block_size=16,
@@ -61,7 +65,7 @@ def located(path: Path | str) -> Path:
     return inside
 
 
-def sample_of(path: Path | str) -> Sample | None:
+def sample_of(path: Path | str) -> BundledTrace | None:
     """Return the bundled trace that `path` names; None for a user's file."""
     text = str(path)
     return SAMPLES.get(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else None

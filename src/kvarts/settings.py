@@ -25,12 +25,12 @@ __all__ = [
     "AtLeastOne",
     "Flags",
     "Given",
-    "Keys",
+    "KeySource",
     "Keywords",
     "Section",
     "Setting",
     "SettingError",
-    "Source",
+    "ValueSource",
     "Words",
     "given_by_keywords",
     "given_in",
@@ -191,7 +191,7 @@ def _spelled(text: str, spell: Callable[[str], str]) -> str:
     return _NAME.sub(lambda match: spell(match[1]), text)
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """The source of values."""
 
     @property
@@ -202,7 +202,7 @@ class Source(Protocol):
         """Return the spelling of `setting` in this source; `inner`: a part of its value."""
 
 
-class Keys(msgspec.Struct, frozen=True):
+class KeySource(msgspec.Struct, frozen=True):
     """A file, or a mapping with the keys of one."""
 
     path: Path | None = None
@@ -227,7 +227,7 @@ class Flags(msgspec.Struct, frozen=True):
 class _Within(msgspec.Struct, frozen=True):
     """The value of another setting, which implies a value for this one."""
 
-    source: Source
+    source: ValueSource
     setting: Setting
 
     @property
@@ -261,7 +261,7 @@ def keyword_of(setting: Setting) -> str:
 class _Value(msgspec.Struct, frozen=True):
     setting: Setting
     value: Any
-    source: Source
+    source: ValueSource
 
 
 class Given:
@@ -270,7 +270,7 @@ class Given:
     def __init__(self) -> None:
         self._values: dict[str, _Value] = {}
 
-    def add(self, setting: Setting, value: Any, source: Source) -> None:
+    def add(self, setting: Setting, value: Any, source: ValueSource) -> None:
         """Add one value."""
         self._values[setting.key] = _Value(setting, value, source)
 
@@ -288,7 +288,7 @@ class Given:
                 what, path=given.source.path, field=given.source.spell(given.setting, inner or "")
             ) from error
 
-    def source_of(self, key: str) -> Source:
+    def source_of(self, key: str) -> ValueSource:
         """Return the source of the value."""
         return self._values[key].source
 
@@ -315,7 +315,7 @@ class Given:
             given.value for given in self._values.values() if given.setting.is_name and given.setting.field == table
         ]
 
-    def add_name(self, table: str, name: str, source: Source) -> None:
+    def add_name(self, table: str, name: str, source: ValueSource) -> None:
         """Record that there is a table `[table.name]`."""
         self.add(Setting(field=table, key=f"[{table}.{name}]", kind=str, help="", is_name=True), name, source)
 
@@ -411,7 +411,7 @@ class Given:
 
 def given_in(values: Mapping[str, Any], sections: Sequence[Section], path: Path | None = None) -> Given:
     """Convert `values`, in the form of a file, to Given. Raise ConfigError for an unknown key."""
-    source = Keys(path)
+    source = KeySource(path)
     given = Given()
     known = {setting.key: setting for section in sections if not section.is_named for setting in section.settings}
     tables = {section.table for section in sections if section.table}
@@ -479,7 +479,7 @@ def _in_table(known: Mapping[str, Setting], table: str) -> set[str]:
     return {key.removeprefix(f"{table}.") for key in known if key.startswith(f"{table}.")}
 
 
-def _add(given: Given, known: Mapping[str, Setting], key: str, value: Any, source: Keys, names: set[str]) -> None:
+def _add(given: Given, known: Mapping[str, Setting], key: str, value: Any, source: KeySource, names: set[str]) -> None:
     if key not in known:
         raise ConfigError("unknown key", path=source.path, field=key, hint=f"Known: {', '.join(sorted(names))}.")
     given.add(known[key], value, source)

@@ -10,10 +10,11 @@ from kvarts.limits import MOST_BYTES, MOST_SECONDS, brief
 __all__ = ["as_duration", "as_memory", "as_number", "as_percent", "meant_size", "parse_bytes", "parse_delay_ms"]
 __all__ += ["parse_duration_s", "parse_rate"]
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+# Patterns are compiled on first use: a command that is given no size or duration does without.
+_SIZE = r"(?i)\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)(b?)\s*"
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
-_DURATION = re.compile(rf"\s*(?:([0-9]+)d)?\s*(?:{_NUMBER}h)?\s*(?:{_NUMBER}m)?\s*(?:{_NUMBER}s?)?\s*")
-_DELAY = re.compile(rf"\s*{_NUMBER}\s*(us|ms|s)?\s*", re.IGNORECASE)
+_DURATION = rf"\s*(?:([0-9]+)d)?\s*(?:{_NUMBER}h)?\s*(?:{_NUMBER}m)?\s*(?:{_NUMBER}s?)?\s*"
+_DELAY = rf"(?i)\s*{_NUMBER}\s*(us|ms|s)?\s*"
 _SECONDS = (86400, 3600, 60, 1)
 MOST_DIGITS = 9
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -24,7 +25,7 @@ def parse_bytes(text: str) -> int:
 
     Raise ConfigError for anything else, including `64Gb`, which might mean bits.
     """
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text)
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{brief(text)} is not a size in bytes", hint="Write 64GiB, 500MB or a number of bytes.")
     if match[2].isupper() and match[4] == "b":
@@ -57,7 +58,7 @@ def parse_rate(text: str) -> int:
 
 def parse_duration_s(text: str) -> float:
     """Return the seconds of `4h`, `1h30m`, `90s`, `2d`, or of a number. Raise ConfigError for anything else."""
-    match = _DURATION.fullmatch(text)
+    match = re.fullmatch(_DURATION, text)
     if match is None or not any(match.groups()):
         raise ConfigError(f"{brief(text)} is not a duration", hint="Write 4h, 1h30m, 90s or a number of seconds.")
     seconds = sum(float(part) * unit for part, unit in zip(match.groups(), _SECONDS, strict=True) if part)
@@ -68,7 +69,7 @@ def parse_duration_s(text: str) -> float:
 
 def parse_delay_ms(text: str) -> float:
     """Return the milliseconds of `50ms`, `200us`, `1.5s`, or of a number. Raise ConfigError for anything else."""
-    match = _DELAY.fullmatch(text)
+    match = re.fullmatch(_DELAY, text)
     if match is None:
         raise ConfigError(f"{brief(text)} is not a delay", hint="Write 50ms, 200us, 1.5s or a number of milliseconds.")
     return float(match[1]) * {"us": 1e-3, "s": 1e3}.get((match[2] or "ms").lower(), 1.0)

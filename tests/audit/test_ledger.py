@@ -8,20 +8,20 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvarts.audit.ledger import LOST, Keep, Ledger, LedgerError, LedgerGroup, Part
+from kvarts.audit.ledger import LOST, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 from kvarts.errors import ConfigError
 
 FULL = LedgerGroup("full", 1)
 GROUPS = (FULL, LedgerGroup("window", 2, 6))
 
 
-def taken(ledger: Ledger, group: int = 0) -> Part:
+def taken(ledger: Ledger, group: int = 0) -> LedgerPart:
     part = ledger.take(group)
     assert part is not None
     return part
 
 
-def stored(ledger: Ledger, *names: str, group: int = 0) -> list[Part]:
+def stored(ledger: Ledger, *names: str, group: int = 0) -> list[LedgerPart]:
     """Parts of pages, each after the one before, all of them held once."""
     parts = []
     for index, name in enumerate(names):
@@ -37,7 +37,7 @@ def happened(ledger: Ledger) -> list[tuple[str, str, int | None]]:
     return told
 
 
-def release(ledger: Ledger, parts: list[Part]) -> None:
+def release(ledger: Ledger, parts: list[LedgerPart]) -> None:
     for part in reversed(parts):
         ledger.release(part)
 
@@ -127,7 +127,7 @@ def test_a_choice_decides_what_goes() -> None:
 def test_a_choice_that_cannot_go_is_refused(answer: str) -> None:
     ledger = Ledger((FULL,), 2, choose=lambda parts: choices[answer])
     held, cached = stored(ledger, "a", "b")
-    choices = {"held": held, "gone": Part(0, stays=True)}
+    choices = {"held": held, "gone": LedgerPart(0, stays=True)}
     ledger.release(cached)
     with pytest.raises(LedgerError, match="cannot be evicted"):
         ledger.take(0)
@@ -165,13 +165,13 @@ class TestAgainstLists(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger(GROUPS, self.NUM_BLOCKS)
-        self.held: list[Part] = []
-        self.idle: list[Part] = []
-        self.reads: list[tuple[Keep, list[Part]]] = []
-        self.names: dict[Part, bytes] = {}
+        self.held: list[LedgerPart] = []
+        self.idle: list[LedgerPart] = []
+        self.reads: list[tuple[Keep, list[LedgerPart]]] = []
+        self.names: dict[LedgerPart, bytes] = {}
         self.findable: set[tuple[int, bytes]] = set()
 
-    def is_read(self, part: Part) -> bool:
+    def is_read(self, part: LedgerPart) -> bool:
         return any(part in parts for _, parts in self.reads)
 
     def num_used(self) -> int:

@@ -40,6 +40,8 @@ class Case:
     max_num_seqs: int
     profile: str
     replicas: int
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
 
     def config(self, **changes: Any) -> ReplayConfig:
         values: dict[str, Any] = {
@@ -49,6 +51,8 @@ class Case:
             "max_num_seqs": self.max_num_seqs,
             "profile": self.profile,
             "replicas": self.replicas,
+            "long_prefill_token_threshold": self.long_prefill_token_threshold,
+            "watermark": self.watermark,
         }
         return ReplayConfig(**{**values, **changes})
 
@@ -101,6 +105,8 @@ class Case:
                 profile=self.profile,
                 cost=polynomial_ns,
                 choose_head=choose_head,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                watermark=self.watermark,
             )
             for _ in range(self.replicas)
         ]
@@ -109,10 +115,17 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True, cancels: bool = False) -> Case:
+def cases(
+    draw: st.DrawFn,
+    *,
+    max_requests: int = 24,
+    outputs: bool = True,
+    cancels: bool = False,
+    limits: bool = False,
+) -> Case:
     """Small pools, few different tokens, shared prefixes: everything that makes pages meet.
 
-    `cancels`: clients give some requests up.
+    `cancels`: clients give some requests up. `limits`: long prefills are bounded, and a watermark stays free.
     """
     unit_tokens = draw(st.sampled_from([1, 2, 4, 8]))
     page_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
@@ -156,4 +169,6 @@ def cases(draw: st.DrawFn, *, max_requests: int = 24, outputs: bool = True, canc
         min(budget, draw(st.sampled_from([1, 2, 4, 8]))),
         draw(st.sampled_from(["default", "mocker"])),
         draw(st.sampled_from([1, 1, 1, 2])),
+        draw(st.sampled_from([0, 1, 2, 3, 8])) if limits else 0,
+        draw(st.sampled_from([0.0, 0.1, 0.5])) if limits else 0.0,
     )

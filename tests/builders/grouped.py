@@ -61,6 +61,8 @@ def naive_run(
             max_num_batched_tokens=case.max_num_batched_tokens,
             max_num_seqs=case.max_num_seqs,
             cost=polynomial_ns,
+            long_prefill_token_threshold=case.long_prefill_token_threshold,
+            watermark=case.watermark,
         )
         for _ in range(case.replicas)
     ]
@@ -79,10 +81,13 @@ class Told:
 
     def plain(self) -> list[tuple[Any, ...]]:
         """The events as values that compare: contents by their requests."""
-        return [
-            (type(event), *(value.owner if isinstance(value, Content) else value for value in astuple(event)))
-            for event in self.events
-        ]
+        return [(type(event), *map(_plain, astuple(event))) for event in self.events]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.owner if isinstance(value, Content) else value
 
 
 def told_by(case: Case, groups: tuple[PartGroup, ...], keeps: str, **changes: Any) -> tuple[Report, list[Told]]:

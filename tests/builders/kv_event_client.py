@@ -42,7 +42,11 @@ class Client:
 
     def replay(self, start: int) -> list[tuple[bytes, int, bytes]]:
         """What is answered to a request for batches from `start` on, without the end."""
-        asking = self.ask(b"", start.to_bytes(8, "big", signed=start < 0))
+        return self.answers(start.to_bytes(8, "big", signed=start < 0))
+
+    def answers(self, request: bytes) -> list[tuple[bytes, int, bytes]]:
+        """What is answered to a request, without the end."""
+        asking = self.ask(b"", request)
         found: list[tuple[bytes, int, bytes]] = []
         while True:
             assert asking.poll(TIMEOUT_MS), "the replay does not end"

@@ -10,7 +10,7 @@ from kvarts.offload.config import OffloadConfig
 
 from builders.case import Case, cases
 
-__all__ = ["BYTES_PER_TOKEN", "Tiered", "tiered"]
+__all__ = ["BYTES_PER_TOKEN", "Tiered", "tiered", "tiers_below"]
 
 BYTES_PER_TOKEN = 1000
 
@@ -23,25 +23,27 @@ class Tiered:
 
 @st.composite
 def tiered(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False) -> Tiered:
-    case = draw(cases(max_requests=max_requests, cancels=cancels))
+    return Tiered(draw(cases(max_requests=max_requests, cancels=cancels)), draw(tiers_below()))
+
+
+@st.composite
+def tiers_below(draw: st.DrawFn, *, of_groups: bool = False) -> OffloadConfig:
+    """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have."""
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
-    return Tiered(
-        case,
-        OffloadConfig(
-            host_pages=num_host,
-            policy=draw(st.sampled_from(["eager", "lazy"])),
-            target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
-            h2d=draw(rates),
-            d2h=draw(rates),
-            latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
-            kv_bytes_per_token=BYTES_PER_TOKEN,
-            full_prompt_hits=draw(st.booleans()),
-            disk_pages=draw(st.sampled_from([None, None, 2, 10, 100])),
-            disk_read=draw(rates),
-            disk_write=draw(rates),
-            store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
-            fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
-        ),
+    return OffloadConfig(
+        host_pages=num_host,
+        policy=draw(st.sampled_from(["eager", "lazy"])),
+        target_free=draw(st.sampled_from([0, 1, 4, 20, None])),
+        h2d=draw(rates),
+        d2h=draw(rates),
+        latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
+        kv_bytes_per_token=BYTES_PER_TOKEN,
+        full_prompt_hits=draw(st.booleans()) and not of_groups,
+        disk_pages=None if of_groups else draw(st.sampled_from([None, None, 2, 10, 100])),
+        disk_read=draw(rates),
+        disk_write=draw(rates),
+        store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
+        fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
     )

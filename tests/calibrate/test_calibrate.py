@@ -230,11 +230,11 @@ COUNT = "must be a whole number, at least 1 and at most 2,147,483,647"
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"arrival": "soon"}, "run.csv:3: arrival: 'soon' is no number"),
+        ({"arrival": "soon"}, "run.csv:3: arrival: 'soon' is not a number"),
         ({"arrival": ""}, "run.csv:3: arrival: is missing"),
-        ({"arrival": "nan"}, "run.csv:3: arrival: 'nan' is no number"),
-        ({"scheduled": 0.5}, "run.csv:3: scheduled: is 0.5 before arrival: the clock goes back"),
-        ({"last_token": 1.9}, "run.csv:3: last_token: is 0.1 before first_token: the clock goes back"),
+        ({"arrival": "nan"}, "run.csv:3: arrival: 'nan' is not a number"),
+        ({"scheduled": 0.5}, "run.csv:3: scheduled: is 0.5 before arrival: the clock runs backwards"),
+        ({"last_token": 1.9}, "run.csv:3: last_token: is 0.1 before first_token: the clock runs backwards"),
         (
             {"prompt_tokens": 0},
             f"run.csv:3: prompt_tokens: {COUNT}, got 0",
@@ -260,7 +260,7 @@ def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
     for text, says in (
         ("", "holds no request"),
         ("arrival,first_token\n1,2\n", "run.csv:2: last_token: is missing"),
-        ('{"queued_ts": 1\n', "run.csv:1: is no JSON"),
+        ('{"queued_ts": 1\n', "run.csv:1: is not JSON"),
         ("arrival,first_token\n1\n", "run.csv:2: has another number of columns"),
     ):
         path.write_text(text)
@@ -287,9 +287,9 @@ def test_prompts_of_other_requests_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("t,running,waiting,kv_cache_pct\n1,2,x,4\n", "series.csv:2: waiting: 'x' is no number"),
+        ("t,running,waiting,kv_cache_pct\n1,2,x,4\n", "series.csv:2: waiting: 'x' is not a number"),
         ("t,running,waiting,kv_cache_pct\n1,2,-3,4\n", "series.csv:2: waiting: '-3' is out of range"),
-        ("t,running,waiting,kv_cache_pct\n1,2,3,4\n1,2,3,4\n", "series.csv:3: t: the clock goes back"),
+        ("t,running,waiting,kv_cache_pct\n1,2,3,4\n1,2,3,4\n", "series.csv:3: t: the clock runs backwards"),
         ("t,running,waiting,kv_cache_pct\n", "holds no samples"),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_series_that_does_not_add_up_is_named(tmp_path: Path, text: str, says:
         ({"num_decodes": 5}, "decode_known_tokens: 5 decodes cannot know 4 tokens"),
         ({"chunks": [[4, 0, 9]]}, "chunks: [4, 0, 9] is not a valid chunk"),
         ({"chunks": [[4, 6, 9]]}, "chunks: [4, 6, 9] is not a valid chunk"),
-        ({"num_decodes": 0, "decode_known_tokens": 0}, "num_decodes: has no work"),
+        ({"num_decodes": 0, "decode_known_tokens": 0}, "num_decodes: is 0 in a step without chunks"),
         ({"num_decodes": "x"}, "Expected `int`, got `str`"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 import kvarts
 from kvarts import Calibration, ConfigError, ReplayConfig
-from kvarts.calibrate import MeasuredRun, StepFit, fitting, load_measured
+from kvarts.calibrate import CalibrationRun, StepFit, fitting, load_measured
 from kvarts.executor.cost import parse_cost
 
 LOG = Path(__file__).parent / "recorded" / "vllm-cpu-0.32-a.log"
@@ -42,7 +42,7 @@ def test_a_file_a_value_and_the_command_are_fitted_alike(
     found = kvarts.calibrate(first, CONFIG, on_progress=told.append)
     assert isinstance(found, Calibration) and sum(told) == found.num_replays
     measured = load_measured(first)
-    run = MeasuredRun(measured=measured, config=CONFIG, name=measured.name)
+    run = CalibrationRun(measured=measured, config=CONFIG, name=measured.name)
     for same in (kvarts.calibrate(measured, CONFIG), kvarts.calibrate(run), kvarts.calibrate([run])):
         assert same.to_builtins() == found.to_builtins()
     assert asked("calibrate", first, *ON, "--out", tmp_path / "cost.toml", "--json") == json.loads(
@@ -65,7 +65,7 @@ def test_steps_are_fitted_without_replays(asked: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "settings", "says"),
     [
-        ([RUN / "requests.jsonl"], {}, "config: is missing: on what the run was measured"),
+        ([RUN / "requests.jsonl"], {}, "config: is missing: the device on which the run was measured"),
         ([RUN / "requests.jsonl", ReplayConfig()], {}, "cost: only the roofline can be fitted"),
         ([LOG, ReplayConfig()], {}, "config: model and device are missing"),
         ([LOG, CONFIG], {"fit_on": 3}, "fit_on: is for a run of requests"),

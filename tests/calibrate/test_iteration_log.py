@@ -121,9 +121,9 @@ def test_the_command_reads_it(
 
 
 BAD = {
-    "before the cache": ((BEFORE + WRITTEN[0], CACHE), ":1: comes before the line that says how large"),
+    "before the cache": ((BEFORE + WRITTEN[0], CACHE), ":1: is before the line with the size"),
     "no step": ((CACHE, "Iteration (of something else)\n"), "holds no step of a server"),
-    "cut": ((CACHE, (BEFORE + WRITTEN[0])[:110]), ":2: is no whole line of a step"),
+    "cut": ((CACHE, (BEFORE + WRITTEN[0])[:110]), ":2: is not a whole line of a step"),
     "two servers": (
         (CACHE, BEFORE + WRITTEN[0], CACHE.replace("100,000", "90,000")),
         ":3: has a KV cache of 90,000 tokens, after one of 100,000",
@@ -142,7 +142,7 @@ BAD = {
     ),
     "no usage": (
         (CACHE, BEFORE + WRITTEN[0].replace(", GPU KV cache usage: 1.2%", "")),
-        ":2: does not say how much of the KV cache",
+        ":2: does not state the share of the KV cache",
     ),
     "no time": ((CACHE, BEFORE + WRITTEN[0].replace("21.23", "0.00")), ":2: takes 0.00 ms"),
     "too much": ((CACHE, BEFORE + WRITTEN[0].replace("512", "9" * 18)), ":2: has more tokens, or prompts"),

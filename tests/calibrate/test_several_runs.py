@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvarts.calibrate import Measured, MeasuredRun, calibrate_runs, compare, fitting, load_measured, load_series
+from kvarts.calibrate import CalibrationRun, Measured, calibrate_runs, compare, fitting, load_measured, load_series
 from kvarts.calibrate.coefficients import names_of
 from kvarts.calibrate.design import CANDIDATES, design
 from kvarts.calibrate.replayed import load_replayed, replayed_of
@@ -55,9 +55,9 @@ def made(config: ReplayConfig, num_requests: int = 30, seed: int = 0) -> Measure
     return msgspec.structs.replace(blank, first_token_ns=times[0], last_token_ns=times[1])
 
 
-def run_of(settings: dict[str, Any], num_requests: int = 30) -> MeasuredRun:
+def run_of(settings: dict[str, Any], num_requests: int = 30) -> CalibrationRun:
     config = make_config(settings)
-    return MeasuredRun(measured=made(config, num_requests), config=config, name=settings["model"])
+    return CalibrationRun(measured=made(config, num_requests), config=config, name=settings["model"])
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_runs_are_described_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ('measured = "dense.jsonl"\nfit_on = "x"\n', "fit_on: 'x' is no fit_on"),
         ('measured = "dense.jsonl"\nmodle = "x"\n', "modle: unknown key"),
         ('measured = "none.jsonl"\nmodel = "qwen3-8b"\ndevice = "l40s"\n', "none.jsonl"),
-        ('measured = "dense.jsonl"\ncolumns = { arrival = 3 }\n', "columns.arrival: 3 is no name"),
+        ('measured = "dense.jsonl"\ncolumns = { arrival = 3 }\n', "columns.arrival: 3 is not a name"),
     ],
 )
 def test_a_run_that_is_described_badly_is_named(tmp_path: Path, change: str, says: str) -> None:
@@ -265,7 +265,7 @@ def test_kv_use_that_was_not_recorded_is_left_out(tmp_path: Path, head: str) -> 
     comparison = compare(measured, replayed, series)
     assert comparison.kv_error_points is None
     assert comparison.peak_waiting is not None
-    run = MeasuredRun(measured=measured, config=config)
+    run = CalibrationRun(measured=measured, config=config)
     plain, with_series = (FittedRun(msgspec.structs.replace(run, series=each), None) for each in (None, series))
     assert plain.residuals(run.cost).tolist() == with_series.residuals(run.cost).tolist()
 

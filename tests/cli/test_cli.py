@@ -124,6 +124,7 @@ def test_report_and_requests_are_written(kvarts: Run, trace: Path, tmp_path: Pat
 def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
     flags = (
         "--pages 99 --page-size 8 --profile mocker --cost linear:step_ms=5 --max-batched-tokens 64 --max-seqs 3 "
+        "--long-prefill-token-threshold 9 --watermark 0.25 "
         f"--replicas 2 --router {ROUTERS[-1]} --concurrency 4 --slo-ttft-ms 9 --slo-tpot-ms 8 --slo-e2e-ms 7"
         f"{' --audit' * HAS_AUDIT}"
     )
@@ -135,6 +136,8 @@ def test_every_flag_reaches_the_replay(kvarts: Run, trace: Path) -> None:
         "max_batched_tokens": 64,
         "max_seqs": 3,
         "profile": "mocker",
+        "long_prefill_token_threshold": 9,
+        "watermark": 0.25,
         "cost": {
             "model": "linear",
             "step_ms": 5.0,

@@ -85,7 +85,7 @@ def _value(flag: str, param: object) -> str:
         ("plan --slo-share 0.9", "--slo-share: has no effect without --slo-ttft-ms, --slo-tpot-ms or --slo-e2e-ms"),
         (
             "replay --router prefix",
-            "--router: has no effect without --replicas, --data-parallel, --prefill-replicas or --decode-replicas",
+            "--router: has no effect without --replicas, --data-parallel, --prefill-replicas, --decode-replicas or",
         ),
         ("replay --timeline-every 3", "--timeline-every: has no effect without --timeline or --run-dir"),
         ("replay --host-pages 9 --target-free 3", "--target-free: has no effect without --offload lazy"),

@@ -236,7 +236,7 @@ def test_a_chat_with_tls_and_a_token(kvarts: Run, monkeypatch: pytest.MonkeyPatc
             f"kvarts: {address}: UNAUTHENTICATED: needs the metadata `authorization: Bearer TOKEN`\n"
         )
     token.write_text("two tokens")
-    assert "is no token" in kvarts(*options, "--token-file", token)[2]
+    assert "is not a token" in kvarts(*options, "--token-file", token)[2]
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(

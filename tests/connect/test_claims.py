@@ -140,6 +140,19 @@ def test_maps_and_arrays_old_and_new_say_the_same(event: Any) -> None:
     assert told == expected
 
 
+def test_secondary_tiers_and_other_machines_have_blocks_of_their_own() -> None:
+    def kept(**fields: Any) -> list[dict[str, Any]]:
+        return [stored([1]) | fields, removed([1]) | fields]
+
+    array = ["BlockStored", [1], None, [1, 1], 2, None, "CPU", None, None, 0, None, None, "LOCAL", "slow", "a session"]
+    places = [kept(), kept(medium="CPU"), kept(medium="CPU", ownership="disk"), kept(medium="CPU", locality="REMOTE")]
+    verdict = judged(*([one] for one, _ in places), [array], *([gone] for _, gone in places))
+    assert not verdict.violations and verdict.blocks == {"CPU/slow": 1}
+    gone = ["BlockRemoved", [1], "CPU", 0, None, "slow"]
+    assert judged([CLEARED], [array], [gone]).verdict == "ok"
+    assert judged([CLEARED], [array], [removed([1], medium="CPU")]).verdict == "violated"
+
+
 def test_what_has_another_type_is_counted_and_noted() -> None:
     verdict = judged([{"type": "BlockMoved", "block_hashes": 7}, ["Later", 1], stored([1])])
     assert (verdict.verdict, verdict.counts.num_unknown_events) == ("ok", 2)

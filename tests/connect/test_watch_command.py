@@ -156,7 +156,7 @@ def test_claims_that_cannot_be_are_listed_and_the_code_is_5(
         "never_stored",
     ]
     assert statuses["parent_unknown"] == "inconclusive", "it may have been in the batches that are lost"
-    assert "1 messages are no batches" in verdict["notes"]
+    assert "1 messages are not batches" in verdict["notes"]
 
 
 def test_without_replay_what_was_there_before_is_inconclusive(run_command: Run, fake: Fake) -> None:

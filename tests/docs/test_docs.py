@@ -38,6 +38,8 @@ NEEDS = {
     "guide-kv-events.md": pytest.mark.skipif(find_spec("zmq") is None, reason="KV events need kvarts[serve]"),
     "guide-models.md": pytest.mark.skipif(find_spec("torch") is None, reason="real models need kvarts[torch]"),
     "guide-sessions.md": pytest.mark.skipif(find_spec("grpc") is None, reason="sessions need kvarts[grpc]"),
+    "how-mock-in-ci.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
+    "start.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
     "guide-serving.md": pytest.mark.skipif(find_spec("openai") is None, reason="its client is OpenAI's"),
 }
 """What the examples of a page need, by its name."""
@@ -52,6 +54,9 @@ SLOW = {
     "guide-plan.md-12",
     "guide-policies.md-2",
     "guide-sessions.md-5",
+    "how-hit-ratio.md-0",
+    "how-much-memory.md-0",
+    "start.md-2",
 }
 """Examples that take seconds, by their page and their place in it: they are marked `long`."""
 

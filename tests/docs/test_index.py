@@ -1,4 +1,4 @@
-"""The first page of the docs: every question on it is answered where it says."""
+"""The first page of the docs and the site: questions are answered where the page says, and no page is left out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+
+from docs_site import PARTS, generated_pages, with_links
+from kvarts.cli.main import COMMANDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 INDEX = (DOCS / "index.md").read_text()
@@ -38,6 +41,31 @@ def test_every_link_leads_somewhere(page: str, anchor: str) -> None:
 def test_no_page_is_left_out() -> None:
     linked = {page for page, _ in LINK.findall(INDEX)}
     assert {path.name for path in DOCS.glob("*.md")} - linked == {"index.md"}
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = [page for pages in PARTS.values() for page in pages]
+    generated = {name for name, _ in generated_pages()}
+    assert len(set(listed)) == len(listed)
+    assert {page for page in listed if not (DOCS / page).exists()} <= generated
+    assert {path.name for path in DOCS.glob("*.md")} - {*listed} == {"index.md"}
+
+
+def test_generated_pages_cover_commands_names_and_metrics() -> None:
+    pages = dict(generated_pages())
+    assert {f"commands/{name}.md" for name in COMMANDS} <= {*pages}
+    assert all(f"`{option}" in pages["commands/replay.md"] for option in ("--pages", "--host-memory", "--router NAME"))
+    assert "::" in pages["python/replays-and-reports.md"]
+    for metric in ("vllm:kv_cache_usage_perc", "vllm:time_to_first_token_seconds", "kvarts:pages", "kvarts:transfers"):
+        assert f"| `{metric}` |" in pages["metrics.md"]
+
+
+def test_links_of_the_site_stay_inside_of_it() -> None:
+    assert with_links("[a](../SECURITY.md) [b](../setup.py) [c](x.md#y) [d](decisions)", "docs") == (
+        "[a](reporting.md) b [c](x.md#y) [d](decisions/index.md)"
+    )
+    assert with_links("[a](docs/x.md) [b](LICENSE) [c](https://x.org)", "") == "[a](x.md) b [c](https://x.org)"
+    assert with_links("[a](../guide.md)", "docs/decisions") == "[a](../guide.md)"
 
 
 @pytest.mark.parametrize("question", ANSWERS)

@@ -109,7 +109,7 @@ def test_no_value_is_answered_by_a_traceback(name: str, here: Path, call: Run) -
         ("--cost linear:step_ms=1,step_ms=2", "--cost: says step_ms twice"),
         ("--cost linear:step_ms=1e308", "must be at most"),
         ("--speedup 1e-308", "the replay lasts longer than 73 years"),
-        ("--model llama-3.1-8b --device cpu:cores=8,cores=9", "says cores twice"),
+        ("--model llama-3.1-8b --device cpu:cores=8,cores=9", "has cores twice"),
     ],
 )
 def test_what_is_out_of_its_limits_is_named_as_it_was_typed(arguments: str, says: str, here: Path, call: Run) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
-from kvarts.executor.cost import CallableCost, CostModel, LinearCost, PolynomialCost, parse_cost
+from kvarts.executor.base import CostModel
+from kvarts.executor.cost import CallableCost, LinearCost, PolynomialCost, parse_cost
 from kvarts.executor.scaled import ScaledCost
 from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.sched.plan import Batch, Chunk

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from kvarts.executor.base import Executor, VirtualExecutor
-from kvarts.executor.cost import CallableCost, CostModel, LinearCost, PolynomialCost
+from kvarts.executor.base import CostModel, Executor, VirtualExecutor
+from kvarts.executor.cost import CallableCost, LinearCost, PolynomialCost
 from kvarts.executor.recorder import RecordingExecutor
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.simulated import SimExecutor

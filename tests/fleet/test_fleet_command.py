@@ -62,10 +62,39 @@ def test_a_run_directory_has_the_timelines_of_all_workers_and_makes_a_page(
         "distributions.json",
         "run.json",
         *(f"timeline-r{worker}.json.gz" for worker in range(5)),
+        *(f"events-r{worker}.jsonl.gz" for worker in range(5)),
     }
     assert run_command("verify", run) == 0
     assert run_command("report", run) == 0
     assert page.read_text().rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "6GiB")])
+def test_journals_tell_the_story_of_a_request_on_both_workers(
+    run_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    trace: Path,
+    tmp_path: Path,
+    model: tuple[object, ...],
+) -> None:
+    """L10, and KV groups are what a fleet counts without being asked."""
+    path = tmp_path / "events.jsonl"
+    options = model or SMALL
+    assert run_command("replay", trace, *APART, *options, "--events", path, "--requests", tmp_path / "rows.jsonl") == 0
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[5])
+    capsys.readouterr()
+    stories = []
+    for worker in (row["prefill_replica"], row["replica"]):
+        assert run_command("story", path.with_stem(f"events-r{worker}"), "--request", row["request_id"]) == 0
+        stories.append(capsys.readouterr().out)
+    assert "its prompt is computed, and held until another worker has it" in stories[0]
+    assert "its pages are free" in stories[0] and "finished" not in stories[0]
+    assert "from worker" in stories[1] and f"finished: {row['output_tokens']:,} tokens made" in stories[1]
+    for worker in range(3):
+        lines = [json.loads(line) for line in path.with_stem(f"events-r{worker}").read_text().splitlines()]
+        assert ("kv_groups" in lines[0]) == bool(model)
+        times = [line["t_ms"] for line in lines[1:] if line["event"] in ("loading", "loaded", "held", "released")]
+        assert times == sorted(times)
 
 
 def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
@@ -80,6 +109,59 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
     assert decode["pages"] > prefill["pages"]
 
 
+def test_pools_have_tiers_of_their_own(asked: Callable[..., Any], tmp_path: Path) -> None:
+    """And each prompt comes again, to the same worker."""
+    config, rows, trace = tmp_path / "fleet.toml", tmp_path / "rows.jsonl", tmp_path / "twice.jsonl"
+    once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:39]]
+    again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
+    config.write_text(
+        "pages = 200\npage_size = 512\n[offload]\nh2d = '9GB/s'\n[[pool]]\nreplicas = 1\nhost_pages = 5000\n"
+        "[[pool]]\nname = 'bare'\n[[pool]]\nname = 'files'\nhost_pages = 60\ndisk_pages = 3000\nh2d = '50GB/s'\n"
+    )
+    options = ("--requests", rows, "--run-dir", tmp_path / "run", "--kv-bytes-per-token", 9000)
+    report = asked("replay", trace, "--config", config, *options, "--json")
+    first, bare, files = report["config"]["pools"]
+    assert (first["offload"]["host_pages"], first["offload"]["h2d"]) == (5000, "9GB/s")
+    assert (files["offload"]["disk_pages"], files["offload"]["h2d"]) == (3000, "50GB/s")
+    assert not bare["offload"]["host_pages"]
+    tiers = report["num_cached_tokens_by_tier"]
+    assert list(tiers) == ["device", "host", "disk"] and tiers["host"] and tiers["disk"]
+    by_row = [json.loads(line) for line in rows.read_text().splitlines()]
+    for name in ("host", "disk"):
+        assert sum(row[f"{name}_tokens"] for row in by_row) == tiers[name]
+    assert not any(row["host_tokens"] or row["disk_tokens"] for row in by_row if row["replica"] == 1)
+    assert report["transfers"]["bytes"]["disk_write"] and sum(tiers.values()) == report["num_cached_tokens"]
+
+
+def test_replicas_share_a_store(
+    run_command: Callable[..., int], asked: Callable[..., Any], tmp_path: Path, capsysbinary: Any
+) -> None:
+    """Each prompt comes again, to another replica, which has it from the store."""
+    rows, run, trace = tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "twice.jsonl"
+    once = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:40]]
+    again = [{**row, "timestamp": row["timestamp"] + 60_000} for row in once]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in (*once, *again)))
+    options = ("--pages", 400, "--page-size", 512, "--replicas", 3, "--kv-bytes-per-token", 9000)
+    without = asked("replay", trace, *options[:-2], "--json")
+    report = asked("replay", trace, *options, "--store-memory", "30GB", "--run-dir", run, "--requests", rows, "--json")
+    store, tiers = report["fleet"]["store"], report["num_cached_tokens_by_tier"]
+    assert store["pages"] == 30 * 10**9 // (9000 * 512)
+    assert tiers["store"] > 10 * tiers["device"]
+    assert report["ttft_ms"]["mean"] < without["ttft_ms"]["mean"]
+    assert tiers["store"] == sum(json.loads(line)["store_tokens"] for line in rows.read_text().splitlines())
+    assert store["of_others_pct"] == 1 and store["num_loaded_pages"] == sum(row["pages"] for row in store["loaded"])
+    assert {(row["reader"] - row["writer"]) % 3 for row in store["loaded"]} == {1}, "forty prompts, in turn"
+    assert report["transfers"]["bytes"]["store_read"] == store["num_loaded_pages"] * store["page_bytes"]
+    assert store["num_cached_pages"] <= store["pages"] and 0 < store["read_busy_pct"] < 1
+    assert run_command("verify", run) == 0
+    capsysbinary.readouterr()
+    assert run_command("story", run, "--request", "45") == 0
+    assert b"from store" in capsysbinary.readouterr().out
+    assert run_command("replay", trace, *options, "--store-pages", 5000) == 0
+    assert b"of other workers" in capsysbinary.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -89,9 +171,12 @@ def test_workers_of_a_pool_have_settings_of_their_own(asked: Callable[..., Any],
         ((*APART, "--transfer-rate", "1GB/s"), "--transfer-token-bytes"),
         ((*APART, "--decode-pages", 0), "--decode-pages"),
         ((*APART, "--replicas", 2), "says nothing of pools"),
+        ((*APART, "--decode-host-memory", "1B", "--kv-bytes-per-token", 9), "--decode-host-memory"),
+        ((*APART, "--h2d", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--store-rate", "1GB/s"), "says how, and not how much"),
+        ((*APART, "--store-memory", "1MB"), "hold no page of 2,097,152 bytes"),
+        ((*APART, "--store-pages", 9, "--host-pages", 9, "--offload", "lazy"), "--offload"),
         ((*APART, "--scaler", "script,30s=3"), "a pool mixed, which is not there"),
-        ((*APART, "--host-pages", 100), "not modelled in a fleet"),
-        ((*APART, "--events", "out.jsonl"), "not written of a fleet"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.links import FixedRate, Links, SharedByWorkers
+from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.traffic.trace import TraceRequest
+
+from oracles.naive_store import NaiveJob
+from oracles.naive_store import naive_ends as naive_store_ends
 
 GB_PER_S = 1e9  # a byte a nanosecond
 
@@ -114,3 +117,64 @@ def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]]
     assert mine.keys() == exact.keys()
     for index, end_ns in mine.items():
         assert -1e-3 <= end_ns - exact[index] <= 2 * len(jobs)
+
+
+def store_ends(links: StoreLinks, jobs: list[NaiveJob], looks: Iterable[int] = ()) -> list[int]:
+    """When each of `jobs` ends. `looks`: further times at which one looks."""
+    to_look = sorted(looks)
+    coming = sorted(enumerate(jobs), key=lambda job: job[1].begin_ns)
+    ends = [-1] * len(jobs)
+    while True:
+        now_ns = min(coming[0][1].begin_ns if coming else NEVER_NS, links.next_ns())
+        if now_ns == NEVER_NS:
+            return ends
+        while to_look and to_look[0] < now_ns:
+            assert not links.take_ended(to_look.pop(0))
+        for transfer in links.take_ended(now_ns):
+            ends[transfer.number] = now_ns
+        while coming and coming[0][1].begin_ns == now_ns:
+            number, job = coming.pop(0)
+            links.begin(job.worker, number, job.num_bytes, now_ns, is_read=job.is_read)
+
+
+def test_a_store_is_as_fast_as_aisimulate_says() -> None:
+    """Eight pages of 512 tokens; alone at 10 GB/s of the worker, and by two at 10 GB/s of the store."""
+    num_bytes = 8 * 512 * 131_072
+    assert store_ends(StoreLinks(80e9, 10e9, 100_000), [NaiveJob(0, 0, num_bytes, True)]) == [53_787_092]
+    two = [NaiveJob(0, 0, num_bytes, True), NaiveJob(0, 1, num_bytes, True)]
+    assert store_ends(StoreLinks(10e9, 10e9, 100_000), two) == [107_474_183, 107_474_183]
+    apart = [NaiveJob(0, 0, num_bytes, True), NaiveJob(0, 0, num_bytes, False)]
+    assert store_ends(StoreLinks(10e9, 10e9, 100_000), apart) == [53_787_092, 53_787_092]
+
+
+@pytest.mark.laws
+@given(
+    st.lists(
+        st.builds(NaiveJob, st.integers(0, 500), st.integers(0, 2), st.integers(1, 1000), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([0, 40]),
+    st.lists(st.integers(0, 3000)),
+)
+def test_transfers_share_a_store_exactly(
+    jobs: list[NaiveJob], store_rate: int, worker_rate: int, latency_ns: int, looks: list[int]
+) -> None:
+    mine = store_ends(StoreLinks(store_rate * 1e9, worker_rate * 1e9, latency_ns), jobs)
+    assert store_ends(StoreLinks(store_rate * 1e9, worker_rate * 1e9, latency_ns), jobs, looks) == mine
+    for end_ns, exact in zip(mine, naive_store_ends(jobs, store_rate, worker_rate, latency_ns), strict=True):
+        assert -1e-3 <= end_ns - exact <= 2 * len(jobs)
+
+
+def test_transfers_of_a_worker_that_is_lost_leave_their_share_to_the_others() -> None:
+    links = StoreLinks(1e9, 1e9, 0)
+    for worker in (0, 1):
+        links.begin(worker, worker, 100, 0, is_read=True)
+    assert not links.take_ended(0)
+    links.begin(0, 2, 100, 20, is_read=False)
+    links.drop(0, 40)
+    assert links.next_ns() == 120
+    assert [transfer.worker for transfer in links.take_ended(120)] == [1]
+    assert links.next_ns() == NEVER_NS

@@ -118,7 +118,7 @@ def test_numbers_that_are_none_are_ignored_where_they_are_not_read(tmp_path: Pat
     with pytest.raises(InputError, match="hidden_size"):
         read(tmp_path, model_type="llama", hidden_size=float("inf"))
     (tmp_path / "config.json").write_text('{"model_type": "llama", Infinity}')
-    with pytest.raises(InputError, match="is no readable JSON"):
+    with pytest.raises(InputError, match="is not readable JSON"):
         load_geometry(tmp_path)
 
 

@@ -15,10 +15,13 @@ from kvarts.events import CopiesRemoved, Event, PagesRemoved, PagesStored, Parts
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.group_needs import GroupNeeds
+from kvarts.kv.group_pages import HeldByOthers
 from kvarts.kv.pool import IdPool, PageError
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_leaps import leap
+from kvarts.kv.run_loads import begin_to_receive, receive
 from kvarts.kv.spans import RunHolding
 
 from builders.grouped import FULL, WINDOW, part_groups
@@ -38,6 +41,8 @@ class Both:
     by_run: RunHolding
     admission: int = -1
     """Its place among the decodes, if it is one."""
+    num_hit: int = -1
+    """For a sequence that is computed elsewhere and has not arrived: its pages that were found."""
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -78,6 +83,8 @@ class RunMachine(RuleBasedStateMachine):
         both = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         num_tokens = both.by_page.num_tokens
         self.end(both)
+        if both.num_hit >= 0:
+            return
         self.begin(both.content, num_tokens, num_new, is_end)
 
     def begin(self, content: Content, num_tokens: int, num_new: int, is_end: bool) -> None:
@@ -110,6 +117,35 @@ class RunMachine(RuleBasedStateMachine):
         """As GroupedCache does it: snapshots where the tokens end, and not on the way."""
         self.runs._grow(holding, num_tokens, is_end)
 
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def open_to_receive(self, tokens: list[int]) -> None:
+        """Another engine computes a prompt."""
+        self.num_owners += 1
+        pages, runs = self.pages, self.runs
+        content = Content.from_tokens(tokens, page_size=pages.page_size, owner=self.num_owners)
+        limit = (len(tokens) - 1) // pages.page_size
+        by_page, by_run = pages.match(content, limit), runs.match(content, limit)
+        memory = GroupMemory(pages.groups)
+        needs = GroupNeeds(memory, page_size=pages.page_size, most_new=1)
+        start = by_run.num_pages * pages.page_size
+        num_bytes = needs.to_receive(start, len(tokens), HeldByOthers(runs, by_run)) * memory.block_bytes
+        assert num_bytes == pages.to_receive(by_page, len(tokens))
+        if num_bytes > pages.room_bytes:
+            return
+        num_used = runs.used_bytes
+        held_by_page = pages.open_to_receive(content, by_page, len(tokens))
+        held_by_run = begin_to_receive(runs, content, by_run, len(tokens))
+        assert runs.used_bytes - num_used == num_bytes
+        self.holders.append(Both(content, held_by_page, held_by_run, num_hit=by_run.num_pages))
+
+    @precondition(lambda self: any(both.num_hit >= 0 for both in self.holders))
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        both = data.draw(st.sampled_from([both for both in self.holders if both.num_hit >= 0]))
+        both.num_hit = -1
+        self.pages.receive(both.by_page)
+        receive(self.runs, both.by_run)
+
     @precondition(lambda self: self.computing())
     @rule(data=st.data(), num_new=st.integers(1, 8), is_end=st.booleans())
     def advance(self, data: st.DataObject, num_new: int, is_end: bool) -> None:
@@ -121,7 +157,7 @@ class RunMachine(RuleBasedStateMachine):
             self.grow(both.by_run, num_tokens + num_new, is_end)
 
     def computing(self) -> list[Both]:
-        return [both for both in self.holders if both.admission < 0]
+        return [both for both in self.holders if both.admission < 0 and both.num_hit < 0]
 
     def decoding(self) -> list[Both]:
         decoding = [both for both in self.holders if both.admission >= 0]
@@ -192,6 +228,8 @@ class RunMachine(RuleBasedStateMachine):
         self.end(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
 
     def end(self, both: Both) -> None:
+        if both.num_hit >= 0:
+            both.by_page.num_tokens = both.num_hit * self.pages.page_size
         num_pages = both.by_page.num_tokens // self.pages.page_size
         self.pages.close(both.by_page)
         self.runs.close(both.by_run, num_pages, -(-both.by_page.num_tokens // self.pages.page_size))
@@ -278,7 +316,9 @@ class NamedMachine(RunMachine):
     @rule(data=st.data(), num_pages=st.integers(1, 3))
     def draft(self, data: st.DataObject, num_pages: int) -> None:
         """Pages for tokens that may be wrong are taken and given back."""
-        both = data.draw(st.sampled_from(self.holders))
+        if not self.computing():
+            return
+        both = data.draw(st.sampled_from(self.computing()))
         first = -(-both.by_page.num_tokens // self.pages.page_size)
         if num_pages * self.runs.page_bytes > self.pages.room_bytes:
             return

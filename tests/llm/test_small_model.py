@@ -4,8 +4,10 @@ says, whatever the engine does meanwhile, and it makes sense.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from importlib.util import find_spec
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ from kvarts.executor.torch.gguf_model import read_model
 from kvarts.llm.llm import LLM
 from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
+from kvarts.session.config import SessionsConfig
+from kvarts.session.values import SessionSettings
+
+from builders.sessions import OWNER, say, sessions_on
+from oracles.masked_forward import masked_greedy
 
 pytestmark = pytest.mark.long
 
@@ -59,7 +66,7 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(path: Path) -> Any:
-    return read_model(GgufFile(path), torch.float32)
+    return read_model(GgufFile(path), torch.float32, model_impl="transformers")
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +105,20 @@ _chosen: dict[tuple[int, ...], list[int]] = {}
         {"speculative_config": "ngram"},
         {"layers": "model", "attention": "sdpa"},
         {"num_pages": 40, "offload": OffloadConfig(host_pages=200, policy="eager")},
+        {"max_itl_ms": 30.0},
     ],
-    ids=["plain", "preempted", "guessed", "its own layers", "host memory"],
+    ids=["plain", "preempted", "guessed", "its own layers", "host memory", "bounded latency"],
 )
 def test_tokens_are_those_of_generate(
     loaded: LLM, reference: Any, prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:
     settings = dict(settings)
     config = EngineConfig(
-        num_pages=settings.pop("num_pages", 512), page_size=16, max_num_batched_tokens=64, max_num_seqs=8
+        num_pages=settings.pop("num_pages", 512),
+        page_size=16,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_itl_ms=settings.pop("max_itl_ms", None),
     )
     llm = LLM(loaded._model, loaded.tokenizer, config, audit=True, **settings)
     for _ in range(2):  # the second time, prefixes are found
@@ -116,6 +128,50 @@ def test_tokens_are_those_of_generate(
     assert sum(one.cached_tokens for one in told) > 0
     assert llm.kv_live_bytes() == 0
     llm.check()
+
+
+@pytest.mark.parametrize("window", [None, 48])
+def test_sessions_say_what_a_pass_over_their_history_says(
+    loaded: LLM, reference: Any, prompts: list[list[int]], window: int | None
+) -> None:
+    """Four sessions at once, of three turns each; with a window, most of each history is dropped."""
+    reference.set_attn_implementation("eager")
+    llm = LLM(loaded._model, loaded.tokenizer, EngineConfig(num_pages=200, max_num_batched_tokens=64, max_num_seqs=8))
+    sessions = sessions_on(llm.host(), SessionsConfig(chunk_tokens=32))
+
+    async def talk(asked: list[list[int]]) -> None:
+        session = await sessions.create(OWNER, SessionSettings(sink=4, window=window))
+        history: list[int] = []
+        for tokens in asked:
+            said = await say(sessions, session, tokens, 8)
+            history += tokens
+            far = len(history) + 8
+            assert said == masked_greedy(reference, history, 8, sink=4, window=far if window is None else window)
+            history += said
+        await sessions.close(OWNER, session)
+
+    async def every() -> None:
+        await asyncio.gather(*(talk(prompts[first::4][:3]) for first in range(4)))
+        await sessions.shut_down()
+
+    asyncio.run(every())
+    llm.check()
+    assert llm.kv_live_bytes() == 0
+
+
+def test_kv_in_eight_bits_loses_little(loaded: LLM) -> None:
+    """Less than a hundredth of the perplexity of a text, for under a third of the bytes."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()[:3000]
+    perplexities, sizes = [], []
+    for kv_dtype in ("auto", "int8"):
+        llm = LLM(loaded._model, loaded.tokenizer, loaded.config, kv_dtype=kv_dtype)
+        (told,) = llm.generate(text, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        assert told.prompt_logprobs is not None
+        values = told.prompt_logprobs.values[1:]
+        perplexities.append(exp(-sum(value or 0.0 for value in values) / len(values)))
+        sizes.append(llm.host().token_bytes)
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=0.01)
+    assert sizes == [46_080, 12_240]
 
 
 def test_it_makes_sense(loaded: LLM) -> None:

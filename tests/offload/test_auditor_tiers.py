@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvarts.audit.auditor import AuditError, Finding
-from kvarts.audit.ledger import Ledger, LedgerGroup, Part
+from kvarts.audit.ledger import Ledger, LedgerGroup, LedgerPart
 from kvarts.audit.tiers import EvictionsTold, TierBooks
 from kvarts.config import EngineConfig
 from kvarts.events import Event, LoadStarted, PagesRemoved, PagesStored, StoreStarted
@@ -23,12 +23,12 @@ from builders.tiers import offloader_of
 Plant = Callable[[Replica], None]
 
 
-def run(plant: Plant | None, policy: str = "eager") -> tuple[list[Finding], Replica]:
+def run(plant: Plant | None, policy: str = "eager", d2h: int = 10**6) -> tuple[list[Finding], Replica]:
     """Two prompts that share a beginning, in turns, on a device for one of them and host memory for both."""
     engine = make_replica(
         EngineConfig(num_pages=7, page_size=PAGE_SIZE),
         audit=True,
-        offload=OffloadConfig(host_pages=20, policy=policy, target_free=3, d2h=10**6, kv_bytes_per_token=1000),  # type: ignore[arg-type]
+        offload=OffloadConfig(host_pages=20, policy=policy, target_free=3, d2h=d2h, kv_bytes_per_token=1000),  # type: ignore[arg-type]
     )
     if plant is not None:
         plant(engine)
@@ -52,7 +52,7 @@ def tampering(change: Callable[[Event], Event | None]) -> Plant:
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_an_engine_in_order_passes(policy: str) -> None:
-    findings, engine = run(None, policy)
+    findings, engine = run(None, policy, d2h=10**8)
     assert findings == []
     assert offloader_of(engine).counts.num_loads > 0
     assert engine.scheduler.cache.num_evicted > 0
@@ -120,7 +120,7 @@ def test_a_tier_that_says_something_twice_is_found(kind: type[Any], what: str) -
     assert what in findings[0].what
 
 
-def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str, Part], list[tuple[str, bytes]]]:
+def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str, LedgerPart], list[tuple[str, bytes]]]:
     """Pages a, then b and c after it, all cached but the one in use; some of them are below."""
     books = TierBooks(full_prompt_hits=False)
     findings: list[tuple[str, bytes]] = []
@@ -138,7 +138,7 @@ def told(used: str | None = None, *below: str) -> tuple[EvictionsTold, dict[str,
     return evictions, parts, findings
 
 
-def taken(ledger: Ledger) -> Part:
+def taken(ledger: Ledger) -> LedgerPart:
     part = ledger.take(0)
     assert part is not None
     return part

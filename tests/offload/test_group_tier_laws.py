@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace as with_changes
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +11,6 @@ from hypothesis import strategies as st
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
-from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
-from kvarts.traffic.workload import FixedLength, Workload
 
 from builders.case import Case
 from builders.group_tiers import FAST, Grouped, grouped, returning
@@ -51,51 +47,18 @@ def test_leaps_and_readers_of_every_event_change_nothing(tiers: Grouped) -> None
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))
 def test_nothing_is_computed_again_that_could_be_hit(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
-    """With room and bandwidth without end below, a small device finds what a device without end finds."""
+    """With room and bandwidth without end below, a small device finds what a device without end finds.
+
+    Requests come one by one: what one of them leaves idle is stored before the next one wants its memory.
+    """
+    case.rows = [with_changes(row, arrival_ms=index * 60_000) for index, row in enumerate(case.rows)]
     tiers = Grouped(case, groups, keeps, OffloadConfig(host_pages=5000, **FAST))
-    ample = Grouped(case, groups, "tails", tiers.offload).replayed(concurrency=1, offload=None, num_pages=5000)
-    found = tiers.replayed(concurrency=1)
-    columns = found.request_columns
-    done = columns["status"] != REJECTED
+    # Of a prompt that is too large for the small device, only the other would have anything.
+    is_done = tiers.replayed().request_columns["status"] != REJECTED
+    case.rows = [row for row, done in zip(case.rows, is_done, strict=True) if done]
+    ample = Grouped(case, groups, "tails", tiers.offload).replayed(offload=None, num_pages=5000)
+    found = tiers.replayed().request_columns["cached_tokens"]
     expected = ample.request_columns["cached_tokens"]
     # Where what leaves a window stays cached, the device itself may have more.
-    as_much = columns["cached_tokens"] >= expected if keeps == "all" else columns["cached_tokens"] == expected
-    assert as_much[done].all()
-
-
-STEADY = {
-    "compute_efficiency": 0.7,
-    "bandwidth_efficiency": 0.8,
-    "attention_efficiency": 0.7,
-    "step_us": 1000.0,
-    "sequence_us": 10.0,
-    "layer_us": 0.0,
-    "graph_tokens": 0,
-    "eager_layer_us": 0.0,
-}
-"""Constants that do not change with those that ship: where a pool holds a third of the sessions, other step times alone
-move the mean TTFT by a third, with and without a tier."""
-
-
-@pytest.mark.parametrize(
-    ("policy", "rate"),
-    [("eager", "50MB/s"), ("eager", "1GB/s"), ("eager", "50GB/s"), ("lazy", "50MB/s"), ("lazy", "50GB/s")],
-)
-def test_a_tier_does_not_hurt(policy: Any, rate: str) -> None:
-    """L13, with lanes that carry a prompt in less time than it takes to compute, and in much more."""
-    traffic = Workload(
-        num_sessions=24,
-        turns_per_session=4,
-        new_tokens=FixedLength(700),
-        output_tokens=FixedLength(30),
-        prefix_tokens=900,
-        sessions_per_s=2.0,
-        think_time_s=5.0,
-    )
-    config = make_config({"model": "gemma-3-27b", "device": "h100-80gb", "kv_groups": "tails", "pages": 400})
-    config = msgspec.structs.replace(config, cost=msgspec.structs.replace(config.cost, **STEADY))
-    alone = replay(traffic, config).summary["ttft_ms"]
-    tier = OffloadConfig(host_memory="60GiB", policy=policy, h2d=rate, d2h=rate)
-    with_tier = replay(traffic, msgspec.structs.replace(config, offload=tier)).summary["ttft_ms"]
-    assert with_tier["mean"] <= 1.02 * alone["mean"]
-    assert with_tier["p99"] <= 1.02 * alone["p99"]
+    as_much = found >= expected if keeps == "all" else found == expected
+    assert as_much.all()

@@ -280,6 +280,7 @@ class TieredMachine(RuleBasedStateMachine):
     def store(self) -> None:
         self.now_ns += 10**9  # the lane is idle
         number = self.offloader.num_transfers
+        self.offloader.begin_step(self.now_ns)
         self.offloader.plan_stores(self.now_ns)
         chosen = self.model.plan_store(self.limit * self.block_bytes)
         assert self.offloader.num_transfers - number == bool(chosen)

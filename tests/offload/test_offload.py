@@ -76,9 +76,9 @@ def test_eager_stores_a_complete_page_in_the_next_step_and_chunk_by_chunk() -> N
     engine, events = make_engine(budget=4)
     run(engine, request_of(0, range(10)))
     assert stores_of(events) == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)]]
-    # In every step, what the one before has computed goes out before anything else is done.
+    # In every step, what the one before has computed goes out once the step has taken its pages.
     told = [type(event) for event in events if isinstance(event, ChunkComputed | StoreStarted)]
-    assert told == [ChunkComputed, StoreStarted] * 3
+    assert told == [ChunkComputed, ChunkComputed, StoreStarted, ChunkComputed, StoreStarted, StoreStarted]
 
 
 def test_eager_stores_nothing_twice() -> None:
@@ -104,8 +104,9 @@ def test_lazy_stores_what_is_next_to_be_evicted_and_no_more_than_its_target() ->
     assert stores_of(events) == [], "eight pages are empty"
     run(engine, request_of(1, range(100, 104)))
     # Four pages are empty, and two more have to be safe: the deepest of the oldest prompt.
-    run(engine, request_of(2, range(200, 202)))
     assert stores_of(events) == [[(0, 6, 8)]]
+    run(engine, request_of(2, range(200, 202)))
+    assert stores_of(events) == [[(0, 6, 8)], [(0, 4, 6)]]
 
 
 def lazy_offloader(num_pages: int, target_free: int, order: SafeFirst | None = None) -> tuple[Offloader, PageCache]:
@@ -331,6 +332,82 @@ def test_what_is_stored_is_told_with_its_tier() -> None:
     run(engine, request_of(0, range(4)))
     stored = [(event.medium, event.start_page, event.end_page) for event in events if isinstance(event, PagesStored)]
     assert stored == [("device", 0, 4), ("host", 0, 4), ("disk", 0, 4)]
+
+
+def test_a_prompt_goes_through_a_host_tier_that_is_smaller_in_pieces() -> None:
+    engine, _ = make_engine(host_pages=4, disk_pages=64)
+    content = content_of(range(20))
+    run(engine, request_of(0, range(20)))
+    host, disk = offloader_of(engine).tiers
+    assert disk.find(content, 0, 20) == 20
+    assert host.num_used == 0
+    run(engine, request_of(1, range(100, 132)))
+    prompt = request_of(2, range(21))
+    run(engine, prompt)
+    assert prompt.cached_tokens_below == (0, 20)
+
+
+def test_lazily_too_and_goes_on_while_nothing_runs() -> None:
+    engine, _ = make_engine(policy="lazy", host_pages=4, disk_pages=64, target_free=32)
+    content = content_of(range(20))
+    run(engine, request_of(0, range(20)))
+    run(engine, request_of(1, range(100, 101)))
+    host, disk = offloader_of(engine).tiers
+    assert disk.find(content, 0, 20) == 20
+    assert host.num_used == 0
+
+
+# Pages that stores give back ------------------------------------------------------------------------------
+
+
+def test_a_store_gives_its_idle_pages_back_and_its_channel_is_free() -> None:
+    offloader, cache = lazy_offloader(num_pages=8, target_free=8)
+    content = leave(cache, range(8), 0)
+    offloader.plan_stores(0)
+    assert (cache.num_free, cache.num_lent()) == (0, 8)
+    cache.give_back(1)
+    assert (cache.num_free, cache.num_lent()) == (8, 0)
+    assert (offloader.counts.num_given_up, offloader.counts.num_failed) == (1, 1)
+    assert offloader.channels[0].wait_ns(0) == 0
+    assert offloader.next_ns == 1 << 62
+    assert cache.match(content, 8).num_pages == 8, "they are cached, as before"
+    offloader.plan_stores(0)
+    assert cache.num_lent() == 8, "it is not given up for ever"
+    offloader.advance_to(1 << 60)
+    assert offloader.tiers[0].find(content, 0, 8) == 8
+
+
+def test_a_store_that_was_given_up_may_be_reported_later() -> None:
+    cache = PageCache(IdPool(8), PrefixTree(LruOrder()))
+    config = OffloadConfig(host_pages=64, kv_bytes_per_token=1000, workers=2)
+    offloader = open_offloader(config, cache, page_size=1, max_num_batched_tokens=8, with_page_ids=True)
+    content = content_of(range(4))
+    holding = cache.open(cache.match(content, 4))
+    cache.grow(holding, 4)
+    cache.publish(holding, 4)
+    offloader.confirm(content, 4, holding)
+    offloader.plan_stores(0)
+    assert cache.num_lent() == 0, "a request holds them as well"
+    cache.close(holding, 4, 4)
+    assert cache.num_lent() == 4
+    cache.give_back(4)
+    offloader.report([TransferReport(0, 0), TransferReport(0, 1)], 5)
+    assert offloader.counts.num_stray_reports == 0
+    assert offloader.tiers[0].find(content, 0, 4) == 0
+    offloader.report([TransferReport(0, 1)], 5)
+    assert offloader.counts.num_stray_reports == 1
+
+
+def test_requests_are_not_preempted_for_copies() -> None:
+    """One page of the device is copied in a second; a step takes a millisecond."""
+    engine, _ = make_engine(num_pages=10, d2h=SLOW)
+    first = request_of(0, range(8))
+    run(engine, first)
+    second = request_of(1, range(100, 108))
+    engine.submit(second, engine.now_ns)
+    began_ns = engine.now_ns
+    engine.run_until(1 << 60, [])
+    assert second.first_token_ns - began_ns < 10 * NS_PER_MS
 
 
 def test_a_channel_takes_one_transfer_after_the_other() -> None:

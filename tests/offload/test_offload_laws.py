@@ -27,7 +27,8 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     target_free = offload.target_free
     if target_free is None:
         step_pages = -(-case.max_num_batched_tokens // case.page_size)
-        target_free = max(2 * step_pages, min(8 * step_pages, (offload.host_pages or 0) // 8))
+        num_below = (offload.host_pages or 0) + (offload.disk_pages or 0)
+        target_free = max(2 * step_pages, min(8 * step_pages, num_below // 8))
     engines = [
         NaiveOffloadEngine(
             num_pages=case.num_pages,

@@ -96,7 +96,7 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
         ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
         ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: d2h, "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
-        ("", "--h2d 3GB/s", "--h2d: says how, and not how much. Give --host-pages or --host-memory as well."),
+        ("", "--h2d 3GB/s", "--h2d: has no effect without a size. Give --host-pages or --host-memory as well."),
         ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),
         ("disk_memory = '3GB'", "", "c.toml: offload.disk_memory: needs host memory above it."),
     ],

@@ -222,3 +222,19 @@ def test_pages_of_unknown_tokens_are_never_stored(make: Callable[[int], Tier]) -
     assert store is not None
     assert [(segment.start, segment.end) for segment in store.segments] == [(0, 3)]
     assert tier.prepare_store(content, 3, 6) is None
+
+
+def test_files_of_transfers_under_way_stay_until_they_are_reported() -> None:
+    """A reset forgets all pages at once, and their files may go no sooner than the transfers end."""
+    tier, content = FileTier("disk", 8), content_of(range(8))
+    stored(tier, content, 4)
+    assert tier.lookup(1, content, 0, 4) == 4
+    load, store = tier.prepare_load(1), tier.prepare_store(content, 4, 8)
+    assert store is not None
+    tier.reset()
+    assert tier.take_dropped() == ()
+    tier.complete_load(load)
+    assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(4))
+    tier.complete_store(store)
+    assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(4, 8))
+    assert (tier.num_used, tier.num_cached) == (0, 0)

@@ -165,6 +165,9 @@ def test_a_schema_within_its_budget_is_answered_with_a_long_text_in_every_place(
         assert len(json.loads(choice["message"]["content"])) == 500
 
 
+LONG_ANSWER = {"text": "a b " * 250_000}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -182,6 +185,7 @@ def test_a_schema_within_its_budget_is_answered_with_a_long_text_in_every_place(
         (CHAT, {"messages": hello(), "tools": [{"type": "function"}] * 10_000}, None),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 120_000}]}, None),
         (RESPONSES, {"input": [{"role": "user", "content": ""}] * 190_000}, None),
+        (COMPLETIONS, {"prompt": "a", "n": 99, "max_tokens": 10**7, "kvarts_answer": LONG_ANSWER}, "max_tokens"),
         ("/tokenize", {"prompt": "a b " * 900_000}, "prompt"),
         ("/detokenize", {"tokens": [5] * 1_100_000}, None),
     ],
@@ -198,6 +202,32 @@ def test_what_a_body_asks_for_is_counted_before_it_is_built(
         assert param is None or refused.error["param"] == param
 
     server.under(attack)
+
+
+LONG = "x - at `$.y`" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": "a", "encoding_format": LONG}, "encoding_format"),
+        (COMPLETIONS, {"prompt": "a", "kvarts_answer": {LONG: 1}}, "kvarts_answer"),
+        (COMPLETIONS, {"prompt": "a", "model": LONG}, "model"),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": LONG}}, "response_format"),
+        (CHAT, {"messages": [{"role": LONG, "content": "a"}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tool_choice": LONG}, "tool_choice"),
+        (RESPONSES, {"input": [{"type": LONG}]}, None),
+        ("/v1/messages", {"model": LONG, "max_tokens": 1, "messages": []}, None),
+        ("/tokenize", {"prompt": "a", "kv_hints": LONG}, None),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value),
+)
+def test_an_error_repeats_little_of_a_request(server: Server, path: str, body: Any, param: str | None) -> None:
+    refused = server.call(path, body)
+    assert len(refused.payload) < 3000, refused.payload[:300]
+    if refused.status != 200 and param is not None:
+        assert refused.error["param"] == param
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,11 @@ def command(*arguments: str) -> subprocess.Popen[str]:
 
 
 def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) -> None:
-    record = tmp_path / "arrived.jsonl"
-    process = command("--startup-delay", "0.4", "--record", str(record), "--model", "qwen3-8b", "--device", "h100-80gb")
+    record, log = tmp_path / "arrived.jsonl", tmp_path / "access.jsonl"
+    process = command(
+        *("--startup-delay", "0.4", "--drain-delay", "0.7", "--record", str(record), "--access-log", str(log)),
+        *("--model", "qwen3-8b", "--device", "h100-80gb"),
+    )
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -294,9 +297,11 @@ def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) 
         assert url is not None, line
         assert call(url[1], "/health").error["message"] == "the server is starting"
         wait_for(lambda: call(url[1], "/health").status == 200)
-        reading = OpenStream(url[1], COMPLETIONS, hello(max_tokens=300, ignore_eos=True, stream=True))
+        reading = OpenStream(url[1], COMPLETIONS, hello(max_tokens=2000, ignore_eos=True, stream=True))
         wait_for(lambda: call(url[1], "/load").json["server_load"] == 1)
         process.send_signal(signal.SIGTERM)
+        wait_for(lambda: call(url[1], "/health").status == 503)
+        assert call(url[1], COMPLETIONS, hello(max_tokens=1)).status == 200  # load balancers have not noticed yet
         assert reading.read().rstrip(b"\r\n0").endswith(b"data: [DONE]")
         reading.close()
         assert process.wait(20) == 0
@@ -305,8 +310,11 @@ def test_the_command_listens_where_it_says_and_drains_at_sigterm(tmp_path: Any) 
         process.kill()
         process.wait()
         process.stderr.close() if process.stderr is not None else None
-    (row,) = [json.loads(line) for line in record.read_text().splitlines()]
-    assert (row["num_output_tokens"], row["ended"], len(row["output"])) == (300, "finished", 300)
+    row, last = [json.loads(line) for line in record.read_text().splitlines()]
+    assert (row["num_output_tokens"], row["ended"], len(row["output"])) == (2000, "finished", 2000)
+    assert last["num_output_tokens"] == 1
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["status"] for line in logged if line["path"] == COMPLETIONS] == [200, 200]
 
 
 @pytest.mark.parametrize(

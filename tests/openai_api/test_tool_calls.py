@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.shapes import Message, Shape, read_whole
+from kvarts.openai_api.shapes import Message, Part, Shape, read_whole
 from kvarts.openai_api.tool_calls import (
     FORMATS,
     NamedCall,
@@ -113,6 +113,48 @@ def test_arguments_come_as_they_are_written_and_are_cut_where_the_text_is() -> N
     assert reader.end()[1] == "tool_calls"
     cut = read(ToolCallsInText(), text[: text.index("days")])
     assert (cut.calls[0].arguments, cut.reason) == ('{"city": "a}\\"]b", "', None)
+
+
+JSON_FORMS = {
+    "hermes": ("<tool_call>{}</tool_call>", "\n", "{}"),
+    "llama3_json": ("{}", "; ", "<|python_tag|>{}"),
+    "mistral": ("{}", ", ", "[TOOL_CALLS] [{}]"),
+    "gemma": ("{}", "\n", "```json\n{}\n```"),
+}
+
+
+@given(
+    name=st.sampled_from(sorted(JSON_FORMS)),
+    values=st.lists(st.recursive(st.integers() | st.text(), st.lists), min_size=1, max_size=3),
+    more=st.sampled_from(["", ', "id": "a1B}{"', ' , "index": 0, "x": null']),
+)
+def test_each_family_streams_any_arguments_as_they_are_written(name: str, values: list[Any], more: str) -> None:
+    one, between, around = JSON_FORMS[name]
+    arguments = [json.dumps({"value": value}) for value in values]
+    written = between.join(one.replace("{}", f'{{"name": "f", "arguments": {each}{more}}}') for each in arguments)
+    reader, message, pieces = ToolCallsInText(FORMATS[name], ["f"]).reader(0), Message(), []
+    for character in around.replace("{}", written):
+        part = reader.add(character)
+        message.add(part)
+        pieces += [call.arguments for call in part.calls if call.arguments]
+    rest, reason = reader.end()
+    assert ([call.arguments for call in message.calls], message.content, rest.content) == (arguments, "", "")
+    assert reason == "tool_calls" and set(map(len, pieces)) == {1}
+
+
+def test_other_forms_come_call_by_call() -> None:
+    for name, text in (
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{"b": {}}'),
+        ("gemma", "".join(f"<start_function_call>call:{each}<end_function_call>" for each in ("f{a:1}", "g{b:{}}"))),
+    ):
+        reader = ToolCallsInText(FORMATS[name], ["f", "g"]).reader(0)
+        half = text.index("g[" if name == "mistral" else "call:g")
+        first = [call for part in map(reader.add, text[:half]) for call in part.calls]
+        second = [call for part in map(reader.add, text[half:]) for call in part.calls]
+        names = [[call.name for call in calls if call.name] for calls in (first, second)]
+        assert names == [["f"], ["g"]]
+        assert "".join(call.arguments for call in first).replace(" ", "") == '{"a":1}'
+        assert reader.end() == (Part(), "tool_calls")
 
 
 @given(

@@ -146,6 +146,47 @@ class GroupedCache(PartPool):
         self._grow(holding, num_new, is_end)
         return True
 
+    # Prompts that are computed elsewhere
+
+    def to_receive(self, match: GroupMatch, num_tokens: int) -> int:
+        """Return the bytes that must be free for `open_to_receive`: what is taken, and what was idle and is held."""
+        num_bytes = 0
+        for index, group in enumerate(self.groups):
+            found = self.found_parts(match)[index]
+            if group.is_state:
+                reads = match.num_pages * self.page_size == num_tokens - 1
+                num_idle = sum(not part.refs for part in found.values()) if reads else 0
+                num_bytes += group.part_bytes * (1 + num_idle)
+                continue
+            for page in self._last_needs(group, num_tokens):
+                if page >= match.num_pages or not found[page].refs:
+                    num_bytes += group.part_bytes
+        return num_bytes
+
+    def open_to_receive(self, content: Content, match: GroupMatch, num_tokens: int) -> GroupedHolding:
+        """Hold what was found, and take the other parts that the last of `num_tokens` tokens needs."""
+        holding = self._found(content, match)
+        self._hold(holding)
+        holding.num_tokens = num_tokens - 1
+        self._settle(holding)
+        for index, group in enumerate(self.groups):
+            if group.is_state:
+                (holding.states[index],) = self._take(index, 1)
+                continue
+            pages = [page for page in self._last_needs(group, num_tokens) if page >= match.num_pages]
+            holding.parts[index].update(zip(pages, self._take(index, len(pages)), strict=True))
+        holding.num_tokens = num_tokens
+        return holding
+
+    def receive(self, holding: GroupedHolding) -> None:
+        """Make findable what has arrived."""
+        self._name(holding)
+        self._keep_tails(holding)
+
+    def _last_needs(self, group: PartGroup, num_tokens: int) -> list[int]:
+        sink, first = self._needed(group, num_tokens - 1)
+        return [*range(sink), *range(first, -(-num_tokens // self.page_size))]
+
     # What `advance` does, in parts, for a scheduler: the caller sees to it that everything fits.
 
     def extend(self, holding: GroupedHolding, num_tokens: int, *, is_end: bool = False) -> None:

@@ -116,8 +116,13 @@ class NaiveEngine:
         profile: str = "default",
         cost: CostFn,
         choose_head: HeadFn = first,
+        long_prefill_token_threshold: int = 0,
+        watermark: float = 0.0,
     ) -> None:
         self.choose_head = choose_head
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.watermark = watermark
+        self.most_tokens = max_num_batched_tokens  # of one request in the present step
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -250,7 +255,7 @@ class NaiveEngine:
 
     def enter(self, head: NaiveRequest, hit_tokens: int, budget: int, now_ns: int) -> int:
         """It begins to run, with what was found in its pages; returns the tokens it computes at once."""
-        want = min(head.known - hit_tokens, budget)
+        want = min(head.known - hit_tokens, budget, self.most_tokens)
         head.computed = hit_tokens
         need = self.pages_for(hit_tokens + want) - len(head.pages)
         head.pages += [self.take_page() for _ in range(need)]
@@ -263,6 +268,10 @@ class NaiveEngine:
         head.furthest = max(head.furthest, hit_tokens)
         self.compute(head, hit_tokens + want)
         return want
+
+    def num_kept(self, total: int) -> int:
+        """The watermark, of so many blocks and vLLM's block 0."""
+        return int(self.watermark * (total + 1)) if self.running else 0
 
     # A step -----------------------------------------------------------------------------------------------
 
@@ -298,6 +307,9 @@ class NaiveEngine:
     def pause_until(self) -> int:
         raise AssertionError("there is work, and a step does nothing")
 
+    def plan_stores(self) -> None:
+        pass
+
     def end_step(self) -> None:
         pass
 
@@ -317,6 +329,8 @@ class NaiveEngine:
         """Runs one step that starts at `now_ns`; returns when it ends."""
         self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
+        is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
+        self.most_tokens = self.long_prefill_token_threshold if is_limited else budget
         took: dict[int, tuple[NaiveRequest, int]] = {}  # seq -> (request, computed before)
         num_preempted = 0
         mark = (-1, 0, 0)  # used, cached and released when most was in use
@@ -325,7 +339,7 @@ class NaiveEngine:
                 break
             if request not in self.running:
                 continue
-            want = min(request.known - request.computed, budget)
+            want = min(request.known - request.computed, budget, self.most_tokens)
             if want == 0:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
@@ -354,7 +368,7 @@ class NaiveEngine:
             head = self.choose_head(self.waiting, now_ns)
             hits = self.lookup(head)
             shared = sum(1 for page in hits if self.is_used(page))
-            if not self.fits(head, self.pages_for(head.known) - shared):
+            if not self.fits(head, self.pages_for(head.known) - shared + self.num_kept(self.num_pages)):
                 break
             self.waiting.remove(head)
             if self.awaits_load(head, hits):
@@ -365,6 +379,7 @@ class NaiveEngine:
                 continue
             before[head.seq] = len(hits) * self.page_size
             budget -= self.enter(head, before[head.seq], budget, now_ns)
+        self.plan_stores()
         mark = self.higher(mark)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()

@@ -7,6 +7,7 @@ memory is what vLLM wants, and a request releases at its turn, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 from kvarts.hardware.kv_groups import KvLayer
@@ -37,6 +38,7 @@ class NaiveGroupEngine(NaiveEngine):
         self.layers = list(groups)
         page_bytes = sum(part_bytes for layer, part_bytes in groups if layer.kind != "state")
         self.total_bytes = self.num_pages * page_bytes
+        self.block_bytes = gcd(*(part_bytes for _, part_bytes in groups))
         self.groups = CountingGroups(self.layers, self.page_size, self.total_bytes, keeps_all=keeps_all)
         self.sequences: dict[int, NaiveSequence] = {}
         self.decoding: set[int] = set()
@@ -205,6 +207,8 @@ class NaiveGroupEngine(NaiveEngine):
     def step(self, now_ns: int) -> int:
         self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
+        is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
+        self.most_tokens = self.long_prefill_token_threshold if is_limited else budget
         before: dict[int, int] = {}
         num_preempted = 0
         mark: tuple[int, int, int, tuple[int, ...]] = (-1, 0, 0, ())
@@ -217,15 +221,30 @@ class NaiveGroupEngine(NaiveEngine):
         took: dict[int, tuple[NaiveRequest, int]] = {}
         planned: dict[int, int] = {}
         """The bytes that the chunks of this step take."""
+
+        def compute_planned() -> None:
+            for request, want in took.values():
+                if request.seq in before:
+                    continue
+                before[request.seq] = request.computed
+                if request.seq in planned:
+                    self.compute_chunk(request, want)
+                else:
+                    self.fill(request)
+            planned.clear()
+
         for request in list(self.running):
             if budget == 0:
                 break
             if request not in self.running:
                 continue
-            want = min(request.known - request.computed, budget)
+            want = min(request.known - request.computed, budget, self.most_tokens)
             self.settle(request)
             is_decode = request.seq in self.decoding
             missing = self.groups.missing(self.sequences[request.seq], want)
+            priorities = [other.priority for other in self.running]
+            if missing + sum(planned.values()) > self.groups.free_bytes() and priorities == sorted(priorities)[::-1]:
+                compute_planned()  # none of these can be preempted any more
             while (asked := missing + sum(planned.values())) > self.groups.free_bytes():
                 if self.others_make_way(request, asked):
                     break
@@ -248,12 +267,7 @@ class NaiveGroupEngine(NaiveEngine):
                 self.begin_page(request)
             took[request.seq] = (request, want)
             budget -= want
-        for request, want in took.values():
-            before[request.seq] = request.computed
-            if request.seq in planned:
-                self.compute_chunk(request, want)
-            else:
-                self.fill(request)
+        compute_planned()
         while not num_preempted and self.waiting and len(self.running) < self.max_num_seqs and budget:
             head = self.choose_head(self.waiting, now_ns)
             tokens = self.tokens_of(head, head.known)
@@ -264,8 +278,9 @@ class NaiveGroupEngine(NaiveEngine):
                 pages = sorted(self.groups.needed(layer, hit_tokens))
                 names = {page: self.groups.name(tokens, sequence.salt, page) for page in pages}
                 sequence.parts.append({page: self.groups.copies[group, names[page]][0] for page in pages})
-            end = min(head.known, hit_tokens + budget)
-            if not self.fits(head, self.wanted(hit_tokens, head.known, end, sequence.parts)):
+            want = min(head.known - hit_tokens, budget, self.most_tokens)
+            wanted = self.wanted(hit_tokens, head.known, hit_tokens + want, sequence.parts)
+            if not self.fits(head, wanted + self.block_bytes * self.num_kept(self.total_bytes // self.block_bytes)):
                 break
             self.waiting.remove(head)
             for part in [part for parts in sequence.parts for part in parts.values()]:
@@ -280,7 +295,6 @@ class NaiveGroupEngine(NaiveEngine):
             head.others_hit_tokens += max(0, hit_tokens - head.furthest)
             head.furthest = max(head.furthest, hit_tokens)
             head.computed = before[head.seq] = hit_tokens
-            want = min(head.known - hit_tokens, budget)
             self.compute_chunk(head, want)
             budget -= want
         look()

@@ -78,7 +78,7 @@ class NaiveOffloadEngine(NaiveEngine):
         super().__init__(**kwargs)
         self.tiers = [NaiveTier(size) for size in tiers]
         self.is_lazy = policy == "lazy"
-        self.target_free = min(target_free, tiers[0])
+        self.target_free = min(target_free, sum(tiers))
         self.page_bytes, self.rates, self.latency_ns = page_bytes, rates, latency_ns
         self.full_prompt_hits, self.fail_every = full_prompt_hits, fail_every
         self.lane_free_ns = dict.fromkeys(rates, 0)
@@ -102,7 +102,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.ready: list[tuple[NaiveRequest, int, list[int]]] = []
         self.below_tokens: dict[int, list[int]] = {}
         self.counts: list[tuple[tuple[int, int], ...]] = []
-        self.is_stuck = False
+        self.is_stuck = self.has_left = False
         self.now_ns = 0
         self.all_names: dict[tuple[object, object], PageName] = {}
         self.names_of: dict[int, list[PageName]] = {}
@@ -301,6 +301,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.transfers
             or self.spills
             or self.wanted
+            or (self.has_left and self.is_lazy and not self.is_stuck)
             or self.following
         )
 
@@ -324,7 +325,6 @@ class NaiveOffloadEngine(NaiveEngine):
             if self.profile == "default":
                 self.waiting.sort(key=lambda r: -r.priority)
         self.ended_loads = []
-        self.plan_stores()
 
     def end_transfers(self, now_ns: int) -> None:
         self.now_ns = now_ns
@@ -369,10 +369,13 @@ class NaiveOffloadEngine(NaiveEngine):
         return num_pages if wait_ns or num_pages else 1
 
     def plan_stores(self) -> None:
+        if self.is_lazy and self.spills and not self.is_behind:
+            self.plan_spills()
         wanted: list[tuple[list[Name], int, int]] = []
         if self.is_stuck:
             pass
         elif self.is_lazy:
+            self.has_left = False
             wanted = [(names, start, -1) for names, start in self.scan()]
         else:
             for seq, (request, start, num_pages) in sorted(self.wanted.items()):
@@ -391,8 +394,11 @@ class NaiveOffloadEngine(NaiveEngine):
                         self.holds.setdefault(hold.name, []).append(hold)
                     room -= len(placed[1].new)
                     position = len(placed[1].names)  # what was begun once is not begun again, also if it fails
-            if not room:
-                self.is_stuck = True
+            num_here = len(self.resident(sequence))
+            is_moving = bool(stores) or any(transfer.kind != "load" for transfer in self.transfers)
+            is_moving = is_moving or bool(self.spills and not self.is_behind)
+            if not room or (position < num_here and self.passes_through(num_here) and is_moving):
+                self.is_stuck = self.has_left = True
                 if seq in self.wanted:
                     request, _, end = self.wanted.pop(seq)
                     if position < end:
@@ -408,7 +414,9 @@ class NaiveOffloadEngine(NaiveEngine):
     def place(self, sequence: list[Name], start: int, room: int) -> tuple[list[Name], NaivePlacement] | None:
         """Of a sequence from page `start` on, what the device has and the tier has not, `room` pages at most."""
         host = self.tiers[0]
-        names = sequence[: next((i for i, name in enumerate(sequence) if name not in self.index), len(sequence))]
+        names = self.resident(sequence)
+        if self.passes_through(len(names)):
+            start = self.pass_through(names, start, room)
         deepest_first = self.is_lazy
         if self.is_lazy and room < len(names) - start:
             deepest_first = False  # what is first can be found, even if the rest is gone before it is stored
@@ -425,8 +433,33 @@ class NaiveOffloadEngine(NaiveEngine):
         self.after_host()
         self.unmark_removed()
         if host.has_refused and self.is_lazy:
-            self.is_stuck = True
+            self.is_stuck = self.has_left = True
         return None if placement is None else (names, placement)
+
+    def resident(self, sequence: list[Name]) -> list[Name]:
+        """What the device has of a sequence, from its beginning on."""
+        return sequence[: next((i for i, name in enumerate(sequence) if name not in self.index), len(sequence))]
+
+    def passes_through(self, num_pages: int) -> bool:
+        """Host memory is too small for all pages of a prefix, and there are files below: it goes there in pieces."""
+        return len(self.tiers) > 1 and num_pages > self.tiers[0].num_pages and not self.is_lazy
+
+    def pass_through(self, names: list[Name], start: int, room: int) -> int:
+        """The first page that no tier has; what files have of those before it makes room in host memory."""
+        host, disk = self.tiers
+        while start < len(names) and (host.is_stored(names[start]) or disk.is_stored(names[start])):
+            start += 1
+        here = [index for index in range(start) if host.is_stored(names[index])]
+        num_used = host.num_pages - host.num_empty - host.num_cached()
+        num_short = min(len(names) - start, room, len(here)) - (host.num_pages - num_used - len(here))
+        if num_short > 0:
+            begin = end = here[-1] + 1
+            while end - begin < num_short and begin - 1 in here:
+                begin -= 1
+            if all(disk.is_stored(name) for name in names[begin:end]):
+                host.vacate(names[:end], end - begin)
+                self.after_host()
+        return start
 
     def scan(self) -> list[tuple[list[Name], int]]:
         """The oldest pages that would be lost, until the next `target_free` would not be."""
@@ -503,8 +536,8 @@ class NaiveOffloadEngine(NaiveEngine):
         self.num_transfers += 1
         self.transfers.append(transfer)
 
-    def end_transfer(self, transfer: NaiveTransfer) -> None:
-        is_good = not self.fail_every or (transfer.number + 1) % self.fail_every != 0
+    def end_transfer(self, transfer: NaiveTransfer, *, is_given_up: bool = False) -> None:
+        is_good = not is_given_up and (not self.fail_every or (transfer.number + 1) % self.fail_every != 0)
         self.is_stuck = self.is_behind = False
         if transfer.kind == "load":
             self.end_load(transfer, is_good=is_good)
@@ -526,7 +559,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 for entry in placement.new:
                     if entry.name in self.index and self.is_below(entry.name):
                         self.below.add(entry.name)
-                    elif transfer.kind == "store" and not is_good and entry.name not in orphans:
+                    elif transfer.kind == "store" and not (is_good or is_given_up) and entry.name not in orphans:
                         self.failed.add(entry.name)
             self.settle_lists()
         self.unmark_removed()
@@ -541,6 +574,47 @@ class NaiveOffloadEngine(NaiveEngine):
             if not self.holds[hold.name]:
                 del self.holds[hold.name]
                 self.num_released += sum(1 for page in self.index[hold.name] if not page.refs)
+
+    def num_idle(self, transfer: NaiveTransfer) -> int:
+        """Pages of the device that a store holds and no request does."""
+        return sum(
+            hold.orphan.num_pages if hold.orphan is not None else sum(not page.refs for page in self.index[hold.name])
+            for hold in transfer.held
+        )
+
+    def give_back(self, num_pages: int) -> bool:
+        """Stores end at once, the youngest first, until `num_pages` more are free; none if all are not enough."""
+        if num_pages > sum(map(self.num_idle, self.transfers)):
+            return False
+        is_last = True
+        for transfer in [transfer for transfer in self.transfers if transfer.kind == "store"][::-1]:
+            if num_pages <= 0:
+                break
+            if not self.num_idle(transfer):
+                is_last = False
+                continue
+            num_pages -= self.num_idle(transfer)
+            self.transfers.remove(transfer)
+            if is_last:
+                num_bytes = sum(len(placement.new) for _, placement in transfer.stores) * self.page_bytes
+                took_ns = self.latency_ns["d2h"] + -(-num_bytes * 10**9 // self.rates["d2h"])
+                self.lane_free_ns["d2h"] = max(self.now_ns, self.lane_free_ns["d2h"] - took_ns)
+            self.end_transfer(transfer, is_given_up=True)
+        return True
+
+    def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
+        return self.give_back(num_pages - self.num_free())
+
+    def fits(self, head: NaiveRequest, num_pages: int) -> bool:
+        hits = self.lookup(head)
+        # Would it fit if all stores ended at once? What these hold of its own pages, it has to take then.
+        num_free = self.num_free() + sum(map(self.num_idle, self.transfers))
+        if self.pages_for(head.known) - sum(page.refs > 0 for page in hits) > num_free:
+            return False
+        while num_pages > self.num_free():
+            self.give_back(num_pages - self.num_free())
+            num_pages = self.pages_for(head.known) - sum(self.is_used(page) for page in hits)
+        return True
 
     # Loads ------------------------------------------------------------------------------------------------
 
@@ -573,10 +647,14 @@ class NaiveOffloadEngine(NaiveEngine):
         if not offers:
             return False
         compute_ns = self.prefill_ns(position * self.page_size, head.known)
+        # Where running requests leave no room for another one, those behind wait for memory, which a load keeps longer.
+        loading = [*self.loading, *(entry[0] for entry in self.ended_loads + self.ready)]
+        num_left = self.num_free() + sum(len(request.pages) for request in loading)
+        num_behind = len(self.waiting) if num_left >= 2 * self.pages_for(head.known) else 0
 
         def worth_ns(end: int) -> int:
             gain_ns = compute_ns - self.prefill_ns(end * self.page_size, head.known)
-            return gain_ns * (1 + len(self.waiting)) * (self.num_good_loads + 1) // (self.num_loads + 1)
+            return gain_ns * (1 + num_behind) * (self.num_good_loads + 1) // (self.num_loads + 1)
 
         best, most_ns, load_ns = 0, 0, 0
         for index, (tier, start, end) in enumerate(offers):

@@ -127,6 +127,20 @@ class NaiveTier:
             return None
         return NaivePlacement(names[:last], new, pinned[:last])
 
+    def vacate(self, names: list[Name], count: int) -> None:
+        """The last of `names` leave, `count` at most, up to one that is pinned, is followed, or is not here."""
+        for name in names[::-1][:count]:
+            entry = self.entries.get(name)
+            if entry is None or entry.state != "stored" or entry.pins:
+                return
+            if any(follows(other, name) for other in self.entries if other != name):
+                return
+            self.recency.remove(entry)
+            del self.entries[name]
+            self.num_empty += 1
+            self.evicted.append(name)
+            self.removed.append(name)
+
     def settle(self, placement: NaivePlacement, *, is_stored: bool) -> None:
         for entry in placement.new:
             if entry.state == "coming" and is_stored:

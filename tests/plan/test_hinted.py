@@ -18,13 +18,14 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, ToolTtlOrder, best_ttl_ns
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
 from kvarts.plan.league import serial_hits
 from kvarts.sharing.ages import AgedOrder, ReleaseClock
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.plan_traces import small_traces
 from oracles.hinted_pages import Claims, NaivePages
+from published_orders import ToolTtlOrder, best_ttl_ns
 
 pytestmark = pytest.mark.laws
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvarts.hints import Hints
 from kvarts.kv.group_memory import PartGroup
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, ToolTtlOrder
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
 
 from builders.case import Case, Row, cases
 from builders.grouped import FULL, WINDOW, assert_same_outcome, part_groups, told_by
@@ -19,6 +19,7 @@ from builders.outcome import run_kvarts
 from builders.policies import assert_closed_loop_fast_as_slow, closed_loops
 from builders.rooms import HAS_AUDIT
 from builders.tiered import Tiered, tiered
+from published_orders import ToolTtlOrder
 
 pytestmark = pytest.mark.laws
 

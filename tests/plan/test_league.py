@@ -13,24 +13,38 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvarts.cli.plan import POLICY_NAMES
 from kvarts.errors import ConfigError
+from kvarts.hints import Hints
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.league import ALL_POLICIES, find_policy, serial_hits
-from kvarts.plan.learned import LRU, AutoOrder, LearnedOrder, Weights
-from kvarts.plan.published import TailOptimisedOrder
+from kvarts.plan.weighted import LRU, AutoOrder, WeightedOrder, Weights
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.eviction_contract import EvictionOrderContract, leave
 from builders.plan_traces import small_traces
+from published_orders import (
+    LpcOrder,
+    SaeOrder,
+    TailOptimisedOrder,
+    TinyLfuOrder,
+    ToolTtlOrder,
+    WorkloadAwareOrder,
+)
 
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
+PUBLISHED = {
+    order.__name__: order
+    for order in (LpcOrder, SaeOrder, TailOptimisedOrder, TinyLfuOrder, ToolTtlOrder, WorkloadAwareOrder)
+}
+EVERY = (*ALL_POLICIES, *PUBLISHED)
 COST = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"
 OWN = '''
 from kvarts.plan.orders import RankedOrder
@@ -56,30 +70,34 @@ def prompts(sequence: Iterable[int]) -> Trace:
     )
 
 
+def maker(name: str, trace: Trace) -> Callable[[], Any]:
+    return PUBLISHED[name] if name in PUBLISHED else find_policy(name, trace)
+
+
 class TestOrdersOfTheLeague(EvictionOrderContract):
-    @pytest.fixture(autouse=True, params=ALL_POLICIES)
+    @pytest.fixture(autouse=True, params=EVERY)
     def policy(self, request: pytest.FixtureRequest) -> None:
         self.name: str = request.param
 
     def make_tree(self) -> PrefixTree:
-        return PrefixTree(find_policy(self.name, Trace([]))())
+        return PrefixTree(maker(self.name, Trace([]))())
 
 
-@pytest.mark.parametrize("name", ALL_POLICIES)
+@pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=20)
 @given(trace=small_traces(), page_size=st.integers(1, 4), num_pages=st.integers(1, 20))
 def test_no_policy_is_above_the_optimum(name: str, trace: Trace, page_size: int, num_pages: int) -> None:
     plan = CachePlan(trace, page_size)
-    hits = serial_hits(trace, page_size, num_pages, find_policy(name, trace))
+    hits = serial_hits(trace, page_size, num_pages, maker(name, trace))
     assert hits <= plan.optimum.hit_pages(num_pages)
     if name == "lru":
         assert hits == plan.curve.hit_pages(num_pages)
 
 
 @given(small_traces(), st.integers(1, 4), st.integers(1, 20))
-def test_a_bonus_of_nothing_is_lru(trace: Trace, page_size: int, num_pages: int) -> None:
+def test_no_correction_is_lru(trace: Trace, page_size: int, num_pages: int) -> None:
     plan = CachePlan(trace, page_size)
-    hits = serial_hits(trace, page_size, num_pages, lambda: LearnedOrder(LRU))
+    hits = serial_hits(trace, page_size, num_pages, lambda: WeightedOrder(LRU))
     assert hits == plan.curve.hit_pages(num_pages)
 
 
@@ -102,7 +120,7 @@ def test_what_is_used_to_stay_away_goes_before_what_comes_back_soon() -> None:
     trace = prompts(which for turn in range(200) for which in (turn % 2, 100 + turn % 8))
     hits = {}
     for malus in (0.0, 0.5):
-        hits[malus] = serial_hits(trace, 1, 33, partial(LearnedOrder, Weights(malus=malus, most_away=30)))
+        hits[malus] = serial_hits(trace, 1, 33, partial(WeightedOrder, Weights(malus=malus, most_away=30)))
     assert hits[0.0] == CachePlan(trace, 1).curve.hit_pages(33)
     assert hits[0.5] > 1.2 * hits[0.0]
 
@@ -118,7 +136,7 @@ def test_auto_is_not_half_a_point_below_lru_on_bundled_traces(name: str, share: 
     assert serial_hits(trace, page_size, num_pages, AutoOrder) >= least
 
 
-@pytest.mark.parametrize("make", [AutoOrder, LearnedOrder])
+@pytest.mark.parametrize("make", [AutoOrder, LpcOrder, SaeOrder, WorkloadAwareOrder])
 @settings(max_examples=30)
 @given(trace=small_traces(), num_pages=st.integers(1, 20))
 def test_what_is_learned_is_the_same_again(make: Any, trace: Trace, num_pages: int) -> None:
@@ -126,11 +144,13 @@ def test_what_is_learned_is_the_same_again(make: Any, trace: Trace, num_pages: i
     assert serial_hits(trace, 2, num_pages, make) == serial_hits(trace, 2, num_pages, make)
 
 
-def test_what_is_learned_keeps_what_comes_back_soon() -> None:
-    """Prompts of two kinds: new ones that never come back, and some that do, each time after twenty others."""
-    trace = prompts(which for turn in range(400) for which in (turn % 5, *range(100 + 4 * turn, 104 + 4 * turn)))
-    assert CachePlan(trace, 1).curve.hit_pages(66) == 0
-    assert serial_hits(trace, 1, 66, LearnedOrder) > 0.7 * CachePlan(trace, 1).optimum.hit_pages(66)
+def test_a_client_that_runs_a_tool_keeps_its_pages() -> None:
+    """Prompts that come back every sixth time, each with a tool, among others that do not, in a pool for four."""
+    trace = prompts(which for turn in range(100) for which in (turn % 3, 100 + turn))
+    tool = Hints(tool="bash")
+    told = Trace([replace(request, hints=tool) if not request.row % 2 else request for request in trace])
+    assert serial_hits(trace, 1, 44, AutoOrder) < 97 * 10
+    assert serial_hits(told, 1, 44, AutoOrder) == 97 * 10
 
 
 def test_tail_optimised_gives_up_first_what_a_next_turn_can_compute_again() -> None:
@@ -219,7 +239,7 @@ def test_a_replay_takes_a_policy_by_its_name(
     setting = ("--page-size", 512, "--pages", 3000, "--cost", COST, "--replicas", 2)
     plain = asked("replay", trace, *setting, "--json")
     hits = {"lru": plain["prefix_hit_ratio"]}
-    for name in ALL_POLICIES:
+    for name in (*ALL_POLICIES, "published_orders:WorkloadAwareOrder", "published_orders:TailOptimisedOrder"):
         summary = asked("replay", trace, *setting, "--eviction", name, "--json")
         if name == "lru":
             assert summary == plain
@@ -235,10 +255,10 @@ def test_a_replay_takes_a_policy_by_its_name(
     assert {row["eviction"]: row["hit_ratio"] for row in rows} == {name: hits[name] for name in ("lru", "arc")}
     capsysbinary.readouterr()
     assert run_command("replay", trace, "--eviction", "nothing") == 2
-    assert b"--eviction: 'nothing' is no policy" in capsysbinary.readouterr().err
+    assert b"--eviction: 'nothing' is not a policy" in capsysbinary.readouterr().err
     config.write_text(config.read_text().replace('"arc"', '"nothing"'))
     assert run_command("sweep", config, "-o", tmp_path / "new", "--workers", 1) == 2
-    assert b"'nothing' is no policy" in capsysbinary.readouterr().err
+    assert b"'nothing' is not a policy" in capsysbinary.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nothing", "kvarts.plan.orders:Nothing", "no_such_module:X", "kvarts:__version__"])

@@ -20,7 +20,7 @@ from kvarts.plan.knees import concave_hull
 from kvarts.plan.page import render_page
 from kvarts.plan.series import charts_of
 from kvarts.plan.shares import ModelMemory, divide
-from kvarts.plan.tiers import Tier, TiersPlan, best_buy
+from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 
@@ -38,9 +38,9 @@ def test_hits_of_all_tiers_are_those_of_one_pool_as_large(
 ) -> None:
     plan = CachePlan(trace, page_size)
     tiers = [
-        Tier(name="device", pages=device),
-        Tier(name="host", pages=host, bytes_per_s=10**12),
-        Tier(name="disk", pages=disk, bytes_per_s=10**3),
+        PricedTier(name="device", pages=device),
+        PricedTier(name="host", pages=host, bytes_per_s=10**12),
+        PricedTier(name="disk", pages=disk, bytes_per_s=10**3),
     ]
     found = TiersPlan(plan, tiers, kv_bytes_per_token=1000, s_per_token=0.5).to_builtins()["now"]
     assert sum(found["hit_ratio"].values()) == pytest.approx(plan.curve.hit_ratio(device + host + disk))
@@ -52,9 +52,9 @@ def test_hits_of_all_tiers_are_those_of_one_pool_as_large(
 def test_the_next_gib_is_worth_what_it_adds_for_its_price() -> None:
     plan = CachePlan(load_trace(SAMPLE), 512)
     tiers = [
-        Tier(name="device", pages=2000, price=10.0),
-        Tier(name="host", pages=6000, bytes_per_s=50 * 10**9, price=1.0),
-        Tier(name="disk", pages=0, bytes_per_s=5 * 10**9),
+        PricedTier(name="device", pages=2000, price=10.0),
+        PricedTier(name="host", pages=6000, bytes_per_s=50 * 10**9, price=1.0),
+        PricedTier(name="disk", pages=0, bytes_per_s=5 * 10**9),
     ]
     values = TiersPlan(plan, tiers, kv_bytes_per_token=131_072, s_per_token=1e-4).to_builtins()
     device, host, disk = values["next_gib"]
@@ -126,6 +126,25 @@ def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     words = shlex.split(by_users[fits]["command"])
     assert words[:2] == ["kvarts", "replay"]
     assert asked(*words[1:], "--json")["goodput"]["ratio"] == by_users[fits]["slo_ratio"]
+
+
+def test_options_for_users_are_what_replays_say(
+    asked: Callable[..., Any], run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Each option is replayed with the number of users that failed, and the answer names those that help."""
+    setting = ("--cost", COST, "--pages", 2_500, "--page-size", 64, "--slo-ttft-ms", 1000, "--slo-share", 0.9)
+    plan = ("plan", DATA / "coding-agents", "--users", "2..12", "--replicas", 2, *setting)
+    users = asked(*plan, "--json")["users"]
+    names = [point["option"] for point in users["options"]]
+    assert names == ["--eviction auto", "--router prefix", "--router session", "--session-retention pin"]
+    assert run_command(*plan) == 0
+    answer = " ".join(capsysbinary.readouterr().out.decode().split())
+    kept = next(point["slo_ratio"] for point in users["points"] if point["users"] == users["fails_at"])
+    for point in users["options"]:
+        assert point["users"] == users["fails_at"]
+        assert (f"% with {point['option']}" in answer) == (point["slo_ratio"] > kept)
+        summary = asked(*shlex.split(point["command"])[1:], "--json")
+        assert (summary["goodput"]["ratio"], summary["ttft_ms"]) == (point["slo_ratio"], point["ttft_ms"])
 
 
 def test_host_memory_for_users_is_what_replays_say(asked: Callable[..., Any]) -> None:

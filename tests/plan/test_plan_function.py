@@ -12,7 +12,7 @@ import pytest
 import kvarts
 from kvarts import ConfigError, Plan, ReplayConfig, Trace, load_trace
 from kvarts.plan.page import render_page
-from kvarts.routers.own import RoundRobin
+from kvarts.routers.own import RoundRobinPolicy
 from kvarts.units import as_duration
 
 needs_pandas = pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")
@@ -67,7 +67,7 @@ def test_a_plan_refuses_what_does_not_go_together(few: Trace) -> None:
     assert caught.value.field == "router"
 
 
-class InTurn(RoundRobin):
+class InTurn(RoundRobinPolicy):
     """A router of one's own that chooses as round-robin does."""
 
 

@@ -108,7 +108,7 @@ def test_a_sweep_is_a_figure_and_a_page(sweep: Sweep) -> None:
         ({**GRID, "grid": {"pages": [0]}}, "This is the point pages = 0"),
         ({"grid": {"pages": [30]}}, "trace: is missing"),
         ({**GRID, "models": {"a": {}}}, "a sweep replays one"),
-        ({**GRID, "grid": {"eviction": ["none-such"]}}, "is no policy"),
+        ({**GRID, "grid": {"eviction": ["none-such"]}}, "is not a policy"),
     ],
 )
 def test_what_cannot_be_swept_is_named(values: dict[str, Any], says: str, here: Path) -> None:

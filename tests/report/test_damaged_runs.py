@@ -155,7 +155,7 @@ def test_what_is_wrong_is_named_with_its_place(small_run: Path, tmp_path: Path) 
             "timeline.json",
             '"total_blocks":12',
             '"total_blocks":1' + "0" * 400,
-            "timeline.json: does not say its total_blocks",
+            "timeline.json: does not state its total_blocks",
         ),
     ):
         shutil.copytree(small_run, folder)

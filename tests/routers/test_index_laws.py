@@ -10,7 +10,7 @@ from kvarts.content import Content
 from kvarts.routers.active import ActiveBlocks
 from kvarts.routers.approximate import IndexRule, PlacementIndex
 from kvarts.routers.exact import EventIndex
-from kvarts.routers.spans import SpanTree
+from kvarts.routers.spans import IndexTree
 
 from oracles.naive_routers import NaiveActive, NaiveIndex, NaivePlacements
 
@@ -24,7 +24,7 @@ def content_of(prompt: tuple[int, ...], page_size: int = 1) -> Content:
     return Content.from_tokens([token for token in prompt for _ in range(page_size)], page_size=page_size, owner=0)
 
 
-def assert_sound(tree: SpanTree) -> None:
+def assert_sound(tree: IndexTree) -> None:
     """Spans follow each other, and each of which nothing is known has something after it."""
     spans = list(tree.spans())
     assert len(spans) == tree.num_spans

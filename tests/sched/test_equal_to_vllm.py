@@ -10,7 +10,7 @@ import pytest
 from builders.vllm_python import vllm_environment, vllm_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "equal_to_vllm.py"
-EQUAL_ROWS = ["full", "priority", "window", "chunk", "groups"]
+EQUAL_ROWS = ["full", "priority", "window", "chunk", "groups", "long-prefill", "watermark", "limited"]
 
 
 @pytest.mark.long

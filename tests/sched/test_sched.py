@@ -183,7 +183,15 @@ def test_the_scheduler_says_why_the_head_waits(config: EngineConfig, blocked: Bl
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_pages", 0), ("page_size", 0), ("max_num_seqs", 0), ("max_num_batched_tokens", -1), ("profile", "best")],
+    [
+        ("num_pages", 0),
+        ("page_size", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -1),
+        ("profile", "best"),
+        ("long_prefill_token_threshold", -1),
+        ("watermark", 1.5),
+    ],
 )
 def test_a_bad_setting_is_refused_where_it_is_built(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match="must be"):

@@ -171,6 +171,15 @@ def test_full_state_is_what_there_is_after_the_batch_whose_number_it_has() -> No
         assert late.content() == live.content()
 
 
+def test_a_snapshot_is_full_state_under_the_number_to_go_on_with() -> None:
+    with opened(buffer_steps=2) as (events, client):
+        assert client.answers(b"snapshot") == []
+        store(events, 1500)
+        whole, snapshot = client.replay(-2), client.answers(b"snapshot")
+        assert [payload for _, _, payload in whole] == [payload for _, _, payload in snapshot]
+        assert [{seq for _, seq, _ in messages} for messages in (whole, snapshot)] == [{1499}, {1500}]
+
+
 def test_a_consumer_that_begins_late_goes_on_from_full_state_while_the_engine_runs() -> None:
     """Whatever was told between its subscription and the state, it applies what comes after the number, and no more."""
     with opened(buffer_steps=3) as (events, client):

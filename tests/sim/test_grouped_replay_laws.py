@@ -24,7 +24,7 @@ from oracles.parts import Part
 pytestmark = pytest.mark.laws
 
 
-@given(cases(max_requests=16), part_groups(), st.sampled_from(["all", "tails"]))
+@given(cases(max_requests=16) | cases(max_requests=16, limits=True), part_groups(), st.sampled_from(["all", "tails"]))
 def test_every_step_and_every_part_is_as_in_the_naive_engine(
     case: Case, groups: tuple[PartGroup, ...], keeps: str
 ) -> None:

@@ -12,7 +12,7 @@ from builders.outcome import run_kvarts
 pytestmark = pytest.mark.laws
 
 
-@given(cases())
+@given(cases() | cases(limits=True))
 def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case) -> None:
     """L4, L7, L8: against a page-by-page, step-by-step engine that shares no code."""
     requests, naive_engines = case.naive()
@@ -21,7 +21,7 @@ def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case) 
     assert_as_in_naive(case, outcome, requests, naive_engines)
 
 
-@given(cases(max_requests=40))
+@given(cases(max_requests=40, limits=True))
 def test_fast_forward_equals_step_by_step(case: Case) -> None:
     """L5: the same bytes, whatever is looked at."""
     assert_fast_as_slow(case)

@@ -17,7 +17,7 @@ from kvarts.errors import ConfigError, InputError
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.traffic.formats import load_trace
-from kvarts.traffic.forms import FORMS, Form
+from kvarts.traffic.forms import FORMS, TraceForm
 from kvarts.traffic.trace import Trace, spell
 
 from oracles.naive_forms import naive_hits, naive_requests
@@ -55,7 +55,7 @@ def requests_of(trace: Trace) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_form_is_recognised_by_its_content(form: Form, tmp_path: Path) -> None:
+def test_a_form_is_recognised_by_its_content(form: TraceForm, tmp_path: Path) -> None:
     """The example is read whatever the file is called, packed or not, from a pipe, with a byte order mark."""
     expected = None
     for name, data in (
@@ -80,7 +80,7 @@ def test_a_form_is_recognised_by_its_content(form: Form, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.is_table], ids=lambda form: form.name)
-def test_records_may_be_an_array_or_many_lines_each(form: Form, tmp_path: Path) -> None:
+def test_records_may_be_an_array_or_many_lines_each(form: TraceForm, tmp_path: Path) -> None:
     if form.name == "agentic-mooncake":
         pytest.skip("its first line is a header")
     path = tmp_path / "trace"
@@ -174,7 +174,7 @@ def test_forms_are_listed(run_command: Callable[..., int], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_an_option_that_a_form_does_not_take_is_refused(form: Form, tmp_path: Path) -> None:
+def test_an_option_that_a_form_does_not_take_is_refused(form: TraceForm, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text(form.example)
     options: dict[str, Any] = {"trace_block_size": 16, "skip_bad_lines": True, "session_turns": "whole"}

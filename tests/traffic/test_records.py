@@ -112,7 +112,7 @@ def test_results_of_load_generators_have_times_and_lengths(
     for path in (profile, bench, guidellm):
         assert not load_trace(path).knows_prefixes
         assert run_command("trace", "convert", path, "-o", tmp_path / "out.jsonl") == 0
-        assert "does not tell what prompts have in common" in capsys.readouterr().err
+        assert "does not identify prefixes that prompts share" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvarts.errors import InputError
 from kvarts.verify import json_text, verify, verify_file
 from kvarts.verify import text as reading
-from kvarts.verify.chunk import TOP_FIELDS, Step
+from kvarts.verify.chunk import TOP_FIELDS, TimelineRow
 from kvarts.verify.json_text import JsonText
 from kvarts.verify.text import bytes_blocks, shortened
 
@@ -83,7 +83,7 @@ def followed(text: bytes) -> tuple[list[Any], dict[str, Any], list[str]] | None:
         rows = [row for some in follower.rows() for row in some]
     except InputError:
         return None
-    rows = [msgspec.to_builtins(row) if isinstance(row, Step) else row for row in rows]
+    rows = [msgspec.to_builtins(row) if isinstance(row, TimelineRow) else row for row in rows]
     return rows, follower.top, follower.twice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from kvarts import load_mooncake
-from kvarts.audit.ledger import Keep, Ledger, LedgerError, LedgerGroup, Part
+from kvarts.audit.ledger import Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 from kvarts.keys import BlockKeys
 
 
@@ -13,7 +13,7 @@ def drive(seed: int) -> None:
     """Print everything that happens to parts, and every refusal."""
     rng = random.Random(seed)
     ledger = Ledger((LedgerGroup("full", 1), LedgerGroup("window", 2, 32)), 12, keeps_all=bool(seed % 2))
-    held: list[Part] = []
+    held: list[LedgerPart] = []
     keeps: list[Keep] = []
     for number in range(400):
         call = rng.choice(["take", "take", "publish", "publish", "hold", "release", "release", "keep", "end_keep"])

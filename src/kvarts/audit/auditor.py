@@ -15,7 +15,7 @@ from itertools import chain
 from kvarts.audit.comparison import Account, find_different_pages, find_different_private
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
-from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, Part
+from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
 from kvarts.audit.parts_below import PartsBelow
 from kvarts.audit.request_parts import KnownRequest, RequestParts
 from kvarts.audit.tiers import EvictionsTold, TierBooks
@@ -28,6 +28,7 @@ from kvarts.events import (
     Cancelled,
     ChunkComputed,
     CopiesRemoved,
+    DecodesStalled,
     DraftJudged,
     DraftTaken,
     Event,
@@ -54,6 +55,7 @@ __all__ = ["Account", "AuditError", "Auditor", "Finding"]
 OF_A_REQUEST = (
     Admitted,
     ChunkComputed,
+    DecodesStalled,
     DraftTaken,
     DraftJudged,
     Preemption,
@@ -117,7 +119,7 @@ class Auditor:
         self._below = PartsBelow(
             self._held, self.ledger, self._digests, self._found, page_size, goes_first=stores_go_first
         )
-        self._pinned: dict[int, list[list[Part]]] = {}
+        self._pinned: dict[int, list[list[LedgerPart]]] = {}
         """Parts of each pin, group by group, in order of position."""
         self._kept: dict[int, list[Keep]] = {}
         """Pages that each transfer reads."""
@@ -237,6 +239,8 @@ class Auditor:
             case Preemption():
                 self._serve()
                 self._preempt(event)
+            case DecodesStalled():
+                self._stall_after(self._requests[event.request])
             case DraftJudged():
                 self._held.judge(self._requests[event.request], event)
             case Finished():
@@ -251,6 +255,13 @@ class Auditor:
                 self._below.begin_store(event)
             case StoreStarted():
                 self._keep(event)
+            case TransferEnded(is_given_up=True):
+                # As a pin that is given up.
+                self._serve()
+                if self._has_groups:
+                    self._below.end(event)
+                else:
+                    self._end_transfer(event)
             case TransferEnded() if self._has_groups:
                 self._settle()
                 self._below.end(event)
@@ -588,9 +599,13 @@ class Auditor:
         known.computed = 0
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
-            for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
-                del self._decoding[request]
+            self._stall_after(known)
         self._takers = [request for request in self._takers if request in self._decoding]
+
+    def _stall_after(self, known: KnownRequest) -> None:
+        """Take what was admitted after `known` off the decodes: chunks follow."""
+        for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
+            del self._decoding[request]
 
     def _finish(self, request: int) -> None:
         known = self._requests.pop(request)

@@ -26,7 +26,7 @@ import msgspec
 from kvarts.errors import KvartsError
 from kvarts.limits import MOST_PAGES, check_whole
 
-__all__ = ["LOST", "Happened", "Keep", "Ledger", "LedgerError", "LedgerGroup", "Part"]
+__all__ = ["LOST", "Happened", "Keep", "Ledger", "LedgerError", "LedgerGroup", "LedgerPart"]
 
 LOST = "lost"
 """Fate of a part that only a transfer held when the page before it was evicted."""
@@ -84,7 +84,7 @@ class LedgerGroup(msgspec.Struct, frozen=True):
         return range(min(first, -(-sink.stop // page_size))), range(first, -(-num_tokens // page_size))
 
 
-class Part:
+class LedgerPart:
     """The part of a page in a group, or a state.
 
     `name`: the name of the page while the part can be found, else None. `refs`: references of sequences; `keeps`: those
@@ -106,7 +106,7 @@ class Keep:
 
     __slots__ = ("key", "parts")
 
-    def __init__(self, key: tuple[int, bytes], parts: list[Part]) -> None:
+    def __init__(self, key: tuple[int, bytes], parts: list[LedgerPart]) -> None:
         self.key = key
         self.parts = parts
 
@@ -140,13 +140,13 @@ class Ledger:
         *,
         keeps_all: bool = True,
         keeps_prefixes: bool = True,
-        choose: Callable[[Iterator[Part]], Part] | None = None,
+        choose: Callable[[Iterator[LedgerPart]], LedgerPart] | None = None,
     ) -> None:
         check_whole(num_blocks, "num_blocks", most=MOST_PAGES)
         self.groups = groups
         self.num_blocks = num_blocks
         self.num_empty = num_blocks
-        self.copies: dict[tuple[int, bytes], list[Part]] = {}
+        self.copies: dict[tuple[int, bytes], list[LedgerPart]] = {}
         """Copies by group and name, the oldest first."""
         self.num_resident: dict[bytes, int] = {}
         """Number of parts of each page that can be found, in all groups."""
@@ -160,7 +160,7 @@ class Ledger:
         self._keeps_all = keeps_all
         self._keeps_prefixes = keeps_prefixes
         self._choose = choose
-        self._idle: OrderedDict[Part, None] = OrderedDict()
+        self._idle: OrderedDict[LedgerPart, None] = OrderedDict()
         """Parts with a name and without references, in order of release."""
         self._num_held = [0] * len(groups)
         self._num_cached = [0] * len(groups)
@@ -192,20 +192,20 @@ class Ledger:
             return f" in group {group}, which is not there"
         return "" if len(self.groups) == 1 else f" in group {group} ({self.groups[group]})"
 
-    def find(self, group: int, name: bytes) -> Part | None:
+    def find(self, group: int, name: bytes) -> LedgerPart | None:
         """Return the oldest copy of the part of a page, or None."""
         copies = self.copies.get((group, name))
         return copies[0] if copies else None
 
-    def evictable(self) -> Iterator[Part]:
+    def evictable(self) -> Iterator[LedgerPart]:
         """Return every part that can be evicted, in order of release."""
         return (part for part in self._idle if not part.keeps)
 
-    def is_evictable(self, part: Part) -> bool:
+    def is_evictable(self, part: LedgerPart) -> bool:
         """Return whether a part can be found and is not held."""
         return part in self._idle and not part.keeps
 
-    def is_alone(self, part: Part) -> bool:
+    def is_alone(self, part: LedgerPart) -> bool:
         """Return whether losing this copy makes no other part useless."""
         assert part.name is not None
         key = part.group, part.name
@@ -247,7 +247,7 @@ class Ledger:
 
     # Parts ------------------------------------------------------------------------------------------------
 
-    def take(self, group: int) -> Part | None:
+    def take(self, group: int) -> LedgerPart | None:
         """Allocate a part, held once; evict as needed. Return None and change nothing if it does not fit."""
         num_blocks = self.groups[group].part_blocks
         if num_blocks > self.num_free:
@@ -256,9 +256,9 @@ class Ledger:
         self.num_empty -= num_blocks
         self.num_used += num_blocks
         self._num_held[group] += 1
-        return Part(group, stays=self._keeps_all or not self.groups[group].is_bounded)
+        return LedgerPart(group, stays=self._keeps_all or not self.groups[group].is_bounded)
 
-    def publish(self, part: Part, name: bytes, *, before: bytes | None = None) -> bool:
+    def publish(self, part: LedgerPart, name: bytes, *, before: bytes | None = None) -> bool:
         """Make a part findable by the name of its page. Return whether it is the first copy in its group.
 
         `before`: the page before it, if there is one. Raise LedgerError if the part has a name already or is not held.
@@ -281,7 +281,7 @@ class Ledger:
         self.happened.append(Happened("stored", part.group, name))
         return True
 
-    def hold(self, part: Part) -> None:
+    def hold(self, part: LedgerPart) -> None:
         """Reference a part. Raise LedgerError if it cannot be found."""
         if part.name is None:
             raise LedgerError("cannot be found", field="part")
@@ -291,7 +291,7 @@ class Ledger:
                 self._count_cached(part, -1)
         part.refs += 1
 
-    def release(self, part: Part, *, goes_first: bool = False) -> None:
+    def release(self, part: LedgerPart, *, goes_first: bool = False) -> None:
         """Drop a reference. Raise LedgerError if the part is not held.
 
         After its last reference, a part is cached if it has a name and stays; otherwise it becomes empty. `goes_first`:
@@ -381,7 +381,7 @@ class Ledger:
         self._forget(part, "evicted")
         self._free(part)
 
-    def _next(self) -> Part:
+    def _next(self) -> LedgerPart:
         first = next(self.evictable())
         if self.is_alone(first):
             return first
@@ -401,7 +401,7 @@ class Ledger:
             del copies[1:], self._idle[copies[0]]
             self._forget(copies[0], LOST)
 
-    def _forget(self, part: Part, what: str) -> None:
+    def _forget(self, part: LedgerPart, what: str) -> None:
         """Remove a part from those that can be found."""
         name = part.name
         assert name is not None
@@ -424,12 +424,12 @@ class Ledger:
             del self.num_resident[name]
         self.happened.append(Happened(what, part.group, name, copy))
 
-    def _count_cached(self, part: Part, count: int) -> None:
+    def _count_cached(self, part: LedgerPart, count: int) -> None:
         self._num_cached[part.group] += count
         self._num_held[part.group] -= count
         self.num_used -= count * self.groups[part.group].part_blocks
 
-    def _free(self, part: Part) -> None:
+    def _free(self, part: LedgerPart) -> None:
         """Count a part that cannot be found as empty, unless a transfer reads it."""
         if part.keeps:
             return

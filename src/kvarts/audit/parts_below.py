@@ -11,7 +11,7 @@ import msgspec
 
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import Findings
-from kvarts.audit.ledger import Ledger, Part
+from kvarts.audit.ledger import Ledger, LedgerPart
 from kvarts.audit.request_parts import KnownRequest, RequestParts
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, TransferEnded
 
@@ -23,7 +23,7 @@ class _Load(msgspec.Struct, eq=False):
 
     known: KnownRequest
     num_pages: int
-    incoming: list[tuple[int, Part]]
+    incoming: list[tuple[int, LedgerPart]]
     num_promised: int = 0
     is_dropped: bool = False
     """Whether the request was cancelled or the load is incomplete."""
@@ -52,7 +52,7 @@ class PartsBelow:
         self._page_size = page_size
         self._goes_first = goes_first
         self._stored: set[tuple[str, int | None, bytes]] = set()
-        self._stores: dict[int, list[list[Part]]] = {}
+        self._stores: dict[int, list[list[LedgerPart]]] = {}
         """Runs held by each store, by transfer."""
         self._loads: dict[int, _Load] = {}
         """Loads by request: those in progress, and those that ended before their request runs."""
@@ -80,7 +80,7 @@ class PartsBelow:
 
     def begin_store(self, event: StoreStarted) -> None:
         """Hold the parts that are copied: the oldest copy of each."""
-        runs: list[list[Part]] = []
+        runs: list[list[LedgerPart]] = []
         for (content, start, end), group in zip(event.runs, event.groups, strict=True):
             run = []
             for page in range(start, end):

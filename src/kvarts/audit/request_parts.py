@@ -6,7 +6,7 @@ from itertools import chain
 
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import Findings
-from kvarts.audit.ledger import Ledger, Part
+from kvarts.audit.ledger import Ledger, LedgerPart
 from kvarts.content import Content
 from kvarts.events import DraftJudged, DraftTaken
 
@@ -45,8 +45,8 @@ class KnownRequest:
         self.content = content
         self.known = num_prompt_tokens
         self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
-        self.parts: list[dict[int, Part]] = [{} for _ in range(num_groups)]
-        self.states: dict[int, Part] = {}
+        self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
+        self.states: dict[int, LedgerPart] = {}
         self.is_running = False
         self.admission = self.awaited = -1
         self.load: range | None = None
@@ -112,7 +112,7 @@ class RequestParts:
                     known.states[index] = part
         known.num_taken = pages.stop
 
-    def _take(self, known: KnownRequest, group: int, page: int) -> Part | None:
+    def _take(self, known: KnownRequest, group: int, page: int) -> LedgerPart | None:
         part = self._ledger.take(group)
         if part is None:
             what = f"was taken{self._ledger.words(group)} where none is free"
@@ -134,7 +134,7 @@ class RequestParts:
                         self.publish(known, index, page, parts[page])
         known.num_named = num_pages
 
-    def publish(self, known: KnownRequest, group: int, page: int, part: Part) -> None:
+    def publish(self, known: KnownRequest, group: int, page: int, part: LedgerPart) -> None:
         """Publish a part under the digest of its page."""
         digests = self._digests.upto(known.content, page + 1)
         self._digests.where.setdefault(digests[page], (known.content.owner, page))

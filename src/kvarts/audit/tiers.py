@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvarts.audit.ledger import Ledger, Part
+from kvarts.audit.ledger import Ledger, LedgerPart
 
 __all__ = ["EvictionsTold", "TierBooks"]
 
@@ -70,7 +70,7 @@ class EvictionsTold:
         self._books = books
         self._find = find
 
-    def choose(self, candidates: Iterator[Part]) -> Part:
+    def choose(self, candidates: Iterator[LedgerPart]) -> LedgerPart:
         """Return the engine's next eviction, or the first candidate if the engine names none that is evictable."""
         ledger = self.ledger
         if not self.told:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvarts.calibrate.comparison import Comparison, compare
 from kvarts.calibrate.fitting import Calibration, calibrate_runs
 from kvarts.calibrate.measured import Measured, load_measured
-from kvarts.calibrate.run import MeasuredRun
+from kvarts.calibrate.run import CalibrationRun
 from kvarts.calibrate.series import Series, load_series
 from kvarts.calibrate.stepfit import StepFit, fit_steps
 from kvarts.rooms import CallableRoom
@@ -23,9 +23,9 @@ else:
 
 __all__ = [
     "Calibration",
+    "CalibrationRun",
     "Comparison",
     "Measured",
-    "MeasuredRun",
     "Series",
     "StepFit",
     "calibrate",

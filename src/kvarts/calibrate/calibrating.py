@@ -12,7 +12,7 @@ from kvarts.calibrate.fitting import Calibration, calibrate_runs
 from kvarts.calibrate.iteration_log import is_iteration_log, load_iterations
 from kvarts.calibrate.loading import RunOptions, load_runs
 from kvarts.calibrate.measured import Measured, load_measured
-from kvarts.calibrate.run import MeasuredRun
+from kvarts.calibrate.run import CalibrationRun
 from kvarts.calibrate.series import Series, load_series
 from kvarts.calibrate.shared import with_constants
 from kvarts.calibrate.stepfit import StepFit, fit_steps, is_step_record, load_steps
@@ -40,7 +40,7 @@ def is_of_steps(path: File) -> bool:
 
 @overload
 def fit(
-    runs: Measured | MeasuredRun | Sequence[File | MeasuredRun],
+    runs: Measured | CalibrationRun | Sequence[File | CalibrationRun],
     config: ReplayConfig | None = None,
     *,
     prompts: Traffic | None = None,
@@ -73,7 +73,7 @@ def fit(
 
 
 def fit(
-    runs: File | Measured | MeasuredRun | Sequence[File | MeasuredRun],
+    runs: File | Measured | CalibrationRun | Sequence[File | CalibrationRun],
     config: ReplayConfig | None = None,
     *,
     prompts: Traffic | None = None,
@@ -109,7 +109,7 @@ def fit(
             if value is not None:
                 raise ConfigError("is for a run of requests, and this is one of steps", field=field, hint="Omit it.")
         return _fit_steps(located(runs), config)
-    several = [runs] if isinstance(runs, Path | str | Measured | MeasuredRun) else list(runs)
+    several = [runs] if isinstance(runs, Path | str | Measured | CalibrationRun) else list(runs)
     options = RunOptions(None, trace_block_size, None, columns, time_unit, None)
     loaded = [_run(run, config, options) for run in several]
     of_one = {
@@ -132,9 +132,9 @@ def fit(
     return calibrate_runs(loaded, seed=seed, prior=prior, on_progress=on_progress)
 
 
-def _run(run: File | Measured | MeasuredRun, config: ReplayConfig | None, options: RunOptions) -> MeasuredRun:
+def _run(run: File | Measured | CalibrationRun, config: ReplayConfig | None, options: RunOptions) -> CalibrationRun:
     """Return a run together with the engine it was measured on."""
-    if isinstance(run, MeasuredRun):
+    if isinstance(run, CalibrationRun):
         return run
     if isinstance(run, Path | str) and Path(run).suffix == ".toml":
         if config is not None:
@@ -142,13 +142,15 @@ def _run(run: File | Measured | MeasuredRun, config: ReplayConfig | None, option
         return load_runs([Path(run)], Given(), options)[0]
     if config is None:
         raise ConfigError(
-            "is missing: on what the run was measured", field="config", hint="Give ReplayConfig.for_device(...)."
+            "is missing: the device on which the run was measured",
+            field="config",
+            hint="Give ReplayConfig.for_device(...).",
         )
     if not isinstance(run, Measured):
         run = load_measured(run, columns=options.columns, time_unit=options.time_unit)
     if not isinstance(config.cost, RooflineCost):
         raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
-    return MeasuredRun(measured=run, config=config, name=run.name)
+    return CalibrationRun(measured=run, config=config, name=run.name)
 
 
 def _prompts(prompts: Traffic, trace_block_size: int) -> Trace:

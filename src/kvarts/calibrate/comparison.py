@@ -174,7 +174,7 @@ def _joined(measured: Measured, replayed: Replayed) -> Replayed:
     if len(differing):
         place = int(differing[0])
         raise InputError(
-            f"says {measured.output_tokens[place]} output tokens for request {brief(measured.request_ids[place])}, "
+            f"has {measured.output_tokens[place]} output tokens for request {brief(measured.request_ids[place])}, "
             f"the replay {replayed.output_tokens[place]}",
             path=measured.name,
             hint=hint,

@@ -18,7 +18,7 @@ from kvarts.calibrate.coefficients import logs_of, names_of, widths_of
 from kvarts.calibrate.fitting import KNOWN, Search, covariance_of
 from kvarts.calibrate.measured import Measured
 from kvarts.calibrate.replayed import replayed_of
-from kvarts.calibrate.run import FittedRun, MeasuredRun
+from kvarts.calibrate.run import CalibrationRun, FittedRun
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import RooflineCost
 from kvarts.sim.config import ReplayConfig
@@ -130,7 +130,7 @@ def design(config: ReplayConfig, candidates: Sequence[Bench] = CANDIDATES) -> tu
             continue
         first, last = (np.rint(times * 1e6).astype(np.int64) for times in (rows.first_token_ms, rows.last_token_ms))
         measured = msgspec.structs.replace(blank, first_token_ns=first, last_token_ns=last)
-        search = Search([FittedRun(MeasuredRun(measured=measured, config=of_bench), None)], names, 1.0, guess)
+        search = Search([FittedRun(CalibrationRun(measured=measured, config=of_bench), None)], names, 1.0, guess)
         left[bench.name] = bench, float(last.max()) / 1e9, search.information(guess)
     total = np.zeros((len(names), len(names)))
     unknown, proposals = list(names), []

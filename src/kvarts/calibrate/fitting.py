@@ -28,7 +28,7 @@ from kvarts.calibrate.coefficients import (
     widths_of,
 )
 from kvarts.calibrate.comparison import Comparison
-from kvarts.calibrate.run import FittedRun, MeasuredRun
+from kvarts.calibrate.run import CalibrationRun, FittedRun
 from kvarts.calibrate.writing import coefficients_text, cost_toml, cost_values, finite
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants
@@ -183,7 +183,7 @@ def most_replays(num_runs: int, num_coefficients: int) -> int:
 
 
 def calibrate_runs(
-    runs: Sequence[MeasuredRun],
+    runs: Sequence[CalibrationRun],
     *,
     seed: int = 0,
     guesses: float = 1.0,

@@ -86,10 +86,12 @@ def load_iterations(path: Path | str) -> IterationLog:
             continue
         found = STEP.search(line)
         if found is None:
-            raise InputError("is no whole line of a step", path=path, line=number, hint="Mend the line, or delete it.")
+            raise InputError(
+                "is not a whole line of a step", path=path, line=number, hint="Mend the line, or delete it."
+            )
         if num_cache_tokens is None:
             raise InputError(
-                "comes before the line that says how large the KV cache is",
+                "is before the line with the size of the KV cache",
                 path=path,
                 line=number,
                 hint="Give the log of the server from its start: it has a line 'GPU KV cache size: N tokens'.",
@@ -126,7 +128,7 @@ def _step(found: re.Match[str], num_cache_tokens: int) -> StepRecord | None:
     if not 0 < num_prompts <= num_prompt_tokens and num_prompts + num_prompt_tokens:
         raise InputError(f"computes {num_prompt_tokens} tokens of {num_prompts} prompts")
     if found[8] is None:
-        raise InputError("does not say how much of the KV cache is in use", hint="Use vLLM 0.30 or later.")
+        raise InputError("does not state the share of the KV cache in use", hint="Use vLLM 0.30 or later.")
     duration_ns = round(float(found[6]) * NS_PER_MS)
     if not 0 < duration_ns <= LATEST_NS:
         raise InputError(f"takes {found[6]} ms", hint="Delete the line.")

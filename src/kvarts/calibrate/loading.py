@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvarts.calibrate.measured import load_measured
-from kvarts.calibrate.run import MeasuredRun
+from kvarts.calibrate.run import CalibrationRun
 from kvarts.calibrate.series import load_series
 from kvarts.errors import ConfigError, InputError
 from kvarts.executor.roofline import RooflineCost
@@ -35,7 +35,7 @@ class RunOptions(NamedTuple):
     fit_on: int | None
 
 
-def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[MeasuredRun]:
+def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[CalibrationRun]:
     """Load the runs at `paths`. `given` and `options` apply where a run's .toml sets nothing.
 
     Raise ConfigError if the model or the device is missing, or if prompts or a series are given for several runs;
@@ -44,11 +44,11 @@ def load_runs(paths: Sequence[Path], given: Given, options: RunOptions) -> list[
     if len(paths) > 1:
         for field, value in (("prompts", options.prompts), ("series", options.series), ("fit_on", options.fit_on)):
             if value is not None:
-                raise ConfigError("is of one run, and there are several", field=field, hint="Say it in a RUN.toml.")
+                raise ConfigError("is of one run, and there are several", field=field, hint="Give it in a RUN.toml.")
     return [_load(path, given, options) for path in paths]
 
 
-def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
+def _load(path: Path, given: Given, options: RunOptions) -> CalibrationRun:
     measured_path = path
     if path.suffix == ".toml":
         measured_path, given, options = _described(path, given, options)
@@ -57,11 +57,11 @@ def _load(path: Path, given: Given, options: RunOptions) -> MeasuredRun:
         raise ConfigError(
             "model and device are missing",
             path=path if path.suffix == ".toml" else None,
-            hint="Name what was measured: --model NAME --device NAME, or these keys in a RUN.toml.",
+            hint="Name the measured model and device: --model NAME --device NAME, or these keys in a RUN.toml.",
         )
     measured = load_measured(measured_path, columns=options.columns, time_unit=options.time_unit)
     block = options.trace_block_size
-    return MeasuredRun(
+    return CalibrationRun(
         measured=measured,
         config=config,
         prompts=None if options.prompts is None else load_mooncake(options.prompts, trace_block_size=block),
@@ -89,7 +89,7 @@ def _described(path: Path, given: Given, options: RunOptions) -> tuple[Path, Giv
     if columns := own.get("columns"):
         for name, value in columns.items():
             if not isinstance(value, str):
-                raise InputError(f"{value!r} is no name", path=path, field=f"columns.{name}")
+                raise InputError(f"{value!r} is not a name", path=path, field=f"columns.{name}")
     of_run = given_in(values, SECTIONS, path)
     return measured, of_run.over(given), options._replace(**files, **own)
 

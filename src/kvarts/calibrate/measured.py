@@ -166,11 +166,11 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             values = msgspec.json.decode(row)
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
-            raise InputError(f"is no JSON: {error}", path=path, line=line) from error
+            raise InputError(f"is not JSON: {error}", path=path, line=line) from error
         except RecursionError:
             raise InputError("is nested too deeply", path=path, line=line) from None
         if not isinstance(values, dict):
-            raise InputError("is no object", path=path, line=line)
+            raise InputError("is not an object", path=path, line=line)
         yield line, values
 
 
@@ -182,7 +182,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InputError("has another number of columns than the head", path=path, line=reader.line_num)
             yield reader.line_num, row
     except csv.Error as error:
-        raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num) from error
+        raise InputError(f"is not a CSV file: {error}", path=path, line=reader.line_num) from error
 
 
 def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[str, str], unit_ns: int) -> Measured:
@@ -215,7 +215,7 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
         for before, after in pairwise(times):
             if values[after][-1] < values[before][-1]:
                 raise InputError(
-                    f"is {values[before][-1] - values[after][-1]:g} before {names[before]}: the clock goes back",
+                    f"is {values[before][-1] - values[after][-1]:g} before {names[before]}: the clock runs backwards",
                     path=path,
                     line=line,
                     field=names[after],
@@ -223,7 +223,7 @@ def _measured(path: Path, rows: list[tuple[int, dict[str, Any]]], names: dict[st
     span_ns = (max(values["last_token"]) - min(values["arrival"])) * unit_ns
     if not span_ns <= LATEST_NS:
         raise InputError(
-            "has times more than 73 years apart", path=path, field=names["arrival"], hint="Is --time-unit what it is?"
+            "has times more than 73 years apart", path=path, field=names["arrival"], hint="Check --time-unit."
         )
     order = sorted(range(len(rows)), key=lambda index: (values["arrival"][index], index))
     start = values["arrival"][order[0]]
@@ -251,8 +251,8 @@ def _number(path: Path, line: int, field: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        what = "is missing" if value in (None, "") else f"{brief(value)} is no number"
+        what = "is missing" if value in (None, "") else f"{brief(value)} is not a number"
         raise InputError(what, path=path, line=line, field=field) from None
     if not isfinite(number):
-        raise InputError(f"{brief(value)} is no number", path=path, line=line, field=field)
+        raise InputError(f"{brief(value)} is not a number", path=path, line=line, field=field)
     return number

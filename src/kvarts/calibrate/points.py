@@ -155,7 +155,7 @@ def load_points(path: Path | str, *, keep: Callable[[Point], bool] | None = None
             if keep is None or keep(point):
                 points.append(point)
     except csv.Error as error:
-        raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num + 1) from error
+        raise InputError(f"is not a CSV file: {error}", path=path, line=reader.line_num + 1) from error
     if not points:
         raise InputError("holds no point", path=path)
     return points

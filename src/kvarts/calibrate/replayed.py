@@ -101,9 +101,9 @@ def load_replayed(path: Path | str) -> Replayed:
     try:
         rows = msgspec.json.Decoder(_Row).decode_lines(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"is no list of replayed requests: {error}", path=rows_path) from error
+        raise InputError(f"is not a list of replayed requests: {error}", path=rows_path) from error
     except RecursionError:
-        raise InputError("is no list of replayed requests: it is nested too deeply", path=rows_path) from None
+        raise InputError("is not a list of replayed requests: it is nested too deeply", path=rows_path) from None
     for line, row in enumerate(rows, 1):
         if row.first_token_ms is None or row.last_token_ms is None:
             raise InputError(f"was {row.status}, and never ended", path=rows_path, line=line, field="last_token_ms")

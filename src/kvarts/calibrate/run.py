@@ -21,7 +21,7 @@ from kvarts.traffic.trace import Trace
 BANDS = ((0.4, 0.6), (0.85, 0.95), (0.97, 1.0))
 """Ranges of rank, as shares. The mean of a range is used instead of a percentile, since a single request is noisy."""
 
-__all__ = ["FittedRun", "MeasuredRun"]
+__all__ = ["CalibrationRun", "FittedRun"]
 
 Values = npt.NDArray[np.float64]
 
@@ -38,7 +38,7 @@ CURVE_SIGMA_POINTS = 5.0
 """The same for the mean difference of the curves of KV use, which stays large, as curves are sampled once a second."""
 
 
-class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationRun(msgspec.Struct, frozen=True, kw_only=True):
     """A measurement, and the engine it was made on: `config` has a RooflineCost.
 
     `prompts`: the content of the prompts, as for Measured.trace. `fit_on`: only the first `fit_on` requests count,
@@ -62,7 +62,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
 class FittedRun:
     """Replays of one run. Owner of their count."""
 
-    def __init__(self, run: MeasuredRun, on_progress: Callable[[int], object] | None) -> None:
+    def __init__(self, run: CalibrationRun, on_progress: Callable[[int], object] | None) -> None:
         if not isinstance(run.config.cost, RooflineCost):
             raise ConfigError("only the roofline can be fitted", field="cost", hint="Give a model and a device.")
         measured, fit_on = run.measured, run.fit_on
@@ -89,7 +89,7 @@ class FittedRun:
         outcome = replayed_of(replay(self._trace, msgspec.structs.replace(self.run.config, cost=cost)))
         if np.isnan(outcome.last_token_ms).any():
             raise ConfigError(
-                "is too small for some of the measured requests", field="pages", hint="Give what the engine had."
+                "is too small for some of the measured requests", field="pages", hint="Give the engine's value."
             )
         return outcome
 

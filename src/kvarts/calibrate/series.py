@@ -68,7 +68,7 @@ def load_series(path: Path | str) -> Series:
         rows = [(reader.line_num, row) for row in reader]
         names = reader.fieldnames or ()
     except csv.Error as error:
-        raise InputError(f"is no CSV: {error}", path=path, line=reader.line_num) from error
+        raise InputError(f"is not a CSV file: {error}", path=path, line=reader.line_num) from error
     has_kv = KV in names
     if not has_kv:
         del values[KV]
@@ -80,12 +80,12 @@ def load_series(path: Path | str) -> Series:
             try:
                 number = float(row[name])
             except (TypeError, ValueError):
-                raise InputError(f"{brief(row[name])} is no number", path=path, line=line, field=name) from None
+                raise InputError(f"{brief(row[name])} is not a number", path=path, line=line, field=name) from None
             if not isfinite(number) or number < 0:
                 raise InputError(f"{brief(row[name])} is out of range", path=path, line=line, field=name)
             column.append(number)
         if len(values["t"]) > 1 and values["t"][-1] <= values["t"][-2]:
-            raise InputError("the clock goes back", path=path, line=line, field="t")
+            raise InputError("the clock runs backwards", path=path, line=line, field="t")
     if not values["t"]:
         raise InputError("holds no samples", path=path)
     arrays: dict[str, Values | None] = {COLUMNS[name]: np.array(column) for name, column in values.items()}

@@ -155,7 +155,7 @@ def load_steps(path: Path | str) -> list[StepRecord]:
                     f"[{start}, {count}, {known}] is not a valid chunk", path=path, line=number, field="chunks"
                 )
         if not record.num_decodes and not record.chunks:
-            raise InputError("has no work", path=path, line=number, field="num_decodes")
+            raise InputError("is 0 in a step without chunks", path=path, line=number, field="num_decodes")
         records.append(record)
     if not records:
         raise InputError("holds no step", path=path)

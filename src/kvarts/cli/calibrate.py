@@ -20,7 +20,7 @@ from kvarts.settings import Given, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 
 if TYPE_CHECKING:
-    from kvarts.calibrate.run import MeasuredRun
+    from kvarts.calibrate.run import CalibrationRun
     from kvarts.calibrate.tables import TableFit
 
 __all__ = ["calibrate_command", "compare_command"]
@@ -56,8 +56,8 @@ KEYS = (
 @click.option("--series", metavar="FILE", type=INPUT,
               help="CSV of t, running, waiting and kv_cache_pct, second by second.")  # fmt: skip
 @click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
-              help="What a run calls request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
-              "output_tokens. Once for each.")  # fmt: skip
+              help="The name in the run of request_id, arrival, scheduled, first_token, last_token, prompt_tokens or "
+                   "output_tokens. May be repeated.")  # fmt: skip
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--fit-on", metavar="N", type=int, help="Fit to the first N requests, and hold out the rest.")
 @click.option(
@@ -120,7 +120,7 @@ def calibrate_command(
         _design(given, as_json=as_json)
         return
     if not runs:
-        raise ConfigError("is missing", field="runs", hint="Name what was measured, or ask for a --design.")
+        raise ConfigError("is missing", field="runs", hint="Give a measured run, or --design.")
     from kvarts.calibrate.calibrating import is_of_steps
 
     if out is not None:
@@ -196,7 +196,7 @@ def _columns_of(given: tuple[str, ...]) -> dict[str, str] | None:
     return columns or None
 
 
-def _fit_requests(runs: list[MeasuredRun], seed: int, prior: Path | None) -> _Found:
+def _fit_requests(runs: list[CalibrationRun], seed: int, prior: Path | None) -> _Found:
     import kvarts
 
     for run in runs:
@@ -213,7 +213,9 @@ def _fit_steps(path: Path, given: Given) -> _Found:
     # Steps are not replayed, so any number of pages will do.
     config = resolve_replay(given.over(given_in({"pages": 1}, SECTIONS)), counts_groups=False)
     if not isinstance(config.cost, RooflineCost):
-        raise ConfigError("model and device are missing", hint="Say what was measured: --model NAME --device NAME.")
+        raise ConfigError(
+            "model and device are missing", hint="Give the measured model and device: --model NAME --device NAME."
+        )
     with Progress(f"fitting {path}"):
         found = kvarts.calibrate(path, config)
     if (left_out := getattr(found, "left_out", None)) is not None:
@@ -239,7 +241,7 @@ def _design(given: Given, *, as_json: bool) -> None:
         click.echo(f"None of them identifies {', '.join(unknown)}: guesses will stand for these.")
 
 
-def _progress(runs: list[MeasuredRun]) -> Progress:
+def _progress(runs: list[CalibrationRun]) -> Progress:
     from kvarts.calibrate.coefficients import names_of
     from kvarts.calibrate.fitting import most_replays
 
@@ -254,7 +256,7 @@ def _progress(runs: list[MeasuredRun]) -> Progress:
               help="CSV of t, running, waiting and kv_cache_pct, second by second. REPLAY must be a run "
               "directory.")  # fmt: skip
 @click.option("--column", "columns", metavar="FIELD=NAME", multiple=True,
-              help="What MEASURED calls a field, as in `kvarts calibrate`.")  # fmt: skip
+              help="The name of a field in MEASURED, as in `kvarts calibrate`.")  # fmt: skip
 @click.option("--time-unit", metavar="UNIT", default="s", show_default=True, help="s, ms, us or ns.")
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT,
               help="Write one page that needs no network: the distributions and the curves of both.")  # fmt: skip

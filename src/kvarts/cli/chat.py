@@ -6,12 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.cli.chat_server import ServerChat, is_http, mock_server
 from kvarts.cli.chat_text import ByteText, ModelText, Text
 from kvarts.cli.engine_options import SAMPLING
 from kvarts.cli.options import Command
@@ -40,20 +41,28 @@ def _sampling_options(command: Any) -> Any:
 
 
 @click.command("chat", cls=Command)
-@click.option("--address", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True, help="Of the server.")
-@click.option("--model", metavar="DIR", help="Use this model's tokenizer and chat template. [bytes are tokens]")
+@click.option("--address", metavar="ADDRESS", default="127.0.0.1:50051", show_default=True,
+              help="Server: HOST:PORT for sessions over gRPC, http://HOST:PORT for OpenAI's API.")  # fmt: skip
+@click.option("--mock", is_flag=True, help="Talk to a mock in this process.")
+@click.option("--model", metavar="NAME", help="Over HTTP, the name of the model; over gRPC, a directory whose "
+              "tokenizer and chat template are used. [the server's first; bytes are tokens]")  # fmt: skip
 @click.option("--sink", metavar="N", type=click.IntRange(min=0), help="Keep the KV of the first N tokens,")
-@click.option("--window", metavar="N", type=WINDOW, help="and of the last N; all: of all. [as the server has it]")
+@click.option(
+    "--window", metavar="N", type=WINDOW, help="and of the last N; all: of all tokens. [the server's setting]"
+)
 @click.option("--token-file", metavar="FILE", type=INPUT, help="File with the bearer token.")
 @click.option("--tls", is_flag=True, help="Encrypt, and trust the certificates that the system trusts.")
 @click.option("--tls-ca", metavar="FILE", type=INPUT, help="Encrypt, and trust the certificates in this file.")
 @_sampling_options
 def chat_command(**values: Any) -> None:
-    """Talk to a session in the terminal: each line of standard input is a turn.
+    """Talk to a server in the terminal: each line of standard input is a turn.
 
-    After each turn, the speed and the retained KV are printed on standard error. The end of the input closes the
-    session; Ctrl-C ends an answer.
+    After each turn, the speed and the retained KV, or the prompt tokens found in the cache, are printed on standard
+    error. The end of the input closes the session; Ctrl-C ends an answer.
     """
+    if values["mock"] or is_http(values["address"]):
+        _chat_over_http(values)
+        return
     need_grpc()
     from kvarts.client import Sessions
 
@@ -72,6 +81,18 @@ def chat_command(**values: Any) -> None:
         sessions.create(**settings) as session,
     ):
         _Chat(session, text, sampling).run()
+
+
+def _chat_over_http(values: dict[str, Any]) -> None:
+    for name in ("sink", "window"):
+        if values[name] is not None:
+            raise ConfigError("is of sessions over gRPC", field=name, hint="Leave it out, or give HOST:PORT.")
+    fields = {name: values[name] for name, _, _ in SAMPLING if values[name] is not None}
+    if values["ignore_eos"]:
+        fields["ignore_eos"] = True
+    token = None if values["token_file"] is None else _token_in(values["token_file"])
+    with mock_server() if values["mock"] else nullcontext(values["address"]) as url:
+        ServerChat(url, model=values["model"], token=token, tls_ca=values["tls_ca"], fields=fields).run(_lines())
 
 
 class _Chat:
@@ -157,5 +178,5 @@ def _typed_lines() -> Iterator[str]:
 def _token_in(path: Path) -> str:
     token = read_text(path, hint="Check the path of the token.").strip()
     if not token or len(token.split()) > 1 or not token.isascii():
-        raise InputError("is no token", path=path, hint="The file has one token, printable ASCII without spaces.")
+        raise InputError("is not a token", path=path, hint="The file has one token, printable ASCII without spaces.")
     return token

@@ -61,7 +61,7 @@ NEEDS = (
     Need(("--memory-fraction", "--data-parallel"), ("--device",), commands=("model show",)),
     Need(
         ("--router",),
-        ("--replicas", "--data-parallel", "--prefill-replicas", "--decode-replicas"),
+        ("--replicas", "--data-parallel", "--prefill-replicas", "--decode-replicas", "[[pool]]"),
         commands=("replay", "calibrate"),
     ),
     Need(

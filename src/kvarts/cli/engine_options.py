@@ -17,7 +17,7 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("temperature", float, "0 is greedy. [0]"),
     ("top_k", int, "Draw from the K likeliest tokens; 0: from all. [0]"),
     ("top_p", float, "Draw from the likeliest tokens that have this share together. [1]"),
-    ("min_p", float, "Draw from tokens at least this likely, beside the likeliest. [0]"),
+    ("min_p", float, "Draw from tokens at least this likely, relative to the likeliest. [0]"),
     ("repetition_penalty", float, "Make tokens that have occurred less likely. [1]"),
     ("seed", int, "The same seed gives the same text, alone and in any batch."),
 ]
@@ -28,30 +28,49 @@ def engine_options(command: Command, **attributes: Any) -> Command:
     at_least_one = click.IntRange(min=1)
     options: list[tuple[str, dict[str, Any]]] = [
         ("--kv-memory", {"metavar": "SIZE", "default": "auto", "help": "KV memory: auto, or 2GiB."}),
-        ("--page-size", {"metavar": "TOKENS", "type": at_least_one, "default": 16, "help": "Tokens a page."}),
+        ("--page-size", {"metavar": "TOKENS", "type": at_least_one, "default": 16, "help": "Tokens per page."}),
         (
             "--max-batched-tokens",
-            {"metavar": "TOKENS", "type": at_least_one, "default": 2048, "help": "Tokens a step may compute."},
+            {"metavar": "TOKENS", "type": at_least_one, "default": 2048, "help": "Most tokens computed per step."},
         ),
         ("--max-seqs", {"metavar": "N", "type": at_least_one, "default": 64, "help": "Requests that may run at once."}),
+        (
+            "--max-itl-ms",
+            {
+                "metavar": "MS",
+                "type": float,
+                "help": "Longest step of decodes: chunks of prompts are cut to keep it, to a page at least.",
+            },
+        ),
         ("--dtype", {"metavar": "DTYPE", "default": "auto", "help": "auto, float32, bfloat16 or float16."}),
         (
             "--quantization",
             {
                 "metavar": "NAME",
-                "help": "Weights in 8 or 4 bits, on a CPU: int8 or int4. It changes tokens; what it costs is told.",
+                "help": "Weights in 8 or 4 bits, on a CPU: int8 or int4. It changes tokens; the loss is printed.",
+            },
+        ),
+        (
+            "--kv-dtype",
+            {
+                "metavar": "NAME",
+                "default": "auto",
+                "help": "KV in pages: auto, in the model's numbers, or int8, which changes tokens.",
             },
         ),
         (
             "--trust-remote-code",
-            {"is_flag": True, "help": "Run the Python code that came with the model. It can do whatever you can."},
+            {"is_flag": True, "help": "Run the Python code in the model's directory, with all your permissions."},
         ),
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
         (
             "--attention",
             {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
         ),
-        ("--layers", {"metavar": "NAME", "default": "auto", "help": "What computes layers: auto, compiled or model."}),
+        (
+            "--layers",
+            {"metavar": "NAME", "default": "auto", "help": "How layers are computed: auto, compiled or model."},
+        ),
     ]
     for name, settings in reversed(options):
         command = click.option(name, show_default=True, **settings, **attributes)(command)
@@ -61,9 +80,9 @@ def engine_options(command: Command, **attributes: Any) -> Command:
 def kv_groups_option(command: Command, **attributes: Any) -> Command:
     """Add the option `--kv-groups`: which KV the layers retain. `attributes` are passed to it."""
     text = (
-        "What layers with a window keep: off, every token; all or tails, what later tokens see, and for later requests "
-        "everything while there is room, or what a hit at the end of a prompt or an answer needs. Changes no token. "
-        "[all where layers keep less and the other options go with it, else off]"
+        "KV that layers with a window keep. off: all tokens. all, tails: the tokens that later tokens attend to, "
+        "and for later requests everything while there is room, or the tokens that a hit at the end of a prompt "
+        "or an answer needs. Changes no token. [all if layers keep less and the other options permit it, else off]"
     )
     return click.option("--kv-groups", metavar="NAME", help=text, **attributes)(command)
 

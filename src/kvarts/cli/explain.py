@@ -51,7 +51,7 @@ def story_command(file: Path, request_name: str | None, block_name: str | None, 
             hint="Give one of --request ID, --block HASH, --hits.",
         )
     if block_name is not None and len(block_name) > MOST_CHARACTERS:
-        raise ConfigError("is no name of a block", field="--block", hint="Give hex digits, or REQUEST:PAGE.")
+        raise ConfigError("is not a block name", field="--block", hint="Give hex digits, or REQUEST:PAGE.")
     with reading(file):
         is_run = file.is_dir()
     runs = RunDirectory(file).runs() if is_run else []

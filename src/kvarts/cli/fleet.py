@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts.cli import record
 from kvarts.cli.fleet_table import render_fleet
-from kvarts.cli.parts import Part, Run
+from kvarts.cli.kv_events import publishing_of
+from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.printing import print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.fleet.config import SECTIONS, FleetConfig, is_of_fleet, resolve_fleet
-from kvarts.report.run_directory import REPORT, REQUESTS, TIMELINE, per_replica
+from kvarts.fleet.config import SECTIONS, FleetConfig, FleetWorker, is_of_fleet, resolve_fleet
+from kvarts.report.run_directory import EVENTS, REPORT, REQUESTS, TIMELINE, of_replica
 from kvarts.settings import Given, Section
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["PART", "FleetRun"]
 
 
-class FleetPart(Part):
+class FleetPart(CommandPart):
     """Options of pools and links."""
 
     sections = SECTIONS
 
-    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+    def run(
+        self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
+    ) -> ReplayRun | None:
         """Return the run if any setting of a pool is given."""
         if not is_of_fleet(given):
             return None
@@ -70,36 +73,59 @@ class FleetOutputs:
     """The files of one replay on a fleet, checked before it begins. Raises ConfigError and OutputError."""
 
     def __init__(self, config: FleetConfig, places: Mapping[str, Any]) -> None:
-        if places.get("events_file") is not None:
-            raise ConfigError("is not written of a fleet yet", field="--events", hint="Leave it out.")
         self._as_json: bool = places["as_json"]
         self._every: int = places.get("timeline_every", 1)
         self._reports = _given(places["report_file"])
         self._requests = _given(places["requests_file"])
         self._timelines = _given(places.get("timeline_file"))
+        self._journals = _given(places.get("events_file"))
+        self._is_one = config.replicas == 1 and config.scaler is None
         record.check_timelines(self._timelines)
-        of_workers = [each for path in self._timelines for each in per_replica(path, config.replicas)]
+        of_workers = [
+            self._of_worker(path, worker.index)
+            for path in (*self._timelines, *self._journals)
+            for worker in config.workers
+        ]
         self.paths = [*self._reports, *self._requests, *_given(places.get("html_file")), *of_workers]
         for path in self.paths:
             check_writable(path)
+        self._published = publishing_of([worker.pool.each for worker in config.workers], places, {"fleet": "pools"})
         self._run_dir: Path | None = places.get("run_dir")
         if self._run_dir is not None:
             self._reports.append(self._run_dir / REPORT)
             self._requests.append(self._run_dir / REQUESTS)
             self._timelines.append(self._run_dir / TIMELINE)
+            self._journals.append(self._run_dir / EVENTS)
+
+    def _of_worker(self, path: Path, worker: int) -> Path:
+        """Return the file of a worker; those that a scaler adds have one each, too."""
+        return path if self._is_one else of_replica(path, worker)
 
     @contextmanager
-    def observers(self) -> Iterator[Callable[[int], Sequence[EventReader]]]:
-        """Yield a function that returns the observers of a worker: none."""
-        yield lambda worker: ()
+    def observers(self) -> Iterator[Callable[[FleetWorker], Sequence[EventReader]]]:
+        """Yield a function that returns the observers of a worker: its journals, and the publisher of its KV events."""
+        with ExitStack() as stack:
+            open_journal = stack.enter_context(record.open_journals()) if self._journals else None
+            publisher_of = None if self._published is None else stack.enter_context(self._published.open())
+
+            def observers_of(worker: FleetWorker) -> list[EventReader]:
+                observers: list[EventReader] = []
+                if open_journal is not None:
+                    paths = [self._of_worker(path, worker.index) for path in self._journals]
+                    observers += [open_journal(path, worker.pool.each) for path in paths]
+                if publisher_of is not None:
+                    observers.append(publisher_of(worker.index, worker.pool.each))
+                return observers
+
+            yield observers_of
 
     def write(self, report: FleetReport) -> None:
         """Write all files, and print the report unless one of them is standard output."""
         for path in self._requests:
             write_whole(path, report.requests_jsonl())
         if self._timelines:
-            num_workers = len(report.step_logs)  # scaling may have added some
-            groups = [per_replica(path, num_workers) for path in self._timelines]
+            workers = range(len(report.step_logs))  # scaling may have added some
+            groups = [[self._of_worker(path, worker) for worker in workers] for path in self._timelines]
             record.write_timelines(report, groups, every=self._every)
         if self._run_dir is not None:
             from kvarts.cli.outputs import write_about

@@ -37,6 +37,8 @@ def render_fleet(summary: dict[str, Any]) -> str:
     ]
     if fleet["transferred_bytes"]:
         lines.append(f"{'links':<14}{as_bytes(fleet['transferred_bytes'])} sent")
+    if "store" in fleet:
+        lines.append(f"{'store':<14}{_store(fleet['store'])}")
     if "faults" in fleet:
         faults = fleet["faults"]
         lines.append(
@@ -51,6 +53,18 @@ def render_fleet(summary: dict[str, Any]) -> str:
             f"{as_duration(first['at_ms'])} on worker {first['replica']}: request {first['request_id']} was given up"
         )
     return "\n".join(lines) + "\n"
+
+
+def _store(store: dict[str, Any]) -> str:
+    text = f"{store['pages']:,} pages ({as_bytes(store['pages'] * store['page_bytes'])}), "
+    if store["num_loaded_pages"]:
+        text += f"{store['num_loaded_pages']:,} loaded, {as_percent(store['of_others_pct'])} of other workers, "
+    else:
+        text += "none loaded, "
+    text += f"{store['num_evicted_pages']:,} evicted"
+    if store["num_pages_without_room"]:
+        text += f", {store['num_pages_without_room']:,} without room"
+    return text + f"; busy: {as_percent(store['read_busy_pct'])} reading, {as_percent(store['write_busy_pct'])} writing"
 
 
 def _workers(pool: dict[str, Any]) -> str:

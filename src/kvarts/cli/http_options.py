@@ -21,6 +21,9 @@ from kvarts.owners.keys import check_key
 from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
@@ -56,39 +59,45 @@ def http_options() -> list[click.Option]:
         option(listening, "--insecure", count=True,
                help="Given twice: allow an address that other machines reach, without TLS or without a key."),
         option(listening, "--served-model-name", "names", metavar="NAME", multiple=True,
-               help="What clients call the model. May be repeated."),
+               help="Name of the model for clients. May be repeated."),
         option(listening, "--lora", "adapters", metavar="NAME", multiple=True,
-               help="One more model name, with KV of its own, as a LoRA adapter has. May be repeated."),
+               help="One more model name, with separate KV, like a LoRA adapter. May be repeated."),
         option(listening, "--startup-delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
-               help="Answer that the server is starting for so long."),
+               help="Answer for this long that the server is starting."),
         option(listening, "--drain", "drain", metavar="SECONDS", type=AT_LEAST_ZERO, default=30.0, show_default=True,
                help="At SIGTERM, wait as long for requests under way."),
+        option(listening, "--drain-delay", "drain_delay", metavar="SECONDS", type=AT_LEAST_ZERO, default=0.0,
+               help="Before that, answer 503 to /health and accept requests for so long, for load balancers. [0]"),
+        option(listening, "--no-ui", "has_page", flag_value=False, default=True,
+               help="Serve no live page at /."),
         option(keys, "--api-key", "api_keys", metavar="KEY", multiple=True,
                help="Ask for one of these keys; each is another owner's. May be repeated; $VLLM_API_KEY is one more. "
                "Local users can read a key on a command line: --api-key-file hides it."),
         option(keys, "--api-key-file", metavar="FILE", type=INPUT,
-               help="Keys, one a line, with owner=NAME, share=NUMBER and priority after it where that is meant."),
+               help="Keys, one per line, each optionally followed by owner=NAME, share=NUMBER and priority."),
         option(keys, "--admin-key", "admin_keys", metavar="KEY", multiple=True,
                help="Ask for this key where the server is changed. $KVARTS_ADMIN_KEY is one more."),
-        option(keys, "--admin-key-file", metavar="FILE", type=INPUT, help="Such keys, one a line."),
+        option(keys, "--admin-key-file", metavar="FILE", type=INPUT, help="Keys of administrators, one per line."),
         option(keys, "--share-prefix-cache", is_flag=True,
-               help="With several owners: let them find each other's KV, and so learn what others have asked."),
+               help="With several owners: let them hit each other's KV, which reveals prompts of others."),
         option(keys, "--allow-origin", "origins", metavar="ORIGIN", multiple=True,
                help="Without a key, let web pages of this origin ask: http://localhost:3000. May be repeated."),
         option(keys, "--allow-host", "hosts", metavar="NAME", multiple=True,
-               help="Without a key, a name by which this server may be asked, beside addresses and localhost."),
+               help="Without a key: a host name that requests may use, besides addresses and localhost."),
         option(taking, "--max-model-len", metavar="TOKENS", type=click.IntRange(min=2),
-               help="Tokens of a prompt and its answer. [those of the model, or what the pages hold]"),
+               help="Most tokens of a prompt and its answer. [the model's limit, or the tokens of all pages]"),
         option(taking, "--max-queued", metavar="N", type=click.IntRange(min=0), default=1024, show_default=True,
                help="Requests beyond those that may run at once; more get 429."),
         option(taking, "--retry-after", metavar="SECONDS", type=AT_LEAST_ZERO, default=1.0, show_default=True,
-               help="What these are told."),
+               help="Their retry-after header."),
         option(taking, "--max-body-bytes", metavar="N", type=click.IntRange(min=1024), default=8 * 1024 * 1024,
                show_default=True, help="Refuse longer requests."),
         option(taking, "--trust-request-chat-template", is_flag=True,
                help="Render the chat templates that requests bring, which may compute for ever."),
         option(recording, "--record", metavar="FILE", type=OUTPUT,
-               help="At the end, write what arrived to FILE (.jsonl), for `kvarts replay`."),
+               help="At the end, write the requests that arrived to FILE (.jsonl), for `kvarts replay`."),
+        option(recording, "--access-log", metavar="FILE", type=OUTPUT,
+               help="Append a line of JSON for each request; - is standard output."),
     ]  # fmt: skip
 
 
@@ -108,9 +117,9 @@ def failure_options() -> list[click.Option]:
     failing = "Failures on purpose"
     return [
         GroupedOption(["--fail"], group=failing, metavar="SCRIPT",
-                      help="What goes wrong: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
+                      help="Script of failures: 'first 2: 429 retry_after=1; every 10th: cut after 5 chunks'."),
         GroupedOption(["--allow-failures"], group=failing, is_flag=True,
-                      help="Let requests ask for failures of their own, and /admin/config for another script."),
+                      help="Permit requests to choose their failure, and /admin/config to set another script."),
     ]  # fmt: skip
 
 
@@ -159,9 +168,21 @@ def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
     return {
         "keys": keys,
         "shares_prefix_cache": values["share_prefix_cache"],
+        "has_page": values["has_page"],
+        "access_log": _access_log(values["access_log"]),
         "origins": values["origins"],
         "hosts": (values["host"], *values["hosts"]) if checks_names else None,
     }
+
+
+def _access_log(path: Path | None) -> AccessLog | None:
+    """Return the access log at `path`, if there is to be one. Raise OutputError."""
+    if path is None:
+        return None
+    from kvarts.openai_api.access_log import AccessLog
+
+    check_writable(path)
+    return AccessLog(path, say)
 
 
 def address_of(values: dict[str, Any], keys: Keys | None) -> Any:
@@ -200,6 +221,7 @@ def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: st
             lambda url: say(f"{what} on {url}/v1"),
             startup_delay_s=values["startup_delay"],
             drain_s=values["drain"],
+            drain_delay_s=values["drain_delay"],
             say=say,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,13 @@ from kvarts.errors import ConfigError
 from kvarts.units import parse_bytes
 
 if TYPE_CHECKING:
-    from kvarts.cli.serve_sessions import Beside
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
-__all__ = ["beside", "open_sessions_of", "server_options"]
+__all__ = ["Door", "beside", "open_sessions_of", "server_options"]
+
+Door = Callable[[Any], AbstractAsyncContextManager[object]]
+"""A context manager that serves a runtime at one more address while it is entered."""
 
 DRAIN_S = 5.0
 MAX_SESSIONS = 1024
@@ -54,11 +56,11 @@ def server_options() -> list[click.Option]:
         option("--session-retention", type=click.Choice(["pin", "cache", "host"]),
                help="Without a window: where KV is between turns. [cache]"),
         option("--session-memory", metavar="SIZE",
-               help="What windows reserve takes as much at most: 4GiB. [half of the pages]"),
+               help="Most memory that windows may reserve: 4GiB. [half of the pages]"),
         option("--session-ttl", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
-               help=f"Idle sessions expire after so long. [{TTL_S:g}]"),
+               help=f"Time after which idle sessions expire. [{TTL_S:g}]"),
         option("--max-sessions", metavar="N", type=click.IntRange(min=1),
-               help=f"For one more, the session that is idle longest goes. [{MAX_SESSIONS}]"),
+               help=f"Most sessions; one more ends the session that is idle longest. [{MAX_SESSIONS}]"),
         option("--state-dir", metavar="DIR", type=DIRECTORY,
                help="Keep sessions here, as `kvarts serve sessions` does. [in memory]"),
         option("--no-sessions", is_flag=True, help="Answer as if no session had been named."),
@@ -124,7 +126,7 @@ def _why_not(opened: Opened, values: dict[str, Any]) -> str:
     return why_not(*given)
 
 
-def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[Beside]:
+def beside(values: dict[str, Any], settings: dict[str, Any], owners: Any) -> list[Door]:
     """Return the server of OpenAI's API that runs next to gRPC, if `--http` asks for it. Raise ConfigError.
 
     With a mock, sets `make_mock` in `settings`, the arguments of `open_sessions`, so that the mock generates words.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvarts.serve.kv_events.opening import KvEvents
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["PART", "Publishing"]
+__all__ = ["PART", "Publishing", "publishing_of"]
 
 TITLE = "KV events"
 
@@ -46,7 +46,7 @@ def server_options() -> list[click.Option]:
         ),
         GroupedOption(
             ["--kv-events-topic"], group=TITLE, metavar="TEXT", default="",
-            help="Their topic; of a mock, {model} in it stands for the name of the model. [empty]",
+            help="Topic of the events; in a mock, {model} stands for the name of the model. [empty]",
         ),
     ]  # fmt: skip
 
@@ -139,7 +139,7 @@ def _with_groups(config: KvEventsConfig, groups: Sequence[Mapping[str, Any]]) ->
     return msgspec.structs.replace(config, groups=told)
 
 
-class KvEventsPart(Part):
+class KvEventsPart(CommandPart):
     """KV events over ZMQ."""
 
     def options(self) -> Sequence[click.Option]:
@@ -148,11 +148,11 @@ class KvEventsPart(Part):
             *server_options(),
             GroupedOption(
                 ["--kv-events-wait"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
-                help="Begin when something has subscribed, or after so long. [0]",
+                help="Begin after the first subscription, or after this time. [0]",
             ),
             GroupedOption(
                 ["--kv-events-stay"], group=TITLE, metavar="SECONDS", type=click.FloatRange(min=0.0), default=0.0,
-                help="Go on answering for so long when the replay has ended. [0]",
+                help="Answer requests for past events for this long after the replay. [0]",
             ),
             GroupedOption(
                 ["--insecure"], group=TITLE, count=True,
@@ -164,24 +164,35 @@ class KvEventsPart(Part):
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
     ) -> Publishing | None:
         """Return the publisher, if `--kv-events` is given."""
-        published = _config_of(places)
-        if published is None:
-            for name in ("kv_events_wait", "kv_events_stay"):
-                if places[name]:
-                    raise ConfigError("needs --kv-events", field=name)
-            return None
         several = {} if model is None else {"several": "--model"}
-        check_combination({"kv_events": "--kv-events", **config.features, **several})
-        if config.kv_groups != "off":
-            published = _with_groups(published, config.memory.to_builtins()["kv_groups"])
-        return Publishing(published, config.replicas, places)
+        return publishing_of([config] * config.replicas, places, several)
+
+
+def publishing_of(
+    engines: Sequence[ReplayConfig], places: Mapping[str, Any], given: Mapping[str, str]
+) -> Publishing | None:
+    """Return the publisher of `engines`, if `--kv-events` is given. `given`: more features, see check_combination."""
+    published = _config_of(places)
+    if published is None:
+        for name in ("kv_events_wait", "kv_events_stay"):
+            if places[name]:
+                raise ConfigError("needs --kv-events", field=name)
+        return None
+    check_combination({"kv_events": "--kv-events", **engines[0].features, **given})
+    return Publishing(published, engines, places)
 
 
 class Publishing:
-    """Publisher of the events of one replay's replicas. Raises ConfigError for endpoints that are not valid."""
+    """Publisher of the events of one replay's engines. Raises ConfigError for endpoints that are not valid.
 
-    def __init__(self, config: KvEventsConfig, num_replicas: int, places: Mapping[str, Any]) -> None:
-        self._configs = [config.for_rank(rank) for rank in range(num_replicas)]
+    `engines`: the configurations of those that are there from the beginning, each of which has a port of its own.
+    """
+
+    def __init__(self, config: KvEventsConfig, engines: Sequence[ReplayConfig], places: Mapping[str, Any]) -> None:
+        self._config = config
+        self._engines = engines
+        for rank in range(len(engines)):
+            config.for_rank(rank)
         self.paths: Sequence[Path] = ()
         for name in ("kv_events_wait", "kv_events_stay"):
             if not isfinite(places[name]):
@@ -192,18 +203,32 @@ class Publishing:
     @contextmanager
     def observers(self) -> Iterator[Callable[[int], list[EventReader]]]:
         """Yield a function that returns the publisher of a replica's events."""
+        with self.open() as publisher_of:
+            yield lambda replica: [publisher_of(replica, self._engines[replica])]
+
+    @contextmanager
+    def open(self) -> Iterator[Callable[[int, ReplayConfig], EventReader]]:
+        """Yield a function that returns the publisher of an engine's events, by its number and configuration."""
         from kvarts.serve.kv_events.opening import open_kv_events
 
         with ExitStack() as stack:
-            opened: list[KvEvents] = []
-            for config in self._configs:
-                events = open_kv_events(config)
-                stack.callback(events.close)
-                opened.append(events)
+            opened: dict[int, KvEvents] = {}
+
+            def publisher_of(rank: int, engine: ReplayConfig) -> EventReader:
+                if rank not in opened:
+                    config = self._config.for_rank(rank)
+                    if engine.kv_groups != "off":
+                        config = _with_groups(config, engine.memory.to_builtins()["kv_groups"])
+                    opened[rank] = open_kv_events(config)
+                    stack.callback(opened[rank].close)
+                return opened[rank].reader
+
+            for rank, engine in enumerate(self._engines):
+                publisher_of(rank, engine)
             deadline = time.monotonic() + self._wait_s
-            for events in opened:
+            for events in opened.values():
                 events.publisher.wait_for_subscriber(max(0.0, deadline - time.monotonic()))
-            yield lambda replica: [opened[replica].reader]
+            yield publisher_of
             if self._stay_s:
                 click.echo(f"kvarts: the replay has ended; KV events stay for {self._stay_s:g} s", err=True)
                 time.sleep(self._stay_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,17 +40,18 @@ Command = Callable[..., None]
 def need_torch() -> None:
     """Import PyTorch, and send kvarts' log to standard error. Raise ConfigError if PyTorch is not installed."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import kvarts.executor.torch  # noqa: F401  # before PyTorch, which reads when it is loaded how long threads spin
 
     try:
         with hold_signals_back():
             import torch  # noqa: F401
-            import transformers
+
+            version("transformers")  # whose import takes seconds, and not every model needs it
     except ImportError as error:
         raise ConfigError(
             f"real models need PyTorch and transformers ({error})", hint="pip install 'kvarts[torch]'."
         ) from None
-    transformers.utils.logging.disable_progress_bar()
     narrate()
 
 
@@ -91,6 +93,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         page_size=values["page_size"],
         max_num_batched_tokens=values["max_batched_tokens"],
         max_num_seqs=values["max_seqs"],
+        max_itl_ms=values["max_itl_ms"],
         dtype=values["dtype"],
         device=values["device"],
         attention=values["attention"],
@@ -98,6 +101,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         quantization=values["quantization"],
         trust_remote_code=values["trust_remote_code"],
         kv_groups=values["kv_groups"],
+        kv_dtype=values["kv_dtype"],
         **settings,
     )
     config = llm.config

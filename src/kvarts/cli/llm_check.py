@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -27,17 +28,17 @@ EXIT_DIFFERENT = 5
               help="Random prompts to compare.")  # fmt: skip
 @click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), default=16, show_default=True,
               help="Tokens to generate for each.")  # fmt: skip
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of the prompts.")
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the prompts.")
 @click.option("--dtype", metavar="DTYPE", default="auto", show_default=True,
               help="auto, float32, bfloat16 or float16.")  # fmt: skip
 @click.option("--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--attention", metavar="NAME", default="auto", show_default=True,
               help="Attention backend: auto, flash, flex, numba or sdpa.")  # fmt: skip
 @click.option("--layers", metavar="NAME", default="auto", show_default=True,
-              help="What computes layers: auto, compiled or model.")  # fmt: skip
+              help="How layers are computed: auto, compiled or model.")  # fmt: skip
 @click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")
 @click.option("--trust-remote-code", is_flag=True,
-              help="Run the Python code that came with the model. It can do whatever you can.")  # fmt: skip
+              help="Run the Python code in the model's directory, with all your permissions.")  # fmt: skip
 @kv_groups_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
 def check_command(
@@ -65,14 +66,17 @@ def check_command(
     """
     check_whole(seed, "seed", least=0, most=MOST_SEED)
     need_torch()
+    from kvarts.executor.torch.decoder import Decoder
     from kvarts.executor.torch.loading import load_model
     from kvarts.llm.check import check_model
 
-    loaded = load_model(
-        model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
+    load = partial(
+        load_model, model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
     )
+    loaded = load()
     check = check_model(
         loaded,
+        load(model_impl="transformers") if isinstance(loaded, Decoder) else loaded,
         attention=attention,
         layers=layers,
         kv_groups=kv_groups,

@@ -39,7 +39,9 @@ EVERY_S = 0.5
 @click.command("generate", cls=Command)
 @llm_options
 @speculation_option
-@click.option("--prompt", metavar="TEXT", help="One prompt; its answer is printed as it comes. -: standard input.")
+@click.option(
+    "--prompt", metavar="TEXT", help="One prompt; its answer is printed as it is generated. -: standard input."
+)
 @click.option("--prompts", "prompts_file", metavar="FILE", type=INPUT,
               help='Many, run as they fit: JSON lines {"prompt": TEXT} or {"messages": [...]}. A JSON line each is '
               "printed, in their order. -: standard input.")  # fmt: skip

@@ -39,11 +39,11 @@ __all__ = ["profile_command"]
               help='JSON lines {"prompt": TEXT}.')  # fmt: skip
 @record.kv_timeline_option
 @click.option("--record", "steps_file", metavar="FILE", type=OUTPUT,
-              help="Write what each step was and how long it took, a JSON line a step: for `kvarts "
-              "calibrate`.")  # fmt: skip
+              help="Write the batch and the duration of each "
+                   "step, one JSON line per step, for `kvarts calibrate`.")  # fmt: skip
 @click.option("--write-trace", "trace_file", metavar="FILE", type=OUTPUT,
-              help="Write what was run to FILE, token by token: for `kvarts replay FILE --trace-block-size "
-              "1`.")  # fmt: skip
+              help="Write the requests to FILE, token by "
+                   "token, for `kvarts replay FILE --trace-block-size 1`.")  # fmt: skip
 @sampling_options
 def profile_command(prompts_file: Path, steps_file: Path | None, trace_file: Path | None, **values: Any) -> None:
     """Run prompts on a real model, and print the times and the use of KV pages, as JSON."""

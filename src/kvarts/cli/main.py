@@ -110,7 +110,9 @@ def _code_of(error: Exception) -> int:
         case OSError():
             return _failed(str(OutputError(f"{error.strerror or error}", path=error.filename)), 7)
         case MemoryError():
-            return _failed("what was asked for does not fit into memory. Ask for less, or give more memory", 2)
+            return _failed(
+                "out of memory. Give the process more memory, or use a smaller trace, fewer pages or fewer outputs", 2
+            )
         case AssertionError() if getattr(error, "findings", None):
             return _failed(f"the audit found that pages do not add up:\n{error}", 5)
     raise error

@@ -33,6 +33,7 @@ from kvarts.settings import Given
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.openai_api.opening import Opened
+    from kvarts.openai_api.recordings import Recordings
 
 __all__ = ["mock_command"]
 
@@ -48,6 +49,7 @@ KEYS = (
     "page_size",
     "max_batched_tokens",
     "max_seqs",
+    "max_itl_ms",
     "cost",
     "kv_groups",
     "audit",
@@ -65,13 +67,19 @@ def _options() -> list[click.Parameter]:
     of_engine: dict[str, click.Option] = {option.opts[0]: option for option in options_of(sections, keys)}
     of_engine.update(mock_sharing.options())
     of_mock = [
-        GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Of its text. [0]"),
+        GroupedOption(["--seed"], group="Mock", metavar="N", type=int, default=0, help="Seed of its text. [0]"),
         GroupedOption(["--speedup"], group="Mock", metavar="X", type=float, default=1.0,
-                      help="Steps take an Xth of their time. [1]"),
+                      help="Steps take 1/X of their time. [1]"),
         GroupedOption(["--output-tokens"], group="Mock", metavar="N", type=click.IntRange(min=1),
-                      help="Answers end by themselves after about so many, at max_tokens the latest. [128]"),
+                      help="Mean length of answers, which end at max_tokens at the latest. [128]"),
         GroupedOption(["--answers"], group="Mock", metavar="FILE", type=INPUT,
                       help="Its answers, as rules in a .toml or .json."),
+        GroupedOption(["--media"], group="Mock", type=click.Choice(["openai", "qwen", "gemma", "claude"]),
+                      help="Count images and audio as models of this family do. [by --model, else openai]"),
+        GroupedOption(["--recordings"], group="Mock", metavar="FILE", type=INPUT,
+                      help="Its answers, as recorded of a real server in a .jsonl; no others."),
+        GroupedOption(["--record-from"], group="Mock", metavar="URL",
+                      help="Ask the server at URL, with the key $KVARTS_RECORD_KEY, for what --recordings lacks."),
     ]  # fmt: skip
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
@@ -121,6 +129,8 @@ def mock_command(**params: Any) -> None:
         seed=params["seed"],
         is_recording=params["record"] is not None,
         answers=() if params["answers"] is None else load_rules(params["answers"]),
+        recordings=_recordings(params),
+        media=params["media"] or _family(given),
     )
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []
@@ -147,6 +157,23 @@ def mock_command(**params: Any) -> None:
         opened.routes.event_sources += sources
         http_sessions.open_sessions_of(opened, params, keys)
         serve_http(opened, address, params, what=_told(opened))
+
+
+def _family(given: Given) -> str:
+    """Return the family of the model to mock, if it is named."""
+    if "model" not in given:
+        return ""
+    from kvarts.openai_api.media import family_of
+
+    return family_of(str(given["model"]))
+
+
+def _recordings(params: dict[str, Any]) -> Recordings | None:
+    if params["recordings"] is None and params["record_from"] is None:
+        return None
+    from kvarts.openai_api.recordings import open_recordings
+
+    return open_recordings(params["recordings"], params["record_from"])
 
 
 def _check_model(name: str) -> None:

@@ -56,10 +56,10 @@ def open_if_several(
                 raise given.error(key, "is for several models on one device", hint="Give --model NAME=MODEL for each.")
         return None
     if params["names"]:
-        raise ConfigError("is for one model", field="--served-model-name", hint="Say it as --model NAME=MODEL.")
+        raise ConfigError("is for one model", field="--served-model-name", hint="Give it as --model NAME=MODEL.")
     for key in ("cost", "pages"):
         if key in given:
-            raise given.error(key, "is for one model", hint="Say it of each: --model NAME=MODEL:cost=FILE.")
+            raise given.error(key, "is for one model", hint="Give it for each model: --model NAME=MODEL:cost=FILE.")
     if "eviction" in given:
         raise given.error("eviction", "is for one model")
     from kvarts.openai_api.several.opening import open_several

@@ -83,7 +83,9 @@ KEYS = (
 
 
 @model_command.command("show", cls=Command, params=[click.Argument(["model"]), *options_of(SECTIONS, KEYS)])
-@click.option("--sequence-tokens", metavar="N", type=int, help="Also print what a sequence of N tokens takes. [32768]")
+@click.option(
+    "--sequence-tokens", metavar="N", type=int, help="Also print the bytes of a sequence of N tokens. [32768]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show_command(model: str, sequence_tokens: int | None, as_json: bool, **settings: Any) -> None:
     """Print the memory of a token, a page and a sequence, and with --device how many pages and sequences fit.

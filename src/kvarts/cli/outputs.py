@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
-from kvarts.cli.parts import Results, load_parts
+from kvarts.cli.parts import RoomResults, load_parts
 from kvarts.cli.printing import print_bytes
 from kvarts.cli.table import render_advice, render_table
 from kvarts.files import check_writable, is_standard_output, write_whole
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Outputs", "write_about"]
+__all__ = ["ReplayFiles", "write_about"]
 
 
-class Outputs:
+class ReplayFiles:
     """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
 
     `paths`: the files that options name; `run_dir`: an existing folder for all other files. `html_file`: a page, which
@@ -47,7 +47,7 @@ class Outputs:
         self._reports = [path for path in (report_file,) if path is not None]
         self._requests = [path for path in (requests_file,) if path is not None]
         of_parts = [part.results(config, places, run_dir, model) for part in load_parts()]
-        self._more: list[Results] = [results for results in of_parts if results is not None]
+        self._more: list[RoomResults] = [results for results in of_parts if results is not None]
         pages = [path for path in (html_file,) if path is not None]
         for path in (*self._reports, *self._requests, *pages):
             check_writable(path)

@@ -13,7 +13,7 @@ from kvarts.errors import ConfigError
 from kvarts.files import is_standard_output, write_whole
 
 if TYPE_CHECKING:
-    from kvarts.report.render import Overview
+    from kvarts.report.render import ShownOverview
 
 __all__ = ["check_opening", "open_option", "open_page", "write_run_page"]
 
@@ -50,7 +50,7 @@ def write_run_page(run_dir: Path, html_file: Path, *, opens: bool) -> None:
     from kvarts.report.run_directory import RunDirectory
 
     run = RunDirectory(run_dir)
-    overviews: dict[Path, Overview | None] = {}
+    overviews: dict[Path, ShownOverview | None] = {}
     runs = run.runs()
     num_bytes = sum(path.stat().st_size for each in runs for _, path in (*each.journals(), *each.timelines()))
     with Progress(f"reading {run_dir}", num_bytes, "bytes", large=LARGE_RUN_BYTES) as progress:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["Outputs", "Part", "Results", "Run", "load_parts"]
+__all__ = ["CommandPart", "Outputs", "ReplayRun", "RoomResults", "load_parts"]
 
 PARTS: tuple[str, ...] = (
     "fleet",
@@ -48,7 +48,7 @@ class Outputs(Protocol):
         """Write the report, and all files that are made from it."""
 
 
-class Results(Protocol):
+class RoomResults(Protocol):
     """Additional results of a replay of one model. The constructor checks its files."""
 
     @property
@@ -62,7 +62,7 @@ class Results(Protocol):
         """Write the files that are made from the report."""
 
 
-class Run(Protocol):
+class ReplayRun(Protocol):
     """One call of `kvarts replay` after parsing: its traffic, configuration, and destinations of results."""
 
     config: Any
@@ -78,7 +78,7 @@ class Run(Protocol):
         """Return the traffic that `kvarts.replay` replays on `config`, and the traces in it."""
 
 
-class Part:
+class CommandPart:
     """A room's additions to `kvarts replay`. By default it adds nothing."""
 
     sections: tuple[Section, ...] = ()
@@ -99,13 +99,15 @@ class Part:
     def check(self, given: Given) -> None:
         """Raise ConfigError for settings of the command line and the file that cannot be combined."""
 
-    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+    def run(
+        self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
+    ) -> ReplayRun | None:
         """Return the run if the settings are for this part, else None. Removes the part's own options from `places`."""
         return None
 
     def results(
         self, config: ReplayConfig, places: Mapping[str, Any], run_dir: Path | None, model: str | None
-    ) -> Results | None:
+    ) -> RoomResults | None:
         """Return the results requested by the part's own options, in `places`, and by `run_dir`.
 
         Names of files include `model`, if given. Raises ConfigError and OutputError.
@@ -114,6 +116,6 @@ class Part:
 
 
 @cache
-def load_parts() -> tuple[Part, ...]:
+def load_parts() -> tuple[CommandPart, ...]:
     """Return the parts that are installed."""
     return tuple(import_module(f"kvarts.cli.{name}").PART for name in PARTS)

@@ -26,7 +26,7 @@ class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
         if value == "":
             self.fail("a path is not empty", param, ctx)
         if value == "-" and self.role == "directory":
-            self.fail("standard output is no directory; write ./- for one of that name", param, ctx)
+            self.fail("standard output is not a directory; use ./- for a directory of that name", param, ctx)
         return Path(value)
 
 

@@ -14,7 +14,7 @@ from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.plan_asked import TIER_NAMES, Asked
+from kvarts.cli.plan_asked import TIER_NAMES, PlanOptions
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
@@ -37,9 +37,7 @@ __all__ = ["plan_command"]
 MOST_USERS = 100_000
 OWN = ("sizes", "policies", "league", "prices", "slo_share", "cost_error", "curves_only")
 # A test compares these names with the league's.
-POLICY_NAMES = (
-    "auto, s3-fifo, arc, w-tinylfu, tail-optimised, workload-aware, tool-ttl, soonest-return, hinted, session-aware"
-)
+POLICY_NAMES = "auto, s3-fifo, arc, soonest-return, hinted, session-aware"
 
 curves = grouped("Cache curves")
 latencies = grouped("Latencies")
@@ -136,8 +134,8 @@ class _Range(click.ParamType[Any]):
 @curves("--outputs", "count_outputs", is_flag=True,
         help="Let generated tokens that are not known take pages as well, as an engine's do.")  # fmt: skip
 @curves("--sample", "rate", metavar="RATE", type=click.FloatRange(0, 1, min_open=True),
-        help="Estimate the curve from this share of the pages, and say how far off it may be; the trace is read as a "
-        "stream.")  # fmt: skip
+        help="Estimate the curve from this share of the pages, and print its possible error; the trace is read as a "
+             "stream.")  # fmt: skip
 @more(
     "--policy",
     "policies",
@@ -151,7 +149,8 @@ class _Range(click.ParamType[Any]):
     "prices",
     metavar="TIER=X,..",
     type=_Prices(),
-    help="What a GiB of device, host and disk costs: what the next GiB of each saves is said for its price as well.",
+    help="Price of a GiB of device, host and disk memory: the plan also prints what the next GiB of each saves per "
+    "price.",
 )
 @more(
     "--share",
@@ -159,14 +158,14 @@ class _Range(click.ParamType[Any]):
     metavar="NAME=TRACE,..",
     type=ShareType(),
     multiple=True,
-    help="A model and its trace, with model=NAME or bytes=N a token, and weight=X: divides --kv-memory by what the "
-    "next byte gains. Once for each of several models.",
+    help="A model and its trace, with model=NAME or bytes=N per token, and weight=X: divides --kv-memory by the gain "
+    "of the next byte. Once for each of several models.",
 )
 @latencies(
     "--users",
     metavar="LOW..HIGH",
     type=_Range(),
-    help="How many users fit: sessions of the trace as a closed loop, so many at a time.",
+    help="Find how many users fit: sessions of the trace in a closed loop, LOW to HIGH at a time.",
 )
 @latencies(
     "--routers",
@@ -177,13 +176,13 @@ class _Range(click.ParamType[Any]):
     "--router-ages",
     "ages",
     metavar="TIME,..",
-    help="Compare them with what they see as old as this, metrics and cache events alike: 0,50ms,1s.",
+    help="Compare them with metrics and cache events of this age: 0,50ms,1s.",
 )
 @latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
            help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
 @latencies("--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
-           help="How far the cost model may be off: the answer is looked for at both ends too. "
-           "[what it is off by in 1 of 10 measurements; 0.15 where nothing was measured]")  # fmt: skip
+           help="Error of the cost model as a share: the search is repeated with steps shorter and longer by it. "
+                "[its error in 1 of 10 measurements; 0.15 if nothing was measured]")  # fmt: skip
 @latencies("--curves-only", is_flag=True, help="Replay nothing, also where model and device are given.")
 def plan_command(
     trace: Path | None,
@@ -257,10 +256,10 @@ def plan_command(
     if config is not None:
         config = with_policy(config, given, traffic)
     if not traffic.knows_prefixes:
-        click.echo("kvarts: the trace does not tell what prompts have in common: no curve rises above 0", err=True)
+        click.echo("kvarts: the trace does not identify prefixes that prompts share: no curve rises above 0", err=True)
     outputs = ["--outputs"] if count_outputs else []
     own = _own_options(click.get_current_context())
-    asked = Asked(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
+    asked = PlanOptions(given, trace, config_file, traffic, config, slo_share, cost_error, outputs, own)
     if users is not None:
         values = asked.users(*users)
         values["command"] = asked.plan("--users", f"{users[0]}..{users[1]}", *own)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["TIER_NAMES", "Asked"]
+__all__ = ["TIER_NAMES", "PlanOptions"]
 
 TIER_NAMES = ("device", "host", "disk")
 
 
-class Asked:
+class PlanOptions:
     """All options, and the trace. `config`: None if nothing is replayed.
 
     `options`: the plan's own options that belong in every command line it prints; `own`: its other options.
@@ -164,8 +164,8 @@ class Asked:
             **found,
         }
 
-    def _users_command(self, users: int, copies: int, host_bytes: int) -> str:
-        changes: dict[str, Any] = {"concurrency": users}
+    def _users_command(self, users: int, copies: int, host_bytes: int, settings: Mapping[str, Any]) -> str:
+        changes: dict[str, Any] = {"concurrency": users, **settings}
         if host_bytes:
             changes["offload.host_memory"] = as_size(host_bytes)
         if copies == 1:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvarts.cli.parts import Part, Run
+from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.plan.policy import KEY, SECTION, check_policy
 from kvarts.settings import Given, Section
 
 __all__ = ["PART"]
 
 
-class PolicyPart(Part):
+class PolicyPart(CommandPart):
     """An eviction policy, by name. Policies that use the ends of sessions learn these from the trace."""
 
     sections = (SECTION,)
@@ -24,7 +24,9 @@ class PolicyPart(Part):
             raise given.error(KEY, "is for one model", hint="In Python, each model can have its own.")
         check_policy(given)
 
-    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+    def run(
+        self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
+    ) -> ReplayRun | None:
         """Return the run if a policy is given."""
         if KEY not in given:
             return None

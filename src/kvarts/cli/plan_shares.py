@@ -46,7 +46,7 @@ class ShareType(click.ParamType[Any]):
         if unknown := [key for key in values if key not in KEYS]:
             self.fail(f"{unknown[0]!r} is none of {', '.join(KEYS)}", param, ctx)
         if ("model" in values) == ("bytes" in values):
-            self.fail("give either model=NAME or bytes=N, what a token weighs", param, ctx)
+            self.fail("give either model=NAME or bytes=N, the bytes per token", param, ctx)
         token_bytes = values.get("bytes", "1")
         most = len(str(MOST_BYTES_PER_TOKEN)) - 1
         if not (token_bytes.isascii() and token_bytes.isdecimal() and len(token_bytes) <= most and int(token_bytes)):

@@ -21,7 +21,7 @@ PICTURES = ("png", "svg")
 @click.command("sweep", cls=Command)
 @click.argument("config_file", metavar="CONFIG", type=INPUT)
 @click.option("-o", "--output", "directory", metavar="DIR", type=DIRECTORY, required=True,
-              help="Where results go, and where a sweep that was interrupted goes on.")  # fmt: skip
+              help="Directory of the results, where an interrupted sweep also resumes.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. [as many as there are cores]")
 @click.option("--ray", "ray_address", metavar="ADDRESS",
               help="Run points on the Ray cluster at ADDRESS, or auto, instead. Needs kvarts[ray]; the trace must be "

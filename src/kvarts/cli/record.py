@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.cli.paths import DERIVED, OUTPUT
 from kvarts.errors import OutputError
 from kvarts.files import check_writable, whole_file
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.events import Event
     from kvarts.record.live import LiveTimeline
-    from kvarts.record.timeline import Recorded
+    from kvarts.record.timeline import RecordedReport
     from kvarts.report.report import Report
     from kvarts.sim.config import ReplayConfig
 
@@ -32,6 +32,7 @@ __all__ = [
     "check_timelines",
     "kv_timeline_option",
     "live_reader",
+    "open_journals",
     "open_live",
     "write_timelines",
 ]
@@ -48,7 +49,7 @@ kv_timeline_option = click.option(
 """For `kvarts profile`, see open_live; for sessions, see live_reader."""
 
 
-class RecordPart(Part):
+class RecordPart(CommandPart):
     """Timelines and journals."""
 
     def options(self) -> Sequence[click.Option]:
@@ -123,30 +124,41 @@ class Recordings:
         if not self._journals:
             yield writers.__getitem__
             return
-        from kvarts.record.journal import JournalWriter
-
-        memory = None if self._config.kv_groups == "off" else self._config.memory.to_builtins()
-        with ExitStack() as stack:
-            closing = []
+        with open_journals() as open_journal:
             for paths in self._journals:
-                for replica, path in enumerate(paths):
-                    writer = JournalWriter(
-                        stack.enter_context(whole_file(path)),
-                        total_blocks=self._config.num_blocks,
-                        block_size_tokens=self._config.page_size,
-                        is_packed=path.suffix == ".gz",
-                        memory=memory,
-                    )
-                    writers[replica].append(writer)
-                    closing.append(writer)
+                for readers, path in zip(writers, paths, strict=True):
+                    readers.append(open_journal(path, self._config))
             yield writers.__getitem__
-            for writer in closing:
-                writer.close()
 
     def write(self, report: Report) -> None:
         """Write the timelines."""
         if self._timelines:
             write_timelines(report, self._timelines, every=self._every)
+
+
+@contextmanager
+def open_journals() -> Iterator[Callable[[Path, ReplayConfig], EventReader]]:
+    """Yield a function that begins the journal of an engine; the files appear at the end, if nothing fails."""
+    from kvarts.record.journal import JournalWriter
+
+    with ExitStack() as stack:
+        writers: list[JournalWriter] = []
+
+        def begin(path: Path, config: ReplayConfig) -> EventReader:
+            writers.append(
+                JournalWriter(
+                    stack.enter_context(whole_file(path)),
+                    total_blocks=config.num_blocks,
+                    block_size_tokens=config.page_size,
+                    is_packed=path.suffix == ".gz",
+                    memory=None if config.kv_groups == "off" else config.memory.to_builtins(),
+                )
+            )
+            return writers[-1]
+
+        yield begin
+        for writer in writers:
+            writer.close()
 
 
 def check_timelines(paths: Iterable[Path]) -> None:
@@ -158,7 +170,7 @@ def check_timelines(paths: Iterable[Path]) -> None:
             import_parquet()
 
 
-def write_timelines(report: Recorded, groups: Iterable[Iterable[Path]], *, every: int) -> None:
+def write_timelines(report: RecordedReport, groups: Iterable[Iterable[Path]], *, every: int) -> None:
     """Write the timeline of each replica of `report` to the paths of each group, with every `every`-th step."""
     from kvarts.record.timeline import timelines_of
 

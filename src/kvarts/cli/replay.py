@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +12,7 @@ import click
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
-from kvarts.cli.parts import Outputs, Run, load_parts
+from kvarts.cli.parts import Outputs, ReplayRun, load_parts
 from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sample import load_traffic, over_sample_settings
@@ -87,13 +86,15 @@ def replay_command(
     runs = [part.run(given, trace, sections, params) for part in load_parts()]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
-    run: Run = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
+    run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
     run_dir: Path | None = params.pop("run_dir")
     check_opening(html_file, opens=opens)
     inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
     with ExitStack() as stack:
         folder = None if run_dir is None else stack.enter_context(new_directory(run_dir, last=REPORT))
         if folder is None and html_file is not None:
+            from tempfile import TemporaryDirectory
+
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvarts-")))
         outputs = run.outputs({**params, "run_dir": folder, "html_file": html_file})
         check_outputs(outputs.paths, inputs, run_dir=run_dir)
@@ -114,10 +115,12 @@ def nothing_fits(summary: Mapping[str, Any]) -> bool:
 
 
 def set_by(given: Given, sections: Sequence[Section]) -> Callable[[str], bool]:
-    """Return a function that returns whether an option, or `--option=value`, is among the given settings."""
+    """Return a function that returns whether an option, `--option=value` or a table `[[name]]` was given."""
     keys = {each.flag: each.key for section in sections if not section.is_named for each in section.settings}
 
     def is_set(what: str) -> bool:
+        if what.startswith("[["):
+            return bool(given.names(what.strip("[]")))
         flag, equals, value = what.partition("=")
         key = keys.get(flag)
         return key is not None and key in given and (not equals or str(given[key]) == value)
@@ -168,9 +171,9 @@ class OneRun:
 
     def outputs(self, places: Mapping[str, Any]) -> Outputs:
         """Return the outputs, with their paths checked."""
-        from kvarts.cli.outputs import Outputs as OneOutputs
+        from kvarts.cli.outputs import ReplayFiles
 
-        return OneOutputs(self.config, **places)
+        return ReplayFiles(self.config, **places)
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
         """Load the trace."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.routers.config import Routing
 from kvarts.settings import Section
 
 __all__ = ["PART"]
 
 
-class RoutersPart(Part):
+class RoutersPart(CommandPart):
     """Staleness, lag, seed and queue: options, and the table [routing]."""
 
     sections = (Section(struct=Routing, title="Router", table="routing"),)

@@ -19,8 +19,8 @@ from kvarts.rooms import from_room
 
 __all__ = ["model_command"]
 
-SETTINGS = ("kv_memory", "page_size", "dtype", "device", "attention", "layers", "quantization", "trust_remote_code",
-            "kv_groups", "speculative_config")  # fmt: skip
+SETTINGS = ("kv_memory", "page_size", "max_itl_ms", "dtype", "device", "attention", "layers", "quantization",
+            "trust_remote_code", "kv_groups", "kv_dtype", "speculative_config")  # fmt: skip
 
 
 def _options() -> list[click.Parameter]:

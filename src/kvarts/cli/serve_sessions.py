@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import click
@@ -14,6 +14,7 @@ from kvarts.cli import (
     record,
 )
 from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option
+from kvarts.cli.http_sessions import Door
 from kvarts.cli.narrating import narrate
 from kvarts.cli.options import Command, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
@@ -26,9 +27,6 @@ from kvarts.units import parse_bytes
 
 __all__ = ["sessions_command"]
 
-Beside = Callable[[Any], AbstractAsyncContextManager[object]]
-"""A context manager that serves a runtime at one more address while it is entered."""
-
 MAX_SESSIONS = 16_384
 
 of_model = grouped("Model")
@@ -39,8 +37,8 @@ of_address = grouped("Address")
 
 @click.command("sessions", cls=Command)
 @of_model("--model", metavar="DIR", help=MODEL_HELP)
-@of_model("--mock", is_flag=True, help="No model: tokens by a rule, steps as long as a cost model says.")
-@of_model("--speedup", metavar="X", type=float, help="Of the mock: steps take an Xth of their time. [1]")
+@of_model("--mock", is_flag=True, help="No model: tokens by a rule, step times by a cost model.")
+@of_model("--speedup", metavar="X", type=float, help="For the mock: steps take 1/X of their time. [1]")
 @of_session("--sink", metavar="N", type=click.IntRange(min=0), default=4, show_default=True,
             help="Keep the KV of the first N tokens,")  # fmt: skip
 @of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,
@@ -50,21 +48,21 @@ of_address = grouped("Address")
 @of_session("--past-max-positions", is_flag=True, help="Go on beyond the positions that the model was trained for.")
 @of_session("--retention", type=click.Choice(["pin", "cache", "host"]), default="cache", show_default=True,
             help="With --window all: where KV is between turns.")  # fmt: skip
-@of_session("--ttl", metavar="SECONDS", type=float, help="Idle sessions expire after so long. [never]")
+@of_session("--ttl", metavar="SECONDS", type=float, help="Time after which idle sessions expire. [never]")
 @of_all("--max-sessions", metavar="N", type=click.IntRange(min=1), default=MAX_SESSIONS, show_default=True,
         help="As many sessions at most.")  # fmt: skip
 @of_all("--max-history-tokens", metavar="N", type=click.IntRange(min=1),
         help="Their histories have as many tokens together, 8 bytes each. [16777216]")  # fmt: skip
 @of_all("--session-memory", metavar="SIZE", help="Their KV takes as much at most: 4GiB.")
 @of_all("--at-capacity", type=click.Choice(["refuse", "evict"]), default="refuse", show_default=True,
-        help="Refuse a session for which there is no room, or evict the one that is idle longest.")  # fmt: skip
+        help="Without room for a session: refuse it, or evict the one that is idle longest.")  # fmt: skip
 @of_all("--state-dir", metavar="DIR", type=DIRECTORY,
         help="Keep sessions here, also beyond the end of the process.")  # fmt: skip
 @of_all("--host-memory", metavar="SIZE", help="Host memory below the pages, for --retention host: 8GiB.")
 @of_address("--bind", metavar="HOST:PORT", default="127.0.0.1:50051", show_default=True,
             help="Port 0: a free one.")  # fmt: skip
 @of_address("--http", metavar="HOST:PORT",
-            help="Serve OpenAI's API as well: a request goes on with the session that it names.")  # fmt: skip
+            help="Serve OpenAI's API as well: a request continues the session that it names.")  # fmt: skip
 @of_address("--tls-cert", metavar="FILE", type=INPUT,
             help="Certificate, PEM. With --tls-key: encrypt, on both doors.")  # fmt: skip
 @of_address("--tls-key", metavar="FILE", type=INPUT, help="Its key.")
@@ -99,7 +97,7 @@ def sessions_command(**values: Any) -> None:
         if owners is not None:
             settings["shares"] = owners.keys.shares
         settings["record"] = record.live_reader(stack, values, settings["say"])
-        beside: list[Beside] = []
+        beside: list[Door] = []
         beside += http_sessions.beside(values, settings, owners)
         asyncio.run(_serve(settings, binding, owners, values["max_message_bytes"], beside))
 
@@ -121,6 +119,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "page_size",
             "max_batched_tokens",
             "max_seqs",
+            "max_itl_ms",
             "dtype",
             "device",
             "attention",
@@ -128,6 +127,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "quantization",
             "trust_remote_code",
             "kv_groups",
+            "kv_dtype",
         )
         if values[name] is not None
     }
@@ -146,7 +146,7 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(
-    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[Beside]
+    settings: dict[str, Any], binding: Any, owners: Any, max_message_bytes: int, beside: Sequence[Door]
 ) -> None:
     from kvarts.serve.server import SessionServer, serve_until_signal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvarts.cli.parts import Part
+from kvarts.cli.parts import CommandPart
 from kvarts.session.replayed.config import SessionReplay
 from kvarts.settings import Flags, Given, Section
 
@@ -11,7 +11,7 @@ __all__ = ["PART"]
 TABLE = "sessions"
 
 
-class SessionsPart(Part):
+class SessionsPart(CommandPart):
     """KV that engines retain for sessions: options, and the table [sessions]."""
 
     sections = (Section(struct=SessionReplay, title="Sessions", table=TABLE),)

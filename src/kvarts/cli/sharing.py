@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from kvarts.cli.options import GroupedOption
-from kvarts.cli.parts import Part, Run
+from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.paths import DERIVED
 from kvarts.errors import ConfigError
 from kvarts.settings import Flags, Given, Section, setting, settings_of
@@ -31,7 +31,7 @@ class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
     trace: Annotated[str | None, setting("Path of its trace, relative to this file.", flag=None)] = None
 
 
-class SharingPart(Part):
+class SharingPart(CommandPart):
     """Names of models, their traces, and settings of the shared device."""
 
     of_one_model = False
@@ -70,7 +70,7 @@ class SharingPart(Part):
                 name, fields = parse_share(text)
                 if name in given.names(MODELS):
                     raise ConfigError(
-                        "is given twice", field=f"--model {name}", hint="Give each model a name of its own."
+                        "is given twice", field=f"--model {name}", hint="Give each model a different name."
                     )
                 self._add(given, name, fields, ModelShare, f"--model {name}")
         elif len(texts) > 1:
@@ -108,7 +108,9 @@ class SharingPart(Part):
         for field, value in fields.items():
             given.add(settings[field], value, source)
 
-    def run(self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]) -> Run | None:
+    def run(
+        self, given: Given, trace: Path | None, sections: Sequence[Section], places: dict[str, Any]
+    ) -> ReplayRun | None:
         """Return the run if models have names. Raise ConfigError if only settings of sharing are given."""
         loans_file = places.pop("loans_file")
         if given.names(MODELS):
@@ -159,7 +161,7 @@ def parse_share(text: str) -> tuple[str, dict[str, Any]]:
             try:
                 fields[key] = number(fields[key])
             except ValueError:
-                raise ConfigError(f"{fields[key]!r} is no number", field=f"--model {name}: {key}") from None
+                raise ConfigError(f"{fields[key]!r} is not a number", field=f"--model {name}: {key}") from None
     return name, fields
 
 

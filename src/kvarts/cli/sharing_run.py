@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli.outputs import Outputs
+from kvarts.cli.outputs import ReplayFiles
 from kvarts.cli.printing import print_bytes, tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sharing_table import render_shared_table
@@ -101,7 +101,7 @@ class SharedOutputs:
                 with writing(run_dir / name):
                     (run_dir / name).mkdir()
         self._outputs = {
-            name: Outputs(
+            name: ReplayFiles(
                 of_model,
                 as_json=False,
                 report_file=None,

@@ -43,7 +43,7 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
 @click.command("soak", cls=Command)
 @click.option("--address", metavar="HOST:PORT", help="A server of sessions, such as kvarts serve sessions.")
 @click.option("--virtual", is_flag=True, help="The mock in this process, on a virtual clock: hours take seconds.")
-@click.option("--judge", metavar="FILE", type=INPUT, help="Judge what --json wrote; run nothing.")
+@click.option("--judge", metavar="FILE", type=INPUT, help="Judge a file that --json wrote, and run nothing.")
 @click.option("--duration", metavar="TIME", type=_Seconds(), default="4h", show_default=True, help="How long to run.")
 @click.option("--turn-spacing", metavar="TIME", type=_Seconds(), default="30s", show_default=True,
               help="From the beginning of a turn to that of the next.")  # fmt: skip
@@ -54,7 +54,7 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
 @click.option("--window", metavar="N", type=int, default=64, show_default=True, help="Last tokens that are retained.")
 @click.option("--vocab-size", metavar="N", type=int, default=256, show_default=True,
               help="Token ids that are sent are below this.")  # fmt: skip
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of the tokens that are sent.")
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the tokens that are sent.")
 @click.option("--bytes-per-token", "layers", metavar="BYTES[@TOKENS]", multiple=True,
               help="What a token takes, of layers that retain TOKENS tokens [sink + window]; once for each kind of "
               "layers. Left out, it is derived while sessions fill up.")  # fmt: skip
@@ -62,11 +62,11 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-drift", metavar="SHARE", type=float, default=0.1, show_default=True,
               help="By how much the time between tokens may rise over the run.")  # fmt: skip
 @click.option("--max-rss-growth", metavar="SHARE", type=float, default=0.05, show_default=True,
-              help="By how much the server's memory may grow over the run, beside 8 bytes a token.")  # fmt: skip
+              help="How much the server's memory may grow over the run, in addition to 8 bytes per token.")  # fmt: skip
 @click.option("--checkpoint-turns", metavar="N", type=click.IntRange(min=1), default=10, show_default=True,
               help="Write --json after every N turns, for the case that this process is killed.")  # fmt: skip
 @click.option("--json", "json_file", metavar="OUT", type=OUTPUT,
-              help="Write what was measured, and the verdict.")  # fmt: skip
+              help="Write the measurements and the verdict.")  # fmt: skip
 @click.option("--page", "page_file", metavar="OUT", type=OUTPUT, help="Write a page that shows it.")
 @recording.kv_timeline_option
 def soak_command(
@@ -166,7 +166,7 @@ def _layers(text: str, bound_tokens: int) -> KvLayers:
     match = re.fullmatch(r"(\d+)(?:@(\d+))?", text)
     if match is None:
         raise ConfigError(
-            f"{text!r} is no number of bytes", field="--bytes-per-token", hint="Write 114688 or 4096@512."
+            f"{text!r} is not a number of bytes", field="--bytes-per-token", hint="Write 114688 or 4096@512."
         )
     return KvLayers(max_tokens=int(match[2] or bound_tokens), bytes_per_token=int(match[1]))
 

@@ -30,7 +30,7 @@ ALIASES = {
 
 ANSWERS = {
     "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",
-    "--enable-chunked-prefill": "prompts are always chunked; --max-batched-tokens says how large a chunk may be",
+    "--enable-chunked-prefill": "prompts are always chunked; --max-batched-tokens sets the largest chunk",
     "--enable-expert-parallel": "give --expert-parallel N, over how many devices experts are divided",
     "--enable-prefix-caching": "the prefix cache is always on",
     "--kv-offloading-size": "give --host-memory 64GiB",
@@ -38,7 +38,8 @@ ANSWERS = {
     "--no-enable-prefix-caching": "the prefix cache is always on",
     "--num-gpu-blocks": "give --pages N",
     "--quantization": "give --weight-dtype fp8, and --kv-dtype for KV",
-    "--scheduling-policy": "a replay goes by priority and arrival; a policy of your own: docs/guide-policies.md",
+    "--scheduling-policy": "requests are ordered by priority and arrival; for another policy see "
+    "docs/guide-policies.md",
     "--swap-space": "give --host-memory 64GiB",
     "-q": "give --weight-dtype fp8, and --kv-dtype for KV",
 }

@@ -39,8 +39,8 @@ def _reading(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for reading traces."""
     command = click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read.")(command)
     command = click.option("--session-turns", type=click.Choice(["whole", "deltas"]),
-                           help="Whether later turns of sessions in Mooncake's form have whole prompts, or only what "
-                           "is new.")(command)  # fmt: skip
+                           help="Whether later turns of sessions in Mooncake's form have whole prompts, or only "
+                                "their new part.")(command)  # fmt: skip
     return click.option("--trace-block-size", metavar="TOKENS", type=click.IntRange(min=1),
                         help="Tokens that a hash id stands for.")(command)  # fmt: skip
 
@@ -94,9 +94,9 @@ def forms_command(as_json: bool) -> None:
         print_json([{"name": form.name, "title": form.title, "example": form.example,
                      "tells_prefixes": form.tells_prefixes} for form in FORMS])  # fmt: skip
         return
-    told = {True: "tells what prompts have in common", False: "lengths and times only"}
+    content = {True: "with the prefixes that prompts share", False: "lengths and times only"}
     print_bytes("\n".join(
-        f"{form.name}: {form.title}; {told[form.tells_prefixes]}\n{form.example}\n" for form in FORMS
+        f"{form.name}: {form.title}; {content[form.tells_prefixes]}\n{form.example}\n" for form in FORMS
     ).encode())  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def convert_command(trace: Path, output: Path | None, **reading: Any) -> None:
 @click.option("--from", "begin_ns", metavar="TIME", type=_Duration(), default="0s", help="Requests from TIME on.")
 @click.option("--to", "end_ns", metavar="TIME", type=_Duration(), help="Requests before TIME, such as 10m.")
 @click.option("--first", metavar="N", type=click.IntRange(min=0), default=0, help="Leave out N requests of these.")
-@click.option("--count", metavar="N", type=click.IntRange(min=1), help="Keep N requests of what is left.")
+@click.option("--count", metavar="N", type=click.IntRange(min=1), help="Keep N of the remaining requests.")
 @_writing
 def slice_command(
     trace: Path, output: Path | None, begin_ns: int, end_ns: int | None, first: int, count: int | None, **reading: Any

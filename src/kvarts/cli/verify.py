@@ -32,13 +32,13 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.command("verify", cls=Command)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=INPUT)
 @click.option("--preempt-threshold", metavar="SHARE", type=float, default=0.95, show_default=True,
-              help="Preemption below this share of used blocks is a violation, unless the step says what it "
-              "asked for.")  # fmt: skip
+              help="Preemption below this share of used blocks is a violation, unless the step names the request "
+                   "that needed blocks.")  # fmt: skip
 @click.option("--max-bytes", metavar="BYTES", type=_Bytes(),
               help="Ask for boundedness too: never more than this (24GiB, 500MB, 1000), and no growth after "
               "warm-up.")  # fmt: skip
 @click.option("--block-bytes", metavar="BYTES", type=_Bytes(),
-              help="Bytes of a block, where the timeline does not say.")  # fmt: skip
+              help="Bytes of a block, if the timeline does not state them.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print verdicts as JSON instead of text.")
 def verify_command(
     files: tuple[Path, ...], preempt_threshold: float, max_bytes: int | None, block_bytes: int | None, as_json: bool
@@ -49,9 +49,9 @@ def verify_command(
     inconclusive (empty, constant zero, or too short). The exit code is 5 if any is violated, else that of the first
     file that cannot be read, else 6 if any is inconclusive, else 0.
     """
-    from kvarts.verify.verifier import Limits, verify_file
+    from kvarts.verify.verifier import TimelineLimits, verify_file
 
-    Limits.checked(preempt_threshold, max_bytes, block_bytes)
+    TimelineLimits.checked(preempt_threshold, max_bytes, block_bytes)
     codes = []
     answers: list[dict[str, Any]] = []
     for path, refused in _timelines(files):

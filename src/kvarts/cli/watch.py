@@ -46,25 +46,27 @@ MOST_WAITING = 1 << 16
 @click.command("watch", cls=Command)
 @click.argument("endpoint")
 @of_engine("--replay", metavar="ENDPOINT", help="Ask here for full state, and for batches that were lost.")
-@of_engine("--topic", default="", help="Of the events; they begin with it. [all]")
+@of_engine("--topic", default="", help="Prefix of the topics to receive. [all]")
 @of_engine("--bind", "binds", is_flag=True, help="Wait at ENDPOINT for engines that connect to their consumer.")
 @of_engine("--metrics", metavar="URL", help="Look at the engine's metrics: http://HOST:PORT/metrics.")
 @of_engine("--total-blocks", metavar="N", type=click.IntRange(min=1),
-           help="Blocks of the device. [what metrics say]")  # fmt: skip
+           help="Blocks of the device. [from the metrics]")  # fmt: skip
 @of_engine("--allow-copies", is_flag=True,
-           help="A block may be stored twice, for engines that tell of each copy.")  # fmt: skip
+           help="Permit a second store of a block, for engines that publish each copy.")  # fmt: skip
 @of_engine("--max-blocks", metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
            help="Blocks that are kept in mind at once, about 150 bytes each; of more, nothing is judged.")  # fmt: skip
+@of_engine("--ui", "ui_port", metavar="PORT", type=click.IntRange(0, 65535),
+           help="Serve a live page at this port of 127.0.0.1; 0: a free one.")  # fmt: skip
 @of_end("--duration", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
-        help="End after so long. [with SIGINT or SIGTERM]")  # fmt: skip
+        help="End after this time. [at SIGINT or SIGTERM]")  # fmt: skip
 @of_results(
     "--events", "events_file", metavar="FILE", type=OUTPUT, help="Write a journal, for `kvarts story`; .gz packs it."
 )
 @of_results("--timeline", "timeline_file", metavar="FILE", type=OUTPUT,
             help="Write a row for each look at the metrics, JSON lines, for `kvarts verify`.")  # fmt: skip
 @of_results("--every", metavar="SECONDS", type=click.FloatRange(min=0.1),
-            help="Between two lines of what goes on. [10; in a terminal 1]")  # fmt: skip
-@of_results("--quiet", is_flag=True, help="Say nothing while it goes on.")
+            help="Seconds between two progress lines. [10; in a terminal 1]")  # fmt: skip
+@of_results("--quiet", is_flag=True, help="Print no progress.")
 @of_results("--verdict", "verdict_file", metavar="FILE", type=OUTPUT, help="Write the verdict as JSON.")
 @of_results("--json", "as_json", is_flag=True, help="Print the verdict as JSON instead of text.")
 def watch_command(endpoint: str, **values: Any) -> int:
@@ -80,7 +82,7 @@ def watch_command(endpoint: str, **values: Any) -> int:
     from kvarts.connect.watched import Watched
 
     if values["timeline_file"] is not None and values["metrics"] is None:
-        raise ConfigError("needs metrics, which say what is in use", field="timeline", hint="Give --metrics URL.")
+        raise ConfigError("needs metrics, which report the blocks in use", field="timeline", hint="Give --metrics URL.")
     for name in ("duration", "every"):
         if values[name] is not None and not isfinite(values[name]):
             raise ConfigError(f"must be a finite number, got {values[name]}", field=name)
@@ -141,6 +143,13 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
         stack.callback(timeline.close)
         return timeline
 
+    page = None
+    if values["ui_port"] is not None:
+        from kvarts.connect.live import WatchedPage
+
+        page = WatchedPage(values["ui_port"], name=endpoint)
+        stack.callback(page.close)
+        click.echo(f"kvarts: a live page is at {page.url}", err=True)
     is_terminal = sys.stderr.isatty()
     watch = Watch(
         stream,
@@ -149,6 +158,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
         open_timeline=None if values["timeline_file"] is None else open_timeline,
         on_status=None if values["quiet"] else _View(is_terminal),
         every_s=values["every"] or (1.0 if is_terminal else 10.0),
+        on_look=None if page is None else page.update,
     )
     if not values["quiet"]:
         click.echo(f"kvarts: watching {endpoint}; SIGINT ends it with a verdict", err=True)
@@ -156,7 +166,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
     if not stream.wait_for_connection(0):
         notes.append(f"nothing was at {endpoint}")
     if stream.num_strange:
-        notes.append(f"{stream.num_strange:,} messages are no batches")
+        notes.append(f"{stream.num_strange:,} messages are not batches")
     if stream.num_unanswered:
         notes.append(f"{stream.num_unanswered:,} requests for past batches were not answered")
     if stream.num_too_long:
@@ -170,7 +180,7 @@ def _watch(stack: ExitStack, endpoint: str, values: dict[str, Any], watched: Any
         notes.append(f"metrics could not be read at {values['metrics']}")
     if values["timeline_file"] is not None and watch.timeline is None:
         open_timeline(watched.claims.total_blocks or 0, watched.claims.block_size or 0)
-        notes.append("the timeline is empty: metrics did not say how many blocks there are, or no block was stored")
+        notes.append("the timeline is empty: the metrics do not report the number of blocks, or no block was stored")
     return watch
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvarts.connect.decoding import BlockHash, Removed, Stored
 
-__all__ = ["RULES", "Block", "Claims", "RuleResult", "Violation"]
+__all__ = ["RULES", "Block", "BrokenClaim", "ClaimResult", "Claims"]
 
 RULES = MappingProxyType(
     {
@@ -41,7 +41,7 @@ Block = int
 """Hash of the claims about a block: its parent, and its tokens, which are too few if the event has too few."""
 
 
-class Violation(msgspec.Struct, frozen=True, gc=False):
+class BrokenClaim(msgspec.Struct, frozen=True, gc=False):
     """One violation, in batch `seq`."""
 
     rule: str
@@ -49,7 +49,7 @@ class Violation(msgspec.Struct, frozen=True, gc=False):
     what: str
 
 
-class RuleResult(msgspec.Struct, frozen=True, gc=False):
+class ClaimResult(msgspec.Struct, frozen=True, gc=False):
     """Status of one rule. `why` is the reason of a status other than ok and violated."""
 
     rule: str
@@ -79,7 +79,7 @@ class Claims:
         self.media: dict[Key, dict[BlockHash, Block]] = {}
         self._copies: dict[tuple[Key, BlockHash], int] = {}
         self.block_size: int | None = None
-        self.violations: dict[str, list[Violation]] = {rule: [] for rule in RULES}
+        self.violations: dict[str, list[BrokenClaim]] = {rule: [] for rule in RULES}
         self.num_violations = dict.fromkeys(RULES, 0)
         self.num_unjudged = dict.fromkeys(RULES, 0)
         self.is_complete = True
@@ -165,7 +165,7 @@ class Claims:
         """Add a violation."""
         self.num_violations[rule] += 1
         if len(self.violations[rule]) < MAX_LISTED:
-            self.violations[rule].append(Violation(rule, seq, what))
+            self.violations[rule].append(BrokenClaim(rule, seq, what))
 
     def num_blocks(self, medium: str | None = None) -> int:
         """Return the number of blocks stored in one medium or in all; with groups, that of the largest group."""
@@ -173,25 +173,25 @@ class Claims:
             return sum(self.num_blocks(name) for name in {name for name, _ in self.media})
         return max((len(there) for (name, _), there in self.media.items() if name == medium), default=0)
 
-    def results(self) -> list[RuleResult]:
+    def results(self) -> list[ClaimResult]:
         """Return the status of each rule."""
         return [self._result(rule) for rule in RULES]
 
-    def _result(self, rule: str) -> RuleResult:
+    def _result(self, rule: str) -> ClaimResult:
         if self.num_violations[rule]:
-            return RuleResult(rule, "violated", self.num_violations[rule])
+            return ClaimResult(rule, "violated", self.num_violations[rule])
         if rule == "limits" and self.num_unjudged[rule]:
             why = (
                 f"{self.num_refused:,} messages were too long, and {self.num_left_out:,} blocks more than the "
                 f"{self._max_blocks:,} that are kept"
             )
-            return RuleResult(rule, "inconclusive", why=why)
+            return ClaimResult(rule, "inconclusive", why=why)
         if self.num_unjudged[rule]:
             why = f"{self.num_unjudged[rule]:,} claims are about what was there before, which is not known"
-            return RuleResult(rule, "inconclusive", why=why)
+            return ClaimResult(rule, "inconclusive", why=why)
         if rule == "pool" and self.total_blocks is None:
-            return RuleResult(rule, "not_run", why="the number of blocks is not known")
-        return RuleResult(rule, "ok")
+            return ClaimResult(rule, "not_run", why="the number of blocks is not known")
+        return ClaimResult(rule, "ok")
 
     def _judge(self, rule: str, seq: int, what: str) -> None:
         if self.is_complete:

@@ -34,7 +34,10 @@ class TooLongError(Exception):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that can be found from now on; the first follows `parent`."""
+    """Consecutive blocks that can be found from now on; the first follows `parent`.
+
+    `medium`: with the name of a secondary tier, and whether it is remote, if the event has these.
+    """
 
     hashes: Sequence[BlockHash]
     parent: BlockHash | None
@@ -110,6 +113,8 @@ class _StoredMap(msgspec.Struct, gc=False):
     parent_block_hash: _Hash | None = None
     medium: _Medium = None
     group_idx: int | None = None
+    locality: _Medium = None
+    ownership: _Medium = None
 
 
 class _StoredArray(msgspec.Struct, array_like=True, gc=False):
@@ -125,12 +130,18 @@ class _StoredArray(msgspec.Struct, array_like=True, gc=False):
     lora_name: msgspec.Raw = _SKIPPED
     extra_keys: msgspec.Raw = _SKIPPED
     group_idx: int | None = None
+    kv_cache_spec_kind: msgspec.Raw = _SKIPPED
+    kv_cache_spec_sliding_window: msgspec.Raw = _SKIPPED
+    locality: _Medium = None
+    ownership: _Medium = None
 
 
 class _RemovedMap(msgspec.Struct, gc=False):
     block_hashes: _Hashes
     medium: _Medium = None
     group_idx: int | None = None
+    locality: _Medium = None
+    ownership: _Medium = None
 
 
 class _RemovedArray(msgspec.Struct, array_like=True, gc=False):
@@ -138,6 +149,8 @@ class _RemovedArray(msgspec.Struct, array_like=True, gc=False):
     block_hashes: _Hashes
     medium: _Medium = None
     group_idx: int | None = None
+    locality: _Medium = None
+    ownership: _Medium = None
 
 
 _decode_batch = msgspec.msgpack.Decoder(_Batch).decode
@@ -187,6 +200,10 @@ def _told(event: msgspec.Raw) -> Told:
     except msgspec.ValidationError as error:
         raise MalformedError(f"{kind}: {error}") from None
     medium, group = form.medium or DEFAULT_MEDIUM, form.group_idx or 0
+    if form.ownership:  # one of several tiers of a medium, each of which may have the block
+        medium = f"{medium}/{form.ownership}"
+    if form.locality == "REMOTE":
+        medium = f"{medium} remote"
     if kind == "BlockRemoved":
         return Removed(form.block_hashes, medium, group)
     return Stored(form.block_hashes, form.parent_block_hash, form.token_ids, form.block_size, medium, group)

@@ -25,13 +25,20 @@ _URL = re.compile(r"https?://[^\s/]+")
 _READ = frozenset(
     {
         "vllm:cache_config_info",
+        "vllm:generation_tokens_total",
         "vllm:gpu_cache_usage_perc",
+        "vllm:inter_token_latency_seconds_count",
+        "vllm:inter_token_latency_seconds_sum",
         "vllm:kv_cache_usage_perc",
         "vllm:num_preemptions_total",
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:prefix_cache_hits_total",
         "vllm:prefix_cache_queries_total",
+        "vllm:time_per_output_token_seconds_count",
+        "vllm:time_per_output_token_seconds_sum",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:time_to_first_token_seconds_sum",
     }
 )
 _BLOCKS = re.compile(r'(?:^|,)\s*num_gpu_blocks="(\d{1,18})"')
@@ -49,6 +56,11 @@ class EngineSample(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     num_queried_tokens: int | None = None
     num_hit_tokens: int | None = None
+    num_generated_tokens: int | None = None
+    first_token_s: tuple[float, int] | None = None
+    """Sum and number of the times to first token."""
+    next_token_s: tuple[float, int] | None = None
+    """Sum and number of the inter-token latencies."""
 
     @property
     def hit_share(self) -> float | None:
@@ -75,6 +87,13 @@ def parse_metrics(text: str) -> EngineSample:
         found = sums.get(name)
         return None if not found else int(sum(found))
 
+    def sum_and_count(*names: str) -> tuple[float, int] | None:
+        for name in names:
+            seconds, count = sums.get(f"{name}_seconds_sum"), total(f"{name}_seconds_count")
+            if seconds is not None and count is not None:
+                return sum(seconds), count
+        return None
+
     usages = sums.get("vllm:kv_cache_usage_perc") or sums.get("vllm:gpu_cache_usage_perc")
     return EngineSample(
         usage=sum(usages) / len(usages) if usages else None,
@@ -84,6 +103,9 @@ def parse_metrics(text: str) -> EngineSample:
         num_blocks=int(sum(num_blocks)) if num_blocks else None,
         num_queried_tokens=total("vllm:prefix_cache_queries_total"),
         num_hit_tokens=total("vllm:prefix_cache_hits_total"),
+        num_generated_tokens=total("vllm:generation_tokens_total"),
+        first_token_s=sum_and_count("vllm:time_to_first_token"),
+        next_token_s=sum_and_count("vllm:inter_token_latency", "vllm:time_per_output_token"),
     )
 
 

@@ -27,7 +27,7 @@ class Looks(Protocol):
 class Watch:
     """One watch of `stream`. `looks`: reader of its metrics, if any; `timeline` gets one row per sample.
 
-    `on_status` is called every `every_s` seconds.
+    `on_status` is called every `every_s` seconds, `on_look` several times a second.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Watch:
         open_timeline: Callable[[int, int], WatchedTimeline] | None = None,
         on_status: Callable[[Watch], object] | None = None,
         every_s: float = 1.0,
+        on_look: Callable[[Watch], object] | None = None,
     ) -> None:
         self.watched = watched
         self.follower = Follower(watched, stream)
@@ -48,6 +49,7 @@ class Watch:
         self._open_timeline = open_timeline
         self._on_status = on_status
         self._every_s = every_s
+        self._on_look = on_look
         self._num_seen = 0
         self._num_cut = 0
         self._start_s = 0.0
@@ -70,6 +72,8 @@ class Watch:
         while not should_stop() and time.monotonic() < deadline:
             self._stream.wait(min(WAIT_S, deadline - time.monotonic()))
             self._take()
+            if self._on_look is not None:
+                self._on_look(self)
             now = time.monotonic()
             if now >= next_status:
                 next_status = now + self._every_s

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from kvarts.connect.claims import MAX_BLOCKS, Claims, RuleResult, Violation
+from kvarts.connect.claims import MAX_BLOCKS, BrokenClaim, ClaimResult, Claims
 from kvarts.connect.curve import CurvePoint, ReStores
 from kvarts.connect.decoding import Cleared, MalformedError, Removed, Stored, TooLongError, Unknown, decode_batch
 from kvarts.connect.follower import Followed
@@ -40,8 +40,8 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
     total_blocks: int | None
     num_stored_again: int
     curve: list[CurvePoint]
-    rules: list[RuleResult]
-    violations: list[Violation]
+    rules: list[ClaimResult]
+    violations: list[BrokenClaim]
     notes: list[str]
 
     @property

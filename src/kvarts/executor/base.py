@@ -1,12 +1,12 @@
-"""The executor as an engine sees it."""
+"""The executor as an engine sees it, and the cost model as an executor does."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.sched.plan import Batch, StepPlan, StepResult
 
-__all__ = ["Executor", "VirtualExecutor"]
+__all__ = ["CostModel", "Executor", "VirtualExecutor"]
 
 
 class Executor(Protocol):
@@ -32,3 +32,16 @@ class VirtualExecutor(Executor, Protocol):
 
     def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
         """Return the durations of `num_steps` steps of decodes; the arguments are those of CostModel."""
+
+
+class CostModel(Protocol):
+    """Duration of steps. Promises to be pure: the same batch costs the same in any process."""
+
+    def step_ns(self, batch: Batch) -> int:
+        """Return the duration of a step that computes `batch`."""
+
+    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
+        """Return the durations of `num_steps` steps of `num_decodes` decodes each.
+
+        In the first step the decodes know `known_tokens` tokens in total; each later step adds `num_decodes`.
+        """

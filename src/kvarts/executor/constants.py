@@ -6,9 +6,7 @@ form, written by `kvarts calibrate --points TABLE --out FILE`, can replace it as
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +87,9 @@ def load_constants(path: Path) -> Constants:
 @cache
 def shipped_constants() -> Constants:
     """Return the constants that ship with the package."""
+    import tomllib
+    from importlib.resources import files
+
     source = files("kvarts.executor").joinpath("constants.toml")
     return _constants(tomllib.loads(source.read_text("utf-8")), Path("constants.toml"))
 

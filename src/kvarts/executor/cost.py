@@ -10,54 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.executor.manysteps import are_many, whole_ns
-from kvarts.executor.mocker_formula import mocker_decode_ns, mocker_step_ns
+from kvarts.executor.mocker_formula import PolynomialCost
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.uncertainty import Uncertainty
 from kvarts.files import read_toml
 from kvarts.limits import MOST_MS, brief, check_number
 from kvarts.sched.plan import Batch
 
-__all__ = ["CallableCost", "CostModel", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
+__all__ = ["CallableCost", "CostSpec", "LinearCost", "PolynomialCost", "parse_cost"]
 
 
 LINEAR_HINT = "'linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0',"
-
-
-class CostModel(Protocol):
-    """Duration of steps. Promises to be pure: the same batch costs the same in any process."""
-
-    def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step that computes `batch`."""
-
-    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of `num_steps` steps of `num_decodes` decodes each.
-
-        In the first step the decodes know `known_tokens` tokens in total; each later step adds `num_decodes`.
-        """
-
-
-class PolynomialCost(msgspec.Struct, frozen=True, tag_field="model", tag="polynomial"):
-    """The cost model of NVIDIA Dynamo 1.6's mocker.
-
-    Prefill, over the n chunks with prompt tokens: with I and P the mean prompt tokens after and before the step,
-    rounded down, and t = n (I - P): 4.209989e-7 t^2 + 1.518344e-2 t + 16.50142 ms. Decode: with u = the decodes' known
-    tokens over the pool's tokens, at most 1: max(1, -25.74 u^2 + 54.01 u + 5.74) ms. A sequence that ends its recompute
-    in the step also counts as a decode.
-    """
-
-    def step_ns(self, batch: Batch) -> int:
-        """Return the duration of a step."""
-        return mocker_step_ns(batch)
-
-    def decode_ns(self, num_decodes: int, known_tokens: int, pool_tokens: int, num_steps: int) -> list[int]:
-        """Return the durations of `num_steps` steps of decodes."""
-        return mocker_decode_ns(num_decodes, known_tokens, pool_tokens, num_steps)
 
 
 class LinearCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model", tag="linear"):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvarts.clock import Clock
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.flat_batch import FlatBatch
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.page_tables import PageTables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.sched.plan import Batch, Chunk
 
 __all__ = ["PrefillCost"]

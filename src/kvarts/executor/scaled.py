@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvarts.limits import LATEST_NS, TooLateError
 
 if TYPE_CHECKING:
-    from kvarts.executor.cost import CostModel
+    from kvarts.executor.base import CostModel
     from kvarts.sched.plan import Batch
 
 __all__ = ["ScaledCost"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.sched.plan import StepPlan, StepResult
 
 __all__ = ["SimExecutor"]

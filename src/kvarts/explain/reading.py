@@ -23,6 +23,7 @@ from kvarts.journal import (
     Head,
     JournalGroup,
     RejectedLine,
+    ReleasedLine,
     RemovedBelowLine,
     RemovedLine,
     StoredBelowLine,
@@ -150,7 +151,7 @@ def _note(lines: list[AnyLine], *, is_torn: bool) -> str | None:
     for line in lines:
         if isinstance(line, ArrivedLine):
             going.add(line.request)
-        elif isinstance(line, FinishedLine | CancelledLine | RejectedLine):
+        elif isinstance(line, FinishedLine | CancelledLine | RejectedLine | ReleasedLine):
             going.discard(line.request)
     if not going and not is_torn:
         return None

@@ -16,11 +16,13 @@ from kvarts.journal import (
     DraftedLine,
     FinishedLine,
     GivenBackLine,
+    HeldLine,
     Line,
     LoadedLine,
     LoadingLine,
     PreemptedLine,
     RejectedLine,
+    ReleasedLine,
     RemovedLine,
     StoredBelowLine,
     StoredLine,
@@ -128,6 +130,11 @@ class _RequestStory:
                     f"finished: {self._made:,} tokens made, {as_duration(line.t_ms - self._arrived_ms)} after it "
                     f"arrived{self._of_drafts()}",
                 )
+            case HeldLine():
+                self._decoding_since = None
+                self._say(line, "its prompt is computed, and held until another worker has it")
+            case ReleasedLine():
+                self._say(line, f"its pages are free, {as_duration(line.t_ms - self._arrived_ms)} after it arrived")
             case CancelledLine():
                 self._count_made(line.step)
                 self._say(line, f"cancelled{self._of_drafts()}")
@@ -211,6 +218,8 @@ class _RequestStory:
             return f"{self._memory(line.pages_short)} short"
         if line.reason == "token_budget":
             return "the step's token budget was spent"
+        if line.reason == "handoffs":
+            return "requests of other workers have precedence"
         return "as many requests ran as may"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -12,11 +13,12 @@ import msgspec
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.fleet.scaling import Scaler, Scripted, parse_scaler
-from kvarts.limits import MOST_MS, check_number, check_whole
-from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, Source, setting, settings_of
+from kvarts.limits import MOST_BYTES, MOST_MS, MOST_PAGES, check_number, check_whole
+from kvarts.rooms import from_room
+from kvarts.settings import AtLeastOne, Given, Section, Setting, SettingError, ValueSource, setting, settings_of
 from kvarts.sim.config import ReplayConfig, Slo, resolve_replay
 from kvarts.sim.hardware import DeviceSettings, ModelSettings
-from kvarts.units import parse_rate
+from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
@@ -24,10 +26,22 @@ if TYPE_CHECKING:
     from kvarts.fleet.report import FleetReport
     from kvarts.sim.replay import Traffic
 
-__all__ = ["SECTIONS", "FleetConfig", "PoolConfig", "Role", "TransferMode", "TransferSettings", "is_of_fleet"]
+__all__ = [
+    "SECTIONS",
+    "FleetConfig",
+    "FleetWorker",
+    "PoolConfig",
+    "Role",
+    "StoreSettings",
+    "TransferMode",
+    "TransferSettings",
+    "is_of_fleet",
+]
 __all__ += ["resolve_fleet"]
 
 MOST_STARTUP_S = 86_400.0
+TOKEN_BYTES = 131_072
+"""Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
 Role = Literal["mixed", "prefill", "decode"]
 TransferMode = Literal["full-prompt", "missing"]
@@ -141,6 +155,64 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return parse_faults(self.script)
 
 
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A store of pages that all workers share, below their own tiers."""
+
+    pages: Annotated[
+        int | None,
+        setting("A store that all workers share, in pages.", metavar="N", default="none", replaces=("memory",)),
+    ] = None
+    memory: Annotated[
+        int | str | None,
+        setting("A store that all workers share: 1TiB.", metavar="SIZE", default="none", replaces=("pages",)),
+    ] = None
+    rate: Annotated[
+        str,
+        setting("Bytes a second that the store reads, and that it writes, for all workers together.", metavar="RATE"),
+    ] = "80GB/s"
+    worker_rate: Annotated[
+        str, setting("Bytes a second that each worker reads from the store, and that it writes.", metavar="RATE")
+    ] = "10GB/s"
+    latency_us: Annotated[
+        float, setting("On top of every transfer to or from the store.", flag="--store-latency-us", metavar="US")
+    ] = 100.0
+
+    def __post_init__(self) -> None:
+        if self.pages is not None and self.memory is not None:
+            raise SettingError("is given beside {memory}", "pages", hint="Keep one of them.")
+        if self.pages is not None:
+            check_whole(self.pages, "pages", most=MOST_PAGES)
+        if self.memory is not None:
+            check_whole(self._parsed(parse_bytes, "memory"), "memory", most=MOST_BYTES)
+        for field in ("rate", "worker_rate"):
+            check_whole(self._parsed(parse_rate, field), field, most=MOST_BYTES)
+        check_number(self.latency_us, "latency_us", most=MOST_MS)
+
+    @property
+    def bytes_per_s(self) -> tuple[int, int]:
+        """The rates of the store and of a worker."""
+        return self._parsed(parse_rate, "rate"), self._parsed(parse_rate, "worker_rate")
+
+    def num_pages(self, page_bytes: int) -> int:
+        """Return the pages of the store. Raise SettingError for a size that holds none."""
+        if self.pages is not None:
+            return self.pages
+        size = self._parsed(parse_bytes, "memory")
+        if size < page_bytes:
+            hint = meant_size(str(self.memory), page_bytes)
+            raise SettingError(f"{self.memory} hold no page of {page_bytes:,} bytes", "memory", hint=hint)
+        return min(MOST_PAGES, size // page_bytes)
+
+    def _parsed(self, parse: Callable[[str], int], field: str) -> int:
+        value = getattr(self, field)
+        if isinstance(value, int):
+            return value
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise SettingError(error.what, field, hint=error.hint) from error
+
+
 OF_POOL = (
     "replicas",
     "device",
@@ -154,13 +226,20 @@ OF_POOL = (
     "max_seqs",
     "cost",
     "router",
+    "host_pages",
+    "host_memory",
 )
 """Settings that a pool can set differently from the rest of the fleet, by key."""
 
 
 def of_workers() -> dict[str, Setting]:
-    """Return the settings of workers by their keys, as they are declared for all."""
-    return {each.key: each for struct in (ModelSettings, DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    """Return the settings of workers by their keys, as they are declared for all; those of tiers without a table."""
+    known = {each.key: each for struct in (ModelSettings, DeviceSettings, ReplayConfig) for each in settings_of(struct)}
+    with suppress(ConfigError):
+        tiers = from_room("offload.config", "OffloadConfig", field="offload")
+        for each in Section(struct=tiers, title="", table="offload").settings:
+            known.setdefault(each.key.removeprefix("offload."), each)
+    return known
 
 
 def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Struct]:
@@ -171,6 +250,8 @@ def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Stru
     known = of_workers()
     fields = []
     for key in keys:
+        if key not in known:
+            continue  # its room is not installed
         each = known[key]
         words = setting(
             f"Of workers that {what}: {each.help[0].lower()}{each.help[1:]}",
@@ -183,13 +264,14 @@ def pool_settings(what: str, keys: Sequence[str] = OF_POOL) -> type[msgspec.Stru
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What only a table `[[pool]]` says of a pool; what each worker is like stands next to it there."""
+    """Settings of a pool that only a table `[[pool]]` has, next to those of each of its workers."""
 
     role: Annotated[Role, setting("What its workers do: prefill, decode, or mixed for both.", flag=None)] = "mixed"
     replicas: Annotated[AtLeastOne, setting("Number of workers.", flag=None)] = 1
 
 
-IN_TABLE = (*OF_POOL[1:], "model", "engine", "async_scheduling", "cost_factor")
+TIERS = ("target_free", "h2d", "d2h", "disk_pages", "disk_memory", "disk_read", "disk_write")
+IN_TABLE = (*OF_POOL[1:], "model", "engine", "async_scheduling", "cost_factor", *TIERS)
 """Settings that a table `[[pool]]` can have of its workers."""
 
 POOL = "pool"
@@ -200,6 +282,7 @@ SECTIONS = (
     Section(struct=TransferSettings, title="Prefill and decode apart", table="transfer"),
     Section(struct=ScalingSettings, title="Prefill and decode apart", table="scaling"),
     Section(struct=FaultSettings, title="Prefill and decode apart", table="faults"),
+    Section(struct=StoreSettings, title="A store that workers share", table="store"),
     Section(struct=PoolSettings, title="Prefill and decode apart", table=POOL, is_named=True, is_listed=True),
     Section(
         struct=pool_settings("are in this pool", IN_TABLE),
@@ -217,7 +300,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 class _InPool(msgspec.Struct, frozen=True):
     """Source of a value that was given for one pool; errors name the setting as the user wrote it."""
 
-    source: Source
+    source: ValueSource
     setting: Setting
 
     @property
@@ -227,12 +310,12 @@ class _InPool(msgspec.Struct, frozen=True):
 
     def spell(self, setting: Setting, inner: str = "") -> str:
         """Return the setting of the pool, or another one as it is written there."""
-        mine = self.setting.key.endswith(f".{setting.key}")
-        return self.source.spell(self.setting if mine else setting, inner)
+        is_mine = self.setting.key.rpartition(".")[2] == setting.key.rpartition(".")[2]
+        return self.source.spell(self.setting if is_mine else setting, inner)
 
 
 def is_of_fleet(given: Given) -> bool:
-    """Return whether anything was said of pools or of the links between them."""
+    """Return whether a setting of pools, of the links between them, or of a shared store was given."""
     return any(given.in_table(section.table) for section in SECTIONS) or bool(given.names(POOL))
 
 
@@ -255,6 +338,12 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
     transfer = given.build(TransferSettings, "transfer")
     if given.in_table("transfer") and all(pool.role == "mixed" for pool in pools):
         raise given.error(given.in_table("transfer")[0], "has no effect: mixed workers send nothing")
+    if given.in_table("store") and not _sizes_of_store(given):
+        raise given.error(
+            given.in_table("store")[0],
+            "says how, and not how much",
+            hint="Give --store-pages or --store-memory as well.",
+        )
     scaling = given.build(ScalingSettings, "scaling")
     policy = scaling.policy
     scaler = None if policy is None else parse_scaler(policy)
@@ -284,6 +373,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             scaler=None if policy is None else partial(parse_scaler, policy),
             scaling=policy or "",
             startup_s=scaling.startup_s,
+            store=given.build(StoreSettings, "store") if _sizes_of_store(given) else None,
             faults=given.build(FaultSettings, "faults").faults,
         )
     except ConfigError as error:
@@ -291,7 +381,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
 
 
 def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
-    """Return the name and role of each pool, and the table with what was given for it alone; "" for none."""
+    """Return the name and role of each pool, and the table of its own settings; "" for none."""
     names = given.names(POOL)
     short = [key for table in (*ROLES, *(() if names else ("transfer",))) for key in given.in_table(table)]
     if names:
@@ -320,14 +410,26 @@ def _tables(given: Given, of_all: Given) -> list[tuple[str, Role, str]]:
 
 
 def _resolve_pool(given: Given, table: str, of_all: Given, sections: Sequence[Section]) -> ReplayConfig:
-    """Build what each worker of a pool is like, from what was given for it alone and for all."""
+    """Build the configuration of the workers of a pool, from its own settings and those for all."""
     known = of_workers()
     own = Given()
     for key in given.in_table(table) if table else ():
         inner = key.removeprefix(f"{table}.")
         if inner in known:
             own.add(known[inner], given.value_of(key), _InPool(given.source_of(key), given.setting_of(key)))
-    return resolve_replay(own.over(of_all), sections, asked={"fleet": "pools"})
+    asked = {"fleet": "pools", **dict.fromkeys(["store"] if (sizes := _sizes_of_store(given)) else [], *sizes[:1])}
+    return resolve_replay(own.over(of_all), sections, asked=asked)
+
+
+def _sizes_of_store(given: Given) -> list[str]:
+    return [key for key in ("store.pages", "store.memory") if key in given]
+
+
+def _stored_token_bytes(config: ReplayConfig) -> int:
+    """Return the bytes of the KV of a token in a store."""
+    if config.placement is None:
+        return int(getattr(config.offload, "kv_bytes_per_token", TOKEN_BYTES))
+    return _token_bytes(config) or TOKEN_BYTES
 
 
 def _token_bytes(config: ReplayConfig) -> int | None:
@@ -350,13 +452,20 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "name", self.role)
 
 
+class FleetWorker(msgspec.Struct, frozen=True):
+    """A worker, as it is named to those that observe it. `index`: its number in the report."""
+
+    index: int
+    pool: PoolConfig
+
+
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
     `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `scaler`:
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
-    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `faults`: failures and their
-    times.
+    scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
+    store that all workers share below their own tiers, if any. `faults`: failures and their times.
     """
 
     pools: tuple[PoolConfig, ...]
@@ -368,6 +477,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     scaler: Callable[[], Scaler] | None = None
     scaling: str = ""
     startup_s: float = 0.0
+    store: StoreSettings | None = None
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -404,15 +514,38 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         if len({pool.each.profile for pool in self.pools}) > 1:
             raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
-            for field, why in (
-                ("offload", "tiers below the device"),
-                ("sessions", "sessions that engines keep"),
-            ):
-                if getattr(pool.each, field) is not None:
-                    raise SettingError(f"{why} are not modelled in a fleet yet", field, hint="Leave them out.")
-            check_combination({**pool.each.features, "fleet": "pools"})
+            if pool.each.sessions is not None:
+                what = "sessions that engines keep are not modelled in a fleet yet"
+                raise SettingError(what, "sessions", hint="Leave them out.")
+            of_fleet = {"fleet": "pools"} if self.store is None else {"fleet": "pools", "store": "store.pages"}
+            check_combination({**pool.each.features, **of_fleet})
             if int(getattr(pool.each.cost, "num_ranks", 1)) > 1:
                 raise SettingError("is not modelled in a fleet yet", "data_parallel", hint="Leave it out.")
+
+        if self.store is not None:
+            self._check_store(self.store)
+
+    def _check_store(self, store: StoreSettings) -> None:
+        """Raise SettingError for a store that the pools cannot share."""
+        if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
+            raise SettingError("is shared by pools with different models", "store.pages", hint="KV is of one model.")
+        for pool in self.pools:
+            if pool.each.offload is not None and pool.each.offload.is_lazy:
+                raise SettingError(
+                    "says lazy, and what goes to a store goes there once it is complete",
+                    "offload.policy",
+                    hint="Leave it out.",
+                )
+        try:
+            _ = store.num_pages(self.stored_page_bytes)
+        except SettingError as error:
+            what, hint = error.texts
+            raise SettingError(what, *(f"store.{field}" for field in error.fields), hint=hint) from error
+
+    @property
+    def stored_page_bytes(self) -> int:
+        """The bytes of a page in a store: those on all devices of a worker."""
+        return _stored_token_bytes(self.first) * self.page_size
 
     @property
     def first(self) -> ReplayConfig:
@@ -435,6 +568,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(pool.each.replicas for pool in self.pools)
 
     @property
+    def workers(self) -> list[FleetWorker]:
+        """The workers that are there from the beginning, in order."""
+        pools = [pool for pool in self.pools for _ in range(pool.each.replicas)]
+        return [FleetWorker(index, pool) for index, pool in enumerate(pools)]
+
+    @property
     def slo(self) -> Slo:
         """The objective for goodput."""
         return self.first.slo
@@ -453,6 +592,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "token_bytes": self.token_bytes,
             },
             **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),
+            **({"store": msgspec.to_builtins(self.store)} if self.store is not None else {}),
         }
 
     def replay(
@@ -460,7 +600,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         traffic: Traffic,
         *,
         on_progress: Callable[[int], object] | None = None,
-        observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+        observers_of: Callable[[FleetWorker], Sequence[EventReader]] | None = None,
     ) -> FleetReport:
         """Replay `traffic` and return the report, see `kvarts.replay`. `observers_of` returns a worker's observers."""
         from kvarts.fleet.replay import replay_fleet

@@ -8,12 +8,12 @@ first-in, first-out order, and start a step on each idle worker. Among workers, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.links import Links
+from kvarts.fleet.links import Links, StoreLinks, StoreTransfer
 from kvarts.fleet.moves import Moves
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
@@ -27,7 +27,11 @@ __all__ = ["FleetDriver"]
 
 
 class FleetDriver(Moves):
-    """Runs one replay on a fleet. `scaler`: decides the number of workers; `faults`: failures and their times."""
+    """Runs one replay on a fleet.
+
+    `store`: the links to a store that workers share. `scaler`: decides the number of workers. `faults`: failures and
+    their times.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,8 @@ class FleetDriver(Moves):
         token_bytes: int,
         only_missing: bool,
         is_mocker: bool,
+        tier_names: Sequence[str] = (),
+        store: StoreLinks | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
@@ -51,6 +57,8 @@ class FleetDriver(Moves):
             token_bytes=token_bytes,
             only_missing=only_missing,
             is_mocker=is_mocker,
+            tier_names=tier_names,
+            store=store,
             on_progress=on_progress,
         )
         self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
@@ -60,6 +68,8 @@ class FleetDriver(Moves):
         """Whether the scaler had a tick with nothing else to wait for; it gets one, to bring a worker."""
         self._changes = deque(changes_of(faults))
         self.num_faults = 0
+        self._wakes: list[tuple[int, int, int]] = []
+        """Times at which idle workers look again, with ranks and workers; stale if the worker's own time differs."""
         self._deadlines: list[tuple[int, int, Handoff]] = []
         """Times at which clients give up, with the requests' indices; entries of ended requests are skipped."""
         self._interrupted: list[Worker] = []
@@ -83,6 +93,9 @@ class FleetDriver(Moves):
                     pool.make_ready(now_ns)
             for handoff in self._links.take_ended(now_ns):
                 self._activate(handoff, now_ns)
+            if self._store is not None:
+                for transfer in self._store.take_ended(now_ns):
+                    self._end_of_store(transfer, now_ns)
             if self._scaler is not None:
                 self._scale(now_ns)
             self._take_in(now_ns)
@@ -103,7 +116,12 @@ class FleetDriver(Moves):
         ends = self._ends
         while ends and self.workers[ends[0][2]].end_ns != ends[0][0]:
             heappop(ends)
-        next_ns = min(ends[0][0] if ends else NEVER_NS, self._links.next_ns())
+        wakes = self._wakes
+        while wakes and self.workers[wakes[0][2]].wake_ns != wakes[0][0]:
+            heappop(wakes)
+        next_ns = min(ends[0][0] if ends else NEVER_NS, wakes[0][0] if wakes else NEVER_NS, self._links.next_ns())
+        if self._store is not None:
+            next_ns = min(next_ns, self._store.next_ns())
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
@@ -163,9 +181,33 @@ class FleetDriver(Moves):
             worker = self.workers[index]
             if worker.end_ns == end_ns:
                 self._finish(worker, now_ns)
+        wakes = self._wakes
+        while wakes and wakes[0][0] <= now_ns:
+            wake_ns, _, index = heappop(wakes)
+            worker = self.workers[index]
+            if worker.wake_ns == wake_ns:
+                self._wake(worker, now_ns)
+
+    def _wake(self, worker: Worker, now_ns: int) -> None:
+        """Let an idle worker look again, as a transfer to or from a tier below it has ended."""
+        worker.wake_ns = NEVER_NS
+        worker.end_transfers(now_ns)
+        self._roused.add(worker.index)
+        if worker.pending:
+            self._reserve_for(worker, now_ns)
+
+    def _end_of_store(self, transfer: StoreTransfer, now_ns: int) -> None:
+        """End a transfer to or from the store; a worker that is busy looks at the end of its step."""
+        worker = self.workers[transfer.worker]
+        is_busy = self._is_busy(worker, now_ns)
+        assert worker.tiers is not None
+        worker.tiers.ends(transfer.number, now_ns)
+        if not is_busy:
+            self._wake(worker, now_ns)
 
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()
+        worker.end_transfers(now_ns)
         self._roused.add(worker.index)
         if worker.pending:
             self._reserve_for(worker, now_ns)
@@ -197,6 +239,8 @@ class FleetDriver(Moves):
                 self._set_gate(worker)
             if worker.start(now_ns):
                 heappush(self._ends, (worker.end_ns, worker.rank, index))
+            elif worker.wake_ns != NEVER_NS:
+                heappush(self._wakes, (worker.wake_ns, worker.rank, index))
             elif self._is_mocker and worker.pending and worker.scheduler.waiting.num_waiting:
                 # Dynamo's mocker runs a pass that takes no time; the end of that pass is one more attempt to reserve.
                 num_pending = len(worker.pending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
@@ -29,6 +31,7 @@ class Handoff:
         "activated_ns",
         "at_source",
         "at_target",
+        "below",
         "decode",
         "held_ns",
         "is_ended",
@@ -61,6 +64,8 @@ class Handoff:
         self.activated_ns = -1
         self.released_ns = -1
         self.num_bytes = 0
+        self.below: dict[str, int] = {}
+        """Tokens that were loaded from each tier below the workers that it was on, by its name."""
         self.num_restarts = 0
         """How often it restarted elsewhere because a worker or a link failed."""
         self.at_source = False
@@ -97,6 +102,21 @@ class Handoff:
         if self.prefill is not None:
             self.decode.furthest_computed = max(self.decode.furthest_computed, self.prefill.furthest_computed)
             self.prefill = None
+
+    def note_below(self, request: Request, tier_names: Sequence[str]) -> None:
+        """Count what `request` has loaded from the tiers `tier_names` of the worker that it leaves.
+
+        Pages of its own prompt that a worker loads, because the KV was lost, do not count as hits.
+        """
+        loaded, request.cached_tokens_below = request.cached_tokens_below, ()
+        if not (self.is_recomputed and request is self.decode):
+            for name, num_tokens in zip(tier_names, loaded, strict=False):
+                self.below[name] = self.below.get(name, 0) + num_tokens
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the target has pages for the prompt's KV, which is not there yet."""
+        return self.reserved_ns >= 0 and self.activated_ns < 0
 
     @property
     def is_held(self) -> bool:

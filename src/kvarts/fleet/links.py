@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 from math import ceil
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvarts.fleet.handoff import Handoff
 from kvarts.sched.policy import NEVER_NS
 
-__all__ = ["FixedRate", "Links", "SharedByWorkers"]
+__all__ = ["FixedRate", "Job", "Links", "SharedByWorkers", "SharedRates", "StoreLinks", "StoreTransfer"]
 
+NO_RATE = float("inf")
 ROUNDING = 1e-6
 """Bytes that may remain of a finished transfer because of rounding in the sums."""
 
@@ -96,93 +97,211 @@ def slower_of(factors: dict[int, int], handoff: Handoff) -> int:
     return max(factors.get(handoff.source, 1), factors.get(handoff.target, 1))
 
 
-class _Job:
-    """A transfer under way. `num_left`: bytes still to transfer."""
+End = tuple[str, int]
+"""A resource that transfers share: a direction, and the number of a worker, or -1 for the store."""
 
-    __slots__ = ("handoff", "num_left")
 
-    def __init__(self, handoff: Handoff, num_left: float) -> None:
-        self.handoff = handoff
-        self.num_left = num_left
+class Job:
+    """A transfer under way between ends that each have a rate in bytes per nanosecond. `num_left`: bytes still to go.
+
+    It takes `factor` times its usual time.
+    """
+
+    __slots__ = ("ends", "factor", "num_left", "owner")
+
+    def __init__(self, owner: object, num_bytes: int, ends: tuple[tuple[End, float], ...], factor: int = 1) -> None:
+        self.owner = owner
+        self.num_left = float(num_bytes)
+        self.ends = ends
+        self.factor = factor
+
+
+class SharedRates:
+    """Transfers that share the rates of their ends evenly. Each runs at the rate of the end that has least for it."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        """In the order in which they began."""
+        self._now_ns = 0
+        self._num_at: dict[End, int] = {}
+        self.busy_ns: dict[End, int] = {}
+        """How long each end has been in use."""
+
+    def begin(self, job: Job, now_ns: int) -> None:
+        """Begin a transfer of at least one byte."""
+        self.advance(now_ns)
+        self.jobs.append(job)
+        for end, _ in job.ends:
+            self._num_at[end] = self._num_at.get(end, 0) + 1
+
+    def remove(self, job: Job) -> None:
+        """Remove a transfer; the others get its share from the time to which `advance` was called."""
+        self.jobs.remove(job)
+        for end, _ in job.ends:
+            self._num_at[end] -= 1
+
+    def advance(self, now_ns: int) -> None:
+        """Count the bytes that are transferred by `now_ns`."""
+        elapsed_ns = now_ns - self._now_ns
+        if elapsed_ns:
+            for job in self.jobs:
+                job.num_left -= elapsed_ns * self._rate(job)
+            for end, count in self._num_at.items():
+                if count:
+                    self.busy_ns[end] = self.busy_ns.get(end, 0) + elapsed_ns
+            self._now_ns = now_ns
+
+    def next_ns(self) -> int:
+        """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
+        next_ns = NEVER_NS
+        for job in self.jobs:
+            next_ns = min(next_ns, self._now_ns + max(1, ceil(job.num_left / self._rate(job))))
+        return next_ns
+
+    def take_ended(self, now_ns: int) -> list[Job]:
+        """Return the transfers that end now, in the order in which they began."""
+        self.advance(now_ns)
+        done = [job for job in self.jobs if job.num_left <= ROUNDING]
+        for job in done:
+            self.remove(job)
+        return done
+
+    def rate_of_one_more(self, ends: tuple[tuple[End, float], ...]) -> float:
+        """Return the rate that one more transfer between `ends` would have now."""
+        return min(rate / (self._num_at.get(end, 0) + 1) for end, rate in ends)
+
+    def _rate(self, job: Job) -> float:
+        """Return the current rate of a transfer, in bytes per nanosecond."""
+        rate = NO_RATE
+        for end, rate_of_end in job.ends:
+            rate = min(rate, rate_of_end / self._num_at[end])
+        return rate / job.factor
 
 
 class SharedByWorkers:
-    """Each worker sends and receives at `bytes_per_s`, shared evenly by its transfers; `latency_ns` follows each.
-
-    At any time, a transfer runs at the rate of the slower of its two ends.
-    """
+    """Each worker sends and receives at `bytes_per_s`, shared evenly by its transfers; `latency_ns` follows each."""
 
     def __init__(self, bytes_per_s: float, latency_ns: int) -> None:
         self._bytes_per_ns = bytes_per_s / 1e9
         self._latency = FixedRate(None, latency_ns)
-        self._jobs: list[_Job] = []
-        self._now_ns = 0
+        self._shared = SharedRates()
         self._factors: dict[int, int] = {}
-        self._num_sending: dict[int, int] = {}
-        self._num_receiving: dict[int, int] = {}
 
     def begin(self, handoff: Handoff, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it takes no time."""
         if not num_bytes:
             return self._latency.begin(handoff, 0, now_ns)
-        self._advance(now_ns)
-        self._count(handoff, 1)
-        self._jobs.append(_Job(handoff, float(num_bytes)))
+        rate = self._bytes_per_ns
+        ends = (("send", handoff.source), rate), (("receive", handoff.target), rate)
+        self._shared.begin(Job(handoff, num_bytes, ends, slower_of(self._factors, handoff)), now_ns)
         return False
 
     def cancel(self, handoff: Handoff, now_ns: int) -> None:
         """Abort a transfer that is under way; the others get its share of the rate from now on."""
-        self._advance(now_ns)
-        for job in self._jobs:
-            if job.handoff is handoff:
-                self._jobs.remove(job)
-                self._count(handoff, -1)
+        self._shared.advance(now_ns)
+        for job in self._shared.jobs:
+            if job.owner is handoff:
+                self._shared.remove(job)
                 return
         self._latency.cancel(handoff, now_ns)
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
         """Make the rest of each transfer of `worker` take `factor` times its usual time."""
-        self._advance(now_ns)
+        self._shared.advance(now_ns)
         self._factors[worker] = factor
+        for job in self._shared.jobs:
+            job.factor = slower_of(self._factors, cast(Handoff, job.owner))
         self._latency.slow_down(worker, factor, now_ns)
 
     def under_way(self) -> list[Handoff]:
         """Return the transfers under way."""
-        return [*(job.handoff for job in self._jobs), *self._latency.under_way()]
+        return [*(cast(Handoff, job.owner) for job in self._shared.jobs), *self._latency.under_way()]
 
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before."""
-        next_ns = self._latency.next_ns()
-        for job in self._jobs:
-            next_ns = min(next_ns, self._now_ns + max(1, ceil(job.num_left / self._rate(job.handoff))))
-        return next_ns
+        return min(self._latency.next_ns(), self._shared.next_ns())
 
     def take_ended(self, now_ns: int) -> list[Handoff]:
         """Return the transfers that end now."""
         if now_ns < self.next_ns():
             return []  # keep the sums independent of times at which nothing happens
-        self._advance(now_ns)
-        done = [job for job in self._jobs if job.num_left <= ROUNDING]
         ended = []
-        for job in done:
-            self._jobs.remove(job)
-            self._count(job.handoff, -1)
-            if self._latency.begin(job.handoff, 0, now_ns):
-                ended.append(job.handoff)
+        for job in self._shared.take_ended(now_ns):
+            handoff = cast(Handoff, job.owner)
+            if self._latency.begin(handoff, 0, now_ns):
+                ended.append(handoff)
         return ended + self._latency.take_ended(now_ns)
 
-    def _rate(self, handoff: Handoff) -> float:
-        """Return the current rate of a transfer, in bytes per nanosecond."""
-        num_sharing = max(self._num_sending[handoff.source], self._num_receiving[handoff.target])
-        return self._bytes_per_ns / num_sharing / slower_of(self._factors, handoff)
 
-    def _advance(self, now_ns: int) -> None:
-        elapsed_ns = now_ns - self._now_ns
-        if elapsed_ns:
-            for job in self._jobs:
-                job.num_left -= elapsed_ns * self._rate(job.handoff)
-            self._now_ns = now_ns
+class StoreTransfer:
+    """A transfer of a worker to or from a store, by the number that the tiers below the worker have given it."""
 
-    def _count(self, handoff: Handoff, change: int) -> None:
-        for counts, worker in ((self._num_sending, handoff.source), (self._num_receiving, handoff.target)):
-            counts[worker] = counts.get(worker, 0) + change
+    __slots__ = ("is_read", "num_bytes", "number", "worker")
+
+    def __init__(self, worker: int, number: int, num_bytes: int, *, is_read: bool) -> None:
+        self.worker = worker
+        self.number = number
+        self.num_bytes = num_bytes
+        self.is_read = is_read
+
+
+class StoreLinks:
+    """The links between a store and the workers that share it.
+
+    A transfer begins after `latency_ns`. Then it shares, with all that go in the same direction, the rate of the store,
+    and with those of its worker the rate of that worker.
+    """
+
+    def __init__(self, store_bytes_per_s: float, worker_bytes_per_s: float, latency_ns: int) -> None:
+        self._store_rate = store_bytes_per_s / 1e9
+        self._worker_rate = worker_bytes_per_s / 1e9
+        self._latency_ns = latency_ns
+        self._shared = SharedRates()
+        self._coming: list[tuple[int, int, StoreTransfer]] = []
+        """Transfers that begin when their latency has passed, as a heap: time, and number in order of submission."""
+        self._num_begun = 0
+
+    @property
+    def busy_ns(self) -> tuple[int, int]:
+        """How long anything was read from the store, and written to it."""
+        busy_ns = self._shared.busy_ns
+        return busy_ns.get(("read", -1), 0), busy_ns.get(("write", -1), 0)
+
+    def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None:
+        """Begin a transfer of `worker`."""
+        transfer = StoreTransfer(worker, number, num_bytes, is_read=is_read)
+        heappush(self._coming, (now_ns + self._latency_ns, self._num_begun, transfer))
+        self._num_begun += 1
+
+    def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
+        """Return how long one more transfer would take if no other began or ended."""
+        rate = self._shared.rate_of_one_more(self._ends(worker, is_read=is_read))
+        return self._latency_ns + ceil(num_bytes / rate)
+
+    def drop(self, worker: int, now_ns: int) -> None:
+        """Abort all transfers of `worker`."""
+        self._coming = [each for each in self._coming if each[2].worker != worker]
+        heapify(self._coming)
+        self._shared.advance(now_ns)
+        for job in list(self._shared.jobs):
+            if cast(StoreTransfer, job.owner).worker == worker:
+                self._shared.remove(job)
+
+    def next_ns(self) -> int:
+        """Return when the next transfer ends or begins to share, if none is submitted before."""
+        return min(self._coming[0][0] if self._coming else NEVER_NS, self._shared.next_ns())
+
+    def take_ended(self, now_ns: int) -> list[StoreTransfer]:
+        """Return the transfers that end now, in the order in which they began to share."""
+        if now_ns < self.next_ns():
+            return []  # keep the sums independent of times at which nothing happens
+        ended = [cast(StoreTransfer, job.owner) for job in self._shared.take_ended(now_ns)]
+        while self._coming and self._coming[0][0] <= now_ns:
+            transfer = heappop(self._coming)[2]
+            ends = self._ends(transfer.worker, is_read=transfer.is_read)
+            self._shared.begin(Job(transfer, transfer.num_bytes, ends), now_ns)
+        return ended
+
+    def _ends(self, worker: int, *, is_read: bool) -> tuple[tuple[End, float], ...]:
+        direction = "read" if is_read else "write"
+        return ((direction, -1), self._store_rate), ((direction, worker), self._worker_rate)

@@ -7,11 +7,11 @@ request. The same holds for the requests that a failing worker loses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappush
 
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.links import Links
+from kvarts.fleet.links import Links, StoreLinks
 from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
@@ -26,8 +26,9 @@ class Moves:
     """Owner of the requests of a fleet.
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
-    none. `token_bytes`: what the KV of a token weighs on a link; `only_missing`: pages that the second worker has are
-    not sent. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
+    none. `token_bytes`: bytes of the KV of a token on a link; `only_missing`: pages that the second worker has are not
+    sent. `tier_names`: the names of the tiers below any worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's
+    mocker, to the order of what happens at one time.
     """
 
     def __init__(
@@ -40,9 +41,13 @@ class Moves:
         token_bytes: int,
         only_missing: bool,
         is_mocker: bool,
+        tier_names: Sequence[str] = (),
+        store: StoreLinks | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
         self._arrivals = arrivals
+        self._tier_names = tier_names
+        self._store = store
         self._source = arrivals.source
         self._log: RequestLog = arrivals.log
         self._first = first
@@ -181,14 +186,14 @@ class Moves:
     def _reserve_for(self, worker: Worker, now_ns: int) -> None:
         """Reserve pages of `worker` for pending requests, in order; the mocker reserves for one at a time."""
         pending = worker.pending
-        running, config = worker.scheduler.running, worker.replica.config
+        scheduler, config = worker.scheduler, worker.replica.config
         while pending and not worker.is_down:
             if worker.refused_at == worker.generation():
                 return
             handoff = pending[0]
             request = handoff.decode
-            is_full = running.num_running >= config.max_num_seqs
-            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request):
+            is_full = scheduler.num_seated >= config.max_num_seqs
+            if is_full or not worker.queue.lets_reserve(request) or not worker.handoffs.reserve(request, now_ns):
                 worker.refused_at = worker.generation()
                 return
             pending.popleft()
@@ -207,13 +212,20 @@ class Moves:
             self._fail_transfer(handoff, now_ns)
             return
         handoff.transfer_ns = now_ns
-        num_tokens = handoff.decode.num_prompt_tokens
-        if self._only_missing:
-            num_pages = -(-num_tokens // self._page_size)
-            num_tokens = num_pages * self._page_size - handoff.decode.hit_tokens
-        handoff.num_bytes = num_tokens * self._token_bytes
+        handoff.num_bytes = self._num_bytes(handoff)
         if self._links.begin(handoff, handoff.num_bytes, now_ns):
             self._actions.append((self._activate, handoff))
+
+    def _num_bytes(self, handoff: Handoff) -> int:
+        """Return the bytes of KV that a request's target receives."""
+        num_tokens, start = handoff.decode.num_prompt_tokens, handoff.decode.hit_tokens if self._only_missing else 0
+        cache, page_size = self.workers[handoff.target].scheduler.cache, self._page_size
+        if cache.settles:
+            num_blocks = cache.num_sent(start, num_tokens, page_size)
+            return num_blocks * page_size * self._token_bytes // cache.page_blocks
+        if self._only_missing:
+            num_tokens = cache.num_sent(start, num_tokens, page_size) * page_size
+        return num_tokens * self._token_bytes
 
     def _activate(self, handoff: Handoff, now_ns: int) -> None:
         """Activate a request whose KV has arrived, at the end of the step under way."""
@@ -225,7 +237,7 @@ class Moves:
 
     def _activate_now(self, handoff: Handoff, now_ns: int) -> None:
         worker = self.workers[handoff.target]
-        worker.handoffs.activate(handoff.decode)
+        worker.handoffs.activate(handoff.decode, now_ns)
         worker.changed()
         self._roused.add(worker.index)
         handoff.activated_ns = now_ns
@@ -245,7 +257,7 @@ class Moves:
             return  # it was dropped meanwhile
         worker = self.workers[handoff.source]
         assert handoff.prefill is not None
-        worker.handoffs.release(handoff.prefill)
+        worker.handoffs.release(handoff.prefill, now_ns)
         worker.engine.emit()
         handoff.released_ns = now_ns
         self._leave_source(handoff, worker)
@@ -259,6 +271,7 @@ class Moves:
         worker.num_owned -= 1
         worker.changed()
         self._roused.add(worker.index)
+        handoff.note_below(handoff.prefill, worker.tier_names)
         handoff.at_source = False
         self._first.ended(handoff.prefill)
         self._complete(handoff)
@@ -272,6 +285,7 @@ class Moves:
         worker.num_owned -= 1
         worker.changed()
         self._roused.add(worker.index)
+        handoff.note_below(handoff.decode, worker.tier_names)
         handoff.at_target = False
         self._front_of(handoff).ended(handoff.decode)
         self._complete(handoff)
@@ -300,7 +314,7 @@ class Moves:
             self._leave_target(handoff, worker)
             self._try_again(worker, now_ns, is_busy=is_busy)
             return
-        if handoff.decode.state is RequestState.LOADING:
+        if handoff.is_coming:
             self._links.cancel(handoff, now_ns)
             handoff.num_bytes = 0
         if is_busy:
@@ -334,13 +348,16 @@ class Moves:
     def _lose(self, worker: Worker, now_ns: int) -> None:
         """Drop all requests and the cache of `worker`, which is idle; its requests restart elsewhere."""
         worker.is_failing = False
+        if self._store is not None:
+            self._store.drop(worker.index, now_ns)
+        worker.lose_transfers(now_ns)
         mine = {handoff.decode.index: handoff for handoff in self._of.values()}
         for _, handoff in sorted(mine.items()):
             if handoff.at_target and handoff.target == worker.index:
                 self._lose_target(handoff, worker, now_ns)
             elif handoff.at_source and handoff.source == worker.index:
                 self._lose_source(handoff, worker, now_ns)
-        worker.engine.clear_cache()
+        worker.lose_memory()
 
     def _lose_target(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Restart a request on another worker: from the KV that its source holds, else by recomputing its tokens."""
@@ -348,7 +365,7 @@ class Moves:
         if handoff in worker.pending:
             worker.pending.remove(handoff)
         else:
-            if decode.state is RequestState.LOADING:
+            if handoff.is_coming:
                 self._links.cancel(handoff, now_ns)
                 self.num_failed_transfers += 1
             worker.withdraw(decode, now_ns)
@@ -365,7 +382,7 @@ class Moves:
             worker.withdraw(prefill, now_ns)
             self._leave_source(handoff, worker)
             self._restart(handoff)
-        elif handoff.decode.state is RequestState.LOADING and handoff in self._links.under_way():
+        elif handoff.is_coming and handoff in self._links.under_way():
             self._fail_transfer(handoff, now_ns)
             self._release_now(handoff, now_ns)
         else:
@@ -394,8 +411,7 @@ class Moves:
 
     def _compute_instead(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Release the reservation on `worker`, which is idle, and queue the request there."""
-        worker.handoffs.give_up(handoff.decode)
-        worker.engine.emit()
+        worker.withdraw(handoff.decode, now_ns)
         self._compute_here(handoff, worker, now_ns)
         self._try_again(worker, now_ns, is_busy=False)
 
@@ -430,6 +446,7 @@ class Moves:
         handoff.is_reported = True
         request, prefill = handoff.decode, handoff.prefill
         more = self._more(handoff)
+        request.cached_tokens_below = tuple(handoff.below.get(name, 0) for name in self._tier_names)
         if prefill is not None:
             request.first_admitted_ns = prefill.first_admitted_ns
             if handoff.is_recomputed:

@@ -18,12 +18,13 @@ __all__ = ["Front", "Pool"]
 class Front(Informed):
     """A router and the workers behind it, which are those of one pool or of several.
 
-    The router knows workers by their places in `workers`, which are all that there ever were.
+    The router knows workers by their places in `workers`, which are all that there ever were. `replicas`: their
+    engines, empty before workers are added.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._replicas: list[Replica] = []
-        super().__init__(router, self._replicas)
+    def __init__(self, router: Router, replicas: list[Replica]) -> None:
+        self._replicas = replicas
+        super().__init__(router, replicas)
         self.pools: list[Pool] = []
         self.workers: list[Worker] = []
         self._places: dict[int, int] = {}

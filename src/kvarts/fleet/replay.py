@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from msgspec import structs
 
-from kvarts.build import build_engine
+from kvarts.build import TierSettings, build_engine
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
-from kvarts.fleet.config import FleetConfig, PoolConfig, Role
+from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
-from kvarts.fleet.links import FixedRate, Links, SharedByWorkers
+from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -22,14 +23,18 @@ from kvarts.fleet.worker import Worker
 from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
+from kvarts.rooms import from_room
 from kvarts.settings import SettingError
 from kvarts.sim.arrivals import Arrivals
+from kvarts.sim.config import TiersBelow
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router, make_router
 
 __all__ = ["replay_fleet"]
 
+STORE = "store"
+"""The name of a store among the tiers of a worker."""
 RANKS: dict[Role, int] = {"prefill": 0, "mixed": 1, "decode": 2}
 """Which workers come first where something happens at one time."""
 
@@ -39,14 +44,20 @@ def replay_fleet(
     config: FleetConfig,
     *,
     on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+    observers_of: Callable[[FleetWorker], Sequence[EventReader]] | None = None,
 ) -> FleetReport:
     """Replay the traffic of one model on the fleet described by `config`, and return the report."""
     trace = trace_of(traffic)
     first = config.first
     is_mocker = first.profile == "mocker"
     source = first.source(trace)
-    log = RequestLog(largest_hit_counts=is_mocker, more=("source", *TIMES, "num_bytes", "num_restarts"))
+    tier_names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
+    store, store_links = open_store(config)
+    shared = {} if store is None else {STORE: store.num_pages}
+    tier_names += shared
+    log = RequestLog(
+        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts")
+    )
     steps: list[StepLog] = []
 
     def opener(of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
@@ -54,11 +65,12 @@ def replay_fleet(
 
         def open_next(number: int) -> Worker:
             index = len(steps)
-            steps.append(StepLog(of_pool.each.num_pages, {}, None))
+            memory = None if of_pool.each.kv_groups == "off" else of_pool.each.memory.to_builtins()
+            steps.append(StepLog(of_pool.each.num_blocks, {**of_pool.each.tiers, **shared}, memory))
             of_router = router.reader_of(number)
-            observers = () if observers_of is None else observers_of(index)
+            observers = () if observers_of is None else observers_of(FleetWorker(index, of_pool))
             readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers)
+            return open_worker(of_pool, index, rank + index, readers, store)
 
         return open_next
 
@@ -68,7 +80,11 @@ def replay_fleet(
         behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
         if behind:
             num_workers = sum(each.replicas for each in behind)
-            fronts[is_second] = Front(make_router(structs.replace(behind[0], replicas=num_workers), ()))
+            most_tiers = max(behind, key=lambda each: len(each.tiers))
+            of_all = structs.replace(behind[0], replicas=num_workers, offload=most_tiers.offload)
+            replicas: list[Replica] = []
+            router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
+            fronts[is_second] = Front(router, replicas)
     if any(front.router.holds_requests for front in fronts.values()):
         raise SettingError(
             "is not modelled in a fleet yet: no request waits in a router",
@@ -97,6 +113,8 @@ def replay_fleet(
         token_bytes=config.token_bytes,
         only_missing=config.transfer == "missing",
         is_mocker=is_mocker,
+        tier_names=tier_names,
+        store=store_links,
         scaler=None if config.scaler is None else config.scaler(),
         faults=config.faults,
         on_progress=on_progress,
@@ -109,11 +127,83 @@ def replay_fleet(
         log,
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
+        tier_names=tier_names,
+        store=None if store is None or store_links is None else store_report(store, store_links, driver.now_ns),
+        transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
+        evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
         num_faults=driver.num_faults,
         num_failed_transfers=driver.num_failed_transfers,
         pools=pools,
     )
+
+
+class Store(Protocol):
+    """A store that workers share."""
+
+    num_pages: int
+    page_bytes: int
+
+    @property
+    def index(self) -> StoreIndex:
+        """Its pages."""
+
+    @property
+    def views(self) -> Mapping[int, ViewOfStore]:
+        """Each worker's use of it."""
+
+    def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
+        """Return the settings of the tiers of `worker`: those of `offload`, and the store below them."""
+
+
+class StoreIndex(Protocol):
+    """The pages of a store."""
+
+    num_cached: int
+    num_evicted: int
+    num_refused: int
+
+
+class ViewOfStore(Protocol):
+    """A worker's use of a store."""
+
+    num_pages_from: dict[int, int]
+    """Pages that it has loaded, by the worker that had stored them."""
+
+
+def open_store(config: FleetConfig) -> tuple[Store | None, StoreLinks | None]:
+    """Return the store that the workers share, and their links to it. Raise ConfigError if its room is missing."""
+    settings = config.store
+    if settings is None:
+        return None, None
+    links = StoreLinks(*settings.bytes_per_s, round(settings.latency_us * 1e3))
+    make = from_room("offload.shared_store", "SharedStore", field="store")
+    page_bytes = config.stored_page_bytes
+    return make(settings.num_pages(page_bytes), page_bytes, links), links
+
+
+def store_report(store: Store, links: StoreLinks, end_ns: int) -> dict[str, Any]:
+    """Return the use of a store, as a part of the report."""
+    loaded = [
+        {"reader": reader, "writer": writer, "pages": num_pages}
+        for reader, view in sorted(store.views.items())
+        for writer, num_pages in sorted(view.num_pages_from.items())
+    ]
+    read_ns, write_ns = links.busy_ns
+    num_loaded = sum(row["pages"] for row in loaded)
+    num_of_others = sum(row["pages"] for row in loaded if row["reader"] != row["writer"])
+    return {
+        "pages": store.num_pages,
+        "page_bytes": store.page_bytes,
+        "num_cached_pages": store.index.num_cached,
+        "num_evicted_pages": store.index.num_evicted,
+        "num_pages_without_room": store.index.num_refused,
+        "num_loaded_pages": num_loaded,
+        "of_others_pct": num_of_others / num_loaded if num_loaded else None,
+        "read_busy_pct": read_ns / end_ns if end_ns else None,
+        "write_busy_pct": write_ns / end_ns if end_ns else None,
+        "loaded": loaded,
+    }
 
 
 def links_of(config: FleetConfig) -> Links:
@@ -124,7 +214,7 @@ def links_of(config: FleetConfig) -> Links:
     return FixedRate(config.bytes_per_s, latency_ns)
 
 
-def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader]) -> Worker:
+def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: Store | None) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
     is_mocker = config.profile == "mocker"
@@ -133,16 +223,23 @@ def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[Event
         cost = DecodeOnly(cost)
     executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
+    offload: TierSettings | None = config.offload
+    if store is not None:
+        token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
+        offload = store.below(index, config.offload, token_bytes)
     engine = build_engine(
         config,
         executor,
+        memory=None if config.kv_groups == "off" else config.memory,
         readers=readers,
         num_waiting=MANY_EVENTS,
         policy=queue if pool.role == "decode" else config.admission(),
         make_order=config.eviction,
+        offload=offload,
         prefill=prefill_cost(config),
         audit=config.audit,
         hands_over=True,
+        step_ns=cost.step_ns,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)
     worker = Worker(index, rank, replica, queue, only_prefills=pool.role == "prefill", leaps=not config.step_by_step)

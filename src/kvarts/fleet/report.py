@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from kvarts.fleet.config import FleetConfig
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.pool import Pool
+from kvarts.kv.transfer import TransferTotals
 from kvarts.report.distributions import NS_PER_MS, distribution_ms
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED, RequestLog
@@ -43,12 +44,29 @@ class FleetReport(Report):
         steps: Sequence[StepLog],
         *,
         num_evicted_pages: int,
+        tier_names: Sequence[str] = (),
+        store: Mapping[str, Any] | None = None,
+        transfers: Sequence[TransferTotals] = (),
+        evicted_parts: Sequence[Sequence[int]] = (),
         deadlocks: Sequence[tuple[int, int, str]] = (),
         num_faults: int = 0,
         num_failed_transfers: int = 0,
         pools: Sequence[Pool] = (),
     ) -> None:
-        super().__init__(trace, config, requests, steps, num_evicted_pages=num_evicted_pages)
+        self._are_alike = all(log.memory == steps[0].memory for log in steps)
+        """Whether all workers have the same KV groups."""
+        evicted = list(map(sum, zip(*evicted_parts, strict=True))) if self._are_alike else []
+        super().__init__(
+            trace,
+            config,
+            requests,
+            steps,
+            num_evicted_pages=num_evicted_pages,
+            transfers=transfers,
+            num_evicted_parts=evicted,
+        )
+        self._tiers = list(tier_names)
+        self._store = store
         self._deadlocks = deadlocks
         self._num_faults = num_faults
         self._num_failed_transfers = num_failed_transfers
@@ -78,6 +96,10 @@ class FleetReport(Report):
         """None: advice exists only for single pools."""
         return None
 
+    def _memory(self) -> dict[str, Any]:
+        """Return the use of each KV group, if groups are counted and all workers have the same."""
+        return super()._memory() if self._are_alike else {}
+
     def _fleet(self) -> dict[str, Any]:
         raw = self._request_log.numbers()
         done = raw["status"] == COMPLETED
@@ -90,6 +112,7 @@ class FleetReport(Report):
             "waits": waits,
             "pools": self._pools(),
             "transferred_bytes": int(raw["num_bytes"].sum()),
+            **({} if self._store is None else {"store": dict(self._store)}),
             **self._faults(raw),
             "num_deadlocks": len(self._deadlocks),
             "deadlocks": [

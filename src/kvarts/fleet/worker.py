@@ -46,8 +46,12 @@ class Worker:
         assert replica.scheduler.handoffs is not None
         self.handoffs: Handoffs = replica.scheduler.handoffs
         self.queue = queue
+        self.tiers = replica.engine.tiers
+        self.tier_names = () if self.tiers is None else self.tiers.tier_names
         self.end_ns = NEVER_NS
         """When the step or leap under way ends; NEVER_NS for an idle worker."""
+        self.wake_ns = NEVER_NS
+        """When an idle worker must look again, as a transfer to or from a tier below ends."""
         self.pending: deque[Handoff] = deque()
         """Requests that wait for pages here, for a prompt that another worker has computed."""
         self.num_in_transfer = 0
@@ -65,42 +69,85 @@ class Worker:
         """The `generation` in which the first pending request was refused; -1 if it was not."""
         self.is_mocker = replica.config.profile == "mocker"
         self._leaps = leaps
+        self._must_plan = False
+        """Whether transfers have ended since the last step: the next one may have to store something."""
         self._durations_ns: list[int] = []
         self._start_ns = 0
         self._num_wanted = 16
 
     def start(self, now_ns: int) -> bool:
-        """Start a step, or a leap of identical ones; return whether there was work."""
-        engine, replica, scheduler = self.engine, self.replica, self.scheduler
+        """Start a step, or a leap of identical ones; return whether there was work.
+
+        Without work, `wake_ns` is when a transfer ends.
+        """
+        engine, replica, scheduler, tiers = self.engine, self.replica, self.scheduler, self.tiers
+        self.wake_ns = NEVER_NS
         others_join = replica.join(now_ns)
-        if self._leaps and not others_join and not self._attempts_next():
+        if tiers is not None:
+            self.end_transfers(now_ns)
+            if not engine.has_work:
+                engine.emit()
+                return False
+        must_plan, self._must_plan = self._must_plan, False
+        if self._leaps and not (others_join or must_plan or self._attempts_next()):
             num_steps = min(scheduler.horizon(now_ns), scheduler.cache.most_certain_steps, self._num_wanted)
             if num_steps > 1:
-                self._durations_ns = replica.decode_ns(num_steps)
+                durations_ns = replica.decode_ns(num_steps)
+                end_ns = now_ns + sum(durations_ns)
+                while tiers is not None and len(durations_ns) > 1 and end_ns - durations_ns[-1] >= tiers.next_ns:
+                    end_ns -= durations_ns.pop()
+                self._durations_ns = durations_ns
                 self._start_ns = now_ns
-                self.end_ns = now_ns + sum(self._durations_ns)
+                self.end_ns = end_ns
                 if self.end_ns > LATEST_NS:
                     raise TooLateError
                 return True
         if not engine.prepare(now_ns):
+            if tiers is not None:
+                engine.emit()
+                self.wake_ns = tiers.next_ns
             return False
         engine.carry_out(now_ns)
         self.end_ns = engine.now_ns
         return True
 
+    def end_transfers(self, now_ns: int) -> None:
+        """End the transfers to and from tiers below that are due. The worker is idle."""
+        if self.tiers is not None and self.tiers.advance_to(now_ns):
+            self.changed()
+            self._must_plan = True
+
+    def lose_memory(self) -> None:
+        """Drop all pages of the device and of its own tiers below; no request may have any."""
+        if self.tiers is not None:
+            self.tiers.reset()
+        self.engine.clear_cache()
+
+    def lose_transfers(self, now_ns: int) -> None:
+        """End transfers as failed; requests that wait for a load wait no longer. The worker is idle."""
+        if self.tiers is not None:
+            assert self.scheduler.loads is not None
+            self.engine.now_ns = max(self.engine.now_ns, now_ns)
+            self.tiers.abort(now_ns)
+            self.scheduler.loads.take_ended()
+
     def _attempts_next(self) -> bool:
         """Return whether the first pending request may get its pages at the end of the next step."""
         if not self.pending:
             return False
-        # Pages that decodes complete may be hits for the first pending request, which then needs fewer.
-        return self.refused_at != self.generation() or (not self.is_mocker and self.scheduler.running.num_sharing > 0)
+        if self.refused_at != self.generation():
+            return True
+        # Pages that decodes complete may be hits for the first pending request; what their windows release is free.
+        scheduler = self.scheduler
+        return not self.is_mocker and (scheduler.running.num_sharing > 0 or scheduler.cache.settles)
 
     def generation(self) -> int:
         """Return a number that changes whenever a refused request may get its pages."""
         running = self.scheduler.running
         if self.is_mocker:
             return running.num_left
-        return running.num_left + running.num_admitted + self.scheduler.cache.num_published
+        cache = self.scheduler.cache
+        return running.num_left + running.num_admitted + cache.num_published + cache.num_released
 
     def cut(self, now_ns: int) -> bool:
         """Shorten a leap to end with the step at `now_ns`; return whether that step is still under way.

@@ -138,7 +138,7 @@ def _indexers(config: ConfigFields, num_layers: int, path: Path | None) -> list[
         modes = [{"F": "full", "S": "shared"}.get(mode, mode) for mode in config.index_topk_pattern]
     if config.kv_lora_rank is None or config.q_lora_rank is None:
         missing = "kv_lora_rank" if config.kv_lora_rank is None else "q_lora_rank"
-        raise InputError("is missing beside an indexer", path=path, field=missing)
+        raise InputError("is missing, and the config has an indexer", path=path, field=missing)
     if config.model_type == "deepseek_v32":
         return [True] * num_layers
     if modes is None:
@@ -166,7 +166,7 @@ def take_global_heads(config: ConfigFields, num_layers: int, path: Path | None) 
     is_known = config.model_type == "gemma4_text" and set(own) == full and all(one == first for one in said)
     known = {"head_dim", "num_key_value_heads"} if config.attention_k_eq_v else {"head_dim"}
     if not is_known or not set(first) <= known:
-        raise ConfigError("says something of layers that is not understood", path=path, field="per_layer_config")
+        raise ConfigError("describes layers in a way that is not understood", path=path, field="per_layer_config")
     if "head_dim" in first:
         config.global_head_dim = _count(first["head_dim"], path)
     if "num_key_value_heads" in first:
@@ -175,7 +175,7 @@ def take_global_heads(config: ConfigFields, num_layers: int, path: Path | None) 
 
 def _count(value: Any, path: Path | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
-        raise InputError(f"has {brief(value)}, which is no number of heads", path=path, field="per_layer_config")
+        raise InputError(f"has {brief(value)}, which is not a number of heads", path=path, field="per_layer_config")
     return value
 
 
@@ -192,7 +192,7 @@ def _bounded(full: KvLayer, kind: str, span: int | None, path: Path | None) -> K
         return full
     if full.kind == "latent":
         raise ConfigError(
-            "is not understood beside kv_lora_rank",
+            "is not understood together with kv_lora_rank",
             path=path,
             field="sliding_window" if kind == "window" else "attention_chunk_size",
         )

@@ -159,7 +159,7 @@ def _cpu(name: str, text: str) -> Device:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key in said:
-            raise ConfigError(f"says {key} twice", field="device", hint="Keep one of them.")
+            raise ConfigError(f"has {key} twice", field="device", hint="Keep one of them.")
         said.add(key)
         if key not in values or not value:
             raise ConfigError(f"{part!r} is not understood", field="device", hint=f"A CPU has {', '.join(values)}.")
@@ -167,7 +167,7 @@ def _cpu(name: str, text: str) -> Device:
     try:
         numbers = [float(values[name]) for name in ("cores", "ghz", "flops_per_cycle")]
     except ValueError:
-        raise ConfigError(f"{text!r} has a value that is no number", field="device") from None
+        raise ConfigError(f"{text!r} has a value that is not a number", field="device") from None
     operations = prod(numbers) * 1e9
     if not all(0 < number < MOST_COUNT for number in numbers):
         raise ConfigError(f"{text!r} has no arithmetic", field="device", hint="All numbers must be above 0.")

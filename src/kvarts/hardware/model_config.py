@@ -61,9 +61,9 @@ def load_geometry(model: str | Path) -> Geometry:
         except msgspec.DecodeError:
             values = _with_infinities(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"is no readable JSON: {error}", path=path) from error
+        raise InputError(f"is not readable JSON: {error}", path=path) from error
     except RecursionError:
-        raise InputError("is no readable JSON: it is nested too deeply", path=path) from None
+        raise InputError("is not readable JSON: it is nested too deeply", path=path) from None
     if not isinstance(values, dict):
         raise InputError("holds no object", path=path)
     return _geometry(path.parent.name or path.stem, str(path), values, path)
@@ -193,7 +193,9 @@ def _dense_width(config: ConfigFields, experts: Experts | None, num_layers: int,
     if config.model_type == "granitemoehybrid" and experts is None:
         width = config.shared_intermediate_size
     if config.model_type == "gemma4_text" and config.use_double_wide_mlp and config.num_kv_shared_layers:
-        raise ConfigError("is not understood beside num_kv_shared_layers", path=path, field="use_double_wide_mlp")
+        raise ConfigError(
+            "is not understood together with num_kv_shared_layers", path=path, field="use_double_wide_mlp"
+        )
     if width is None and (experts is None or experts.num_layers < num_layers):
         raise InputError("is missing", path=path, field="intermediate_size")
     return width or 0

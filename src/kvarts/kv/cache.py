@@ -15,6 +15,7 @@ is in its holding, so no caller needs to know the layout of a page:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from kvarts.content import Content
 from kvarts.events import PartsMoved
@@ -22,7 +23,7 @@ from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages, Path
 from kvarts.kv.pool import PageError, PageId, Pool
 
-__all__ = ["Cache", "Holding", "Leap", "Mark", "PageError"]
+__all__ = ["Cache", "Holding", "Leap", "Lender", "Mark", "PageError"]
 
 
 class Holding:
@@ -65,6 +66,16 @@ class Mark:
         self.parts: tuple[int, ...] = ()
 
 
+class Lender(Protocol):
+    """Stores to a tier below, which keep idle blocks of a cache in use and give them back when these are wanted."""
+
+    def num_lent(self) -> int:
+        """Return the blocks that stores hold and no request does."""
+
+    def give_back(self, count: int) -> None:
+        """Give stores up, the youngest first, until at least `count` of these blocks are free."""
+
+
 class Cache:
     """Owner of the blocks that it took from `pool`: the requests that have them, and their contents.
 
@@ -77,6 +88,7 @@ class Cache:
         "follows_decodes",
         "has_page_ids",
         "keeps_time",
+        "lender",
         "match",
         "most_certain_steps",
         "names_decodes",
@@ -103,6 +115,8 @@ class Cache:
         self.has_page_ids = pool.has_ids
         self.names_decodes = pool.has_ids
         """Whether decodes take their next pages by `take_due`, each with its holding, and not by `take_pages`."""
+        self.lender: Lender | None = None
+        """Stores to a tier below, if there is one."""
         self.page_blocks = page_blocks
         """Blocks of a page with its parts in every group that keeps tokens: the need of a decode for its next page."""
         self.num_free = pool.num_empty
@@ -157,10 +171,10 @@ class Cache:
 
     # Needs of requests ----------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that must be free for a request of `num_known` tokens that begins with `match`.
 
-        `budget`: the most tokens that its first step may compute.
+        `budget`: the most tokens that its first step may compute. `num_kept`: blocks that must stay free.
         """
         raise NotImplementedError
 
@@ -297,6 +311,30 @@ class Cache:
         """Make the first `num_pages` pages of `holding` findable; a load has filled the last of them."""
         raise NotImplementedError
 
+    # Prompts that other engines compute ---------------------------------------------------------------------
+
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the blocks of the parts with which the last of `num_tokens` tokens is computed again.
+
+        Only parts of pages from token `start` on, the first of a page, are counted.
+        """
+        raise NotImplementedError
+
+    def num_to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
+        raise NotImplementedError
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+        """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again.
+
+        What is taken cannot be found before `receive`.
+        """
+        raise NotImplementedError
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Record that the KV of the first `num_tokens` tokens has arrived: their full pages can be found."""
+        raise NotImplementedError
+
     # Memory ---------------------------------------------------------------------------------------------------
 
     def set_time(self, now_ns: int) -> None:
@@ -309,6 +347,20 @@ class Cache:
     def has_empty(self, count: int) -> bool:
         """Return whether `count` blocks can be taken without eviction."""
         return self.pool.has_empty(count)
+
+    def num_lent(self) -> int:
+        """Return the blocks that stores to a tier below hold and no request does."""
+        return 0 if self.lender is None else self.lender.num_lent()
+
+    def num_lent_of(self, match: Match) -> int:
+        """Return how many blocks of `match` stores hold and no request does."""
+        raise NotImplementedError
+
+    def give_back(self, count: int) -> None:
+        """Give up stores that hold idle blocks until at least `count` of these are free: no more than there are."""
+        if count > 0:
+            assert self.lender is not None
+            self.lender.give_back(count)
 
     def take(self, count: int) -> list[PageId] | None:
         """Take `count` blocks, at most `num_free`: empty ones, then cached ones in the order of eviction.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvarts.hardware.kv_groups import KvLayer
-from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.group_memory import GroupMemory, PartGroup
 
 __all__ = ["GroupNeeds", "Held"]
 
@@ -106,6 +106,40 @@ class GroupNeeds:
             return most
         in_all, in_step = self._beside_found(start, num_known, end)
         return max(in_all, in_step) + self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
+
+    def sent(self, start: int, num_tokens: int) -> int:
+        """Return the blocks of the parts, of pages from token `start` on, that the last of `num_tokens` tokens needs.
+
+        It is computed again where they arrive, so a state is that of the tokens before it.
+        """
+        num_hit, num_pages = start // self._page_size, -(-num_tokens // self._page_size)
+        blocks = self._state_blocks + self._whole_blocks * (num_pages - num_hit)
+        for group, part_blocks in self._groups:
+            if group.is_bounded:
+                sink, first_page = self._seen(group, num_tokens)
+                blocks += part_blocks * (num_pages - max(first_page, num_hit) + max(0, sink - num_hit))
+        return blocks
+
+    def to_receive(self, start: int, num_tokens: int, found: Held) -> int:
+        """Return the blocks that must be free to receive the others, after a match of `start` tokens.
+
+        The parts of `found` that are needed and not held are counted as well.
+        """
+        blocks = self.sent(start, num_tokens)
+        num_hit = start // self._page_size
+        for index, (group, part_blocks) in enumerate(self._groups if start else ()):
+            if group.is_state:
+                blocks += part_blocks * found.num_idle(index) if start == num_tokens - 1 else 0
+                continue
+            sink, first_page = self._seen(group, num_tokens)
+            num_found = max(0, num_hit - first_page) + min(sink, num_hit)
+            blocks += part_blocks * (num_found - found.num_shared(index, first_page))
+        return blocks
+
+    def _seen(self, group: PartGroup, num_tokens: int) -> tuple[int, int]:
+        """Return (s, f): the last of `num_tokens` tokens sees the first s pages, and those from page f on."""
+        first_page = group.layer.first_seen(num_tokens - 1) // self._page_size
+        return min(self._num_sink(group.layer), first_page), first_page
 
     def least_to_admit(self, start: int, num_known: int, end: int, found: Held) -> int:
         """Return a lower bound of `to_admit` that stays valid if parts of `found` are evicted.

@@ -23,10 +23,10 @@ from kvarts.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_leaps import leap
-from kvarts.kv.run_loads import begin_load
+from kvarts.kv.run_loads import begin_load, begin_to_receive, receive
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 
-__all__ = ["GroupPages", "HeldParts", "PartHolding", "PartMatch"]
+__all__ = ["GroupPages", "HeldByOthers", "HeldParts", "PartHolding", "PartMatch"]
 
 
 class PartMatch(Match):
@@ -180,6 +180,10 @@ class GroupPages(PartPages):
     def num_pages_of(self, match: Match) -> int:
         """Return how many blocks a sequence that begins with `match` holds."""
         return self.parts.held_after(cast(PartMatch, match).found) // self.block_bytes
+
+    def num_lent_of(self, match: Match) -> int:
+        """Return how many blocks of `match` stores hold and no request does."""
+        return self.parts.lent_after(cast(PartMatch, match).found) // self.block_bytes
 
     def open(self, match: Match) -> PartHolding:
         """Hold `match`, for a sequence that begins with it; the cache must not have changed since it was made."""
@@ -351,6 +355,28 @@ class GroupPages(PartPages):
         self.num_promised += num_blocks - holding.num_promised
         holding.num_promised = num_blocks
         self.parts.promised_bytes = self.num_promised * self.block_bytes
+        self.count()
+
+    # Prompts that other engines compute ---------------------------------------------------------------------
+
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the blocks of the parts with which the last of `num_tokens` tokens is computed again."""
+        return self.needs.sent(start, num_tokens)
+
+    def num_to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the blocks that must be free to `open_to_receive` a prompt of `num_tokens` tokens after `match`."""
+        return self.needs.to_receive(match.num_pages * self.page_size, num_tokens, self.held_by_others(match))
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> PartHolding:
+        """Hold `match`, and take the further parts with which the last of `num_tokens` tokens is computed again."""
+        of_parts = cast(PartMatch, match)
+        parts = begin_to_receive(self.parts, of_parts.content, of_parts.found, num_tokens)
+        self.count()
+        return PartHolding(parts, parts.num_taken)
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        receive(self.parts, cast(PartHolding, holding).parts)
         self.count()
 
     # Blocks for a plan ---------------------------------------------------------------------------------------

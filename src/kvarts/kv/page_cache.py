@@ -61,9 +61,9 @@ class PageCache(Cache):
 
     # Needs of requests ----------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
-        """Return the pages of `num_known` tokens, without those of `match` that are in use."""
-        return -(-num_known // match.content.page_size) - match.num_shared
+    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
+        """Return the pages of `num_known` tokens, without those of `match` that are in use, and `num_kept`."""
+        return -(-num_known // match.content.page_size) - match.num_shared + num_kept
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the pages that the first `end` tokens of `holding` lack."""
@@ -202,6 +202,20 @@ class PageCache(Cache):
             page_ids += node.page_ids
         return page_ids
 
+    def num_lent_of(self, match: Match) -> int:
+        """Return how many pages of `match` transfers hold and no request does."""
+        end = match.num_pages
+        return sum(min(node.end, end) - node.start for node in match.nodes if node.holds and not node.refs)
+
+    def num_idle(self, pages: HeldPages) -> int:
+        """Return how many pages nothing but transfers holds of what `hold` returned, copies included."""
+        num_pages = 0
+        for node in walk(pages.runs, pages.start):
+            for copy in node.twins or (node,):
+                if not copy.refs:
+                    num_pages += copy.end - copy.start
+        return num_pages
+
     def unhold(self, pages: HeldPages) -> None:
         """End a `hold`."""
         tree = self.tree
@@ -289,6 +303,22 @@ class PageCache(Cache):
         """Make the first `num_pages` pages findable."""
         self.publish_pages(holding, num_pages)
 
+    def num_sent(self, start: int, num_tokens: int, page_size: int) -> int:
+        """Return the pages of `num_tokens` tokens from token `start` on."""
+        return -(-num_tokens // page_size) - start // page_size
+
+    def num_to_receive(self, match: Match, num_tokens: int) -> int:
+        """Return the pages that must be free to receive a prompt after `match`."""
+        return self.num_to_admit(match, num_tokens, num_tokens)
+
+    def open_to_receive(self, match: Match, num_tokens: int) -> Holding:
+        """Hold `match` and take the rest of the pages of `num_tokens` tokens."""
+        return self.open_to_load(match, num_tokens)
+
+    def receive(self, holding: Holding, num_tokens: int) -> None:
+        """Make the full pages of the first `num_tokens` tokens findable."""
+        self.publish(holding, num_tokens)
+
     def publish(self, holding: Holding, num_tokens: int) -> None:
         """Make the full pages of the first `num_tokens` tokens findable, as far as their tokens are known.
 
@@ -308,15 +338,8 @@ class PageCache(Cache):
         if not holding.is_open:
             raise PageError("the holding is closed")
         content = holding.content
-        page_size = content.page_size
-        num_pages = -(-num_tokens // page_size)
-        if num_pages > holding.num_pages:
-            taken_ids = self.take(num_pages - holding.num_pages)
-            if taken_ids is not None:
-                assert holding.page_ids is not None
-                holding.page_ids += taken_ids
-            holding.num_pages = num_pages
-        num_full = num_tokens // page_size
+        self.grow(holding, -(-num_tokens // content.page_size))
+        num_full = num_tokens // content.page_size
         if num_full > content.num_known_pages:
             num_full = content.num_known_pages
         self.num_published += 1

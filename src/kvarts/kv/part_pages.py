@@ -64,13 +64,13 @@ class PartPages(Cache):
 
     # Needs of requests ----------------------------------------------------------------------------------------
 
-    def num_to_admit(self, match: Match, num_known: int, budget: int) -> int:
+    def num_to_admit(self, match: Match, num_known: int, budget: int, num_kept: int = 0) -> int:
         """Return the blocks that must be free for a request that begins with `match`, by GroupNeeds.to_admit."""
         # Blocks that the request may take whatever it needs; none are certain if other models take part.
-        num_certain = -1 if self.is_shared else self.num_free
+        num_certain = -1 if self.is_shared else self.num_free - num_kept
         start = match.num_pages * self.page_size
         end = min(num_known, start + budget)
-        return self.needs.to_admit(start, num_known, end, self.held_by_others(match), num_certain)
+        return num_kept + self.needs.to_admit(start, num_known, end, self.held_by_others(match), num_certain)
 
     def least_to_admit(self, match: Match, num_known: int, budget: int) -> int:
         """Return a lower bound of `num_to_admit` that stays valid if parts of `match` are evicted."""

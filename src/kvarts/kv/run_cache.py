@@ -29,8 +29,8 @@ __all__ = ["RunCache", "Wants"]
 class Wants(Protocol):
     """Collects the parts to store in the tier below; it is notified of those that are worth storing."""
 
-    def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
-        """Record that pages [start, end) of `content`, which belong to `runs`, are complete when the step ends.
+    def complete(self, content: Content, group: int, start: int, end: int) -> None:
+        """Record that pages [start, end) of `content` are complete when the step ends.
 
         Called only for parts from which other sequences may continue: for groups that keep all tokens every full page,
         for windows and chunks the pages to which the token after a prompt or an end attends, and snapshots.
@@ -243,6 +243,15 @@ class RunCache(RunAccount):
             for _, start, end in pieces
         )
 
+    def lent_after(self, match: RunMatch) -> int:
+        """Return the bytes of parts of `match` that only stores hold."""
+        return sum(
+            self.part_bytes[index] * (end - start)
+            for index, pieces in enumerate(self.tree.pieces(match))
+            for run, start, end in pieces
+            if run.list_index == index and run.holders and all(holder.is_transfer for holder in run.holders)
+        )
+
     def keep(self, holding: RunHolding) -> int:
         """Record that `holding` is kept for later; return the bytes of its parts that no other `keep` covers."""
         num_bytes = 0
@@ -321,9 +330,9 @@ class RunCache(RunAccount):
         if num_full_pages > holding.num_named:
             self._name(holding, num_full_pages)
         holding.num_tokens = num_full_pages * self.page_size
-        self._keep_tails(holding, num_full_pages)
-        num_open = holding.num_taken - holding.num_named
+        self.keep_tails(holding, num_full_pages)
         for index, held in enumerate(holding.held):
+            num_open = holding.num_taken - holding.first_open[index]
             num_unnamed = holding.num_states[index] if self._is_state[index] else num_open
             if num_unnamed:
                 self.note_empty(index, num_unnamed)
@@ -358,7 +367,7 @@ class RunCache(RunAccount):
         if end > holding.num_named:
             self._name(holding, end)
         if is_end:
-            self._keep_tails(holding, end)
+            self.keep_tails(holding, end)
             if self._of_states and not num_tokens % page_size:
                 self._keep_snapshots(holding)
 
@@ -404,7 +413,7 @@ class RunCache(RunAccount):
             events.told()
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):
             for index in self._whole:
-                self.wants.complete(holding.content, index, start, known_end, holding.held[index])
+                self.wants.complete(holding.content, index, start, known_end)
 
     def _place(self, runs: list[PartRun], spans: Sequence[tuple[Span, int, int]]) -> None:
         """Make `runs` findable; `spans` now cover their pages."""
@@ -428,7 +437,7 @@ class RunCache(RunAccount):
                 if piece is run:
                     break
 
-    def _keep_tails(self, holding: RunHolding, num_pages: int) -> None:
+    def keep_tails(self, holding: RunHolding, num_pages: int) -> None:
         """Mark the parts that the token after the last full page attends to."""
         wants = self.wants if num_pages <= holding.content.num_known_pages else None
         if self._keeps_all and wants is None:
@@ -445,7 +454,7 @@ class RunCache(RunAccount):
                 if run.span is not None and (run.end <= sink or run.start >= first):
                     run.is_kept = True
                     if wants is not None:
-                        wants.complete(holding.content, index, run.start, run.end, [run])
+                        wants.complete(holding.content, index, run.start, run.end)
 
     def _keep_snapshots(self, holding: RunHolding) -> None:
         """Copy the states to separate parts, where such parts do not exist yet and fit."""
@@ -464,7 +473,7 @@ class RunCache(RunAccount):
             if self.blocks is not None:
                 holding.snapshots.append((holding.num_tokens, run))
             if self.wants is not None and page <= holding.content.num_known_pages:
-                self.wants.complete(holding.content, index, page - 1, page, [run])
+                self.wants.complete(holding.content, index, page - 1, page)
             self.release(index, (run,), holding)  # a copy that nothing holds
 
     # Steps of decodes -------------------------------------------------------------------------------------

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvarts.content import Content
 from kvarts.kv.node import NOTHING
 from kvarts.kv.run_cache import RunCache
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.spans import NOWHERE, PartRun, RunHolding, RunMatch, Span
 
 __all__ = ["arrive", "begin_load", "holding_of_transfer", "unhold"]
-
-NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
-"""The span of a holding that is not a sequence."""
 
 
 def holding_of_transfer(num_groups: int) -> RunHolding:
@@ -88,6 +84,49 @@ def arrive(cache: RunCache, holding: RunHolding, ends: Sequence[int]) -> None:
                     break
     if events is not None:
         events.told()
+
+
+def begin_to_receive(cache: RunCache, content: Content, match: RunMatch, num_tokens: int) -> RunHolding:
+    """Begin a sequence whose first `num_tokens` tokens are computed elsewhere: hold `match`, and take the other parts.
+
+    They are the parts with which the last token is computed again, and must fit. They cannot be found before `receive`.
+    """
+    holding = cache.begin(content, match)
+    start, num_pages = match.num_pages, -(-num_tokens // cache.page_size)
+    seen: list[tuple[int, int]] = []
+    for index, group in enumerate(cache.groups):
+        sink, first = cache.tree.needed(index, num_tokens - 1)
+        seen.append((sink, first))
+        if not group.is_state:
+            holding.first_open[index] = max(start, first)  # nothing is taken of pages in between
+        if group.is_state or group.is_bounded:
+            cache.settle_group(holding, index, num_tokens - 1)
+    for index, group in enumerate(cache.groups):
+        if group.is_state:
+            cache.take(index, 1)
+            holding.num_states[index] = 1
+            holding.state_ids[index] = cache.take_ids(index, 1)
+            continue
+        sink, first = seen[index]
+        if start < sink:
+            cache.take(index, sink - start)
+            ids = cache.take_ids(index, sink - start)
+            holding.held[index].append(PartRun(index, None, start, sink, [holding], is_kept=False, ids=ids))
+        num_open = num_pages - holding.first_open[index]
+        cache.take(index, num_open)
+        holding.open_ids[index] = cache.take_ids(index, num_open)
+    holding.num_taken = num_pages
+    holding.num_tokens = num_tokens
+    return holding
+
+
+def receive(cache: RunCache, holding: RunHolding) -> None:
+    """Make the full pages of `holding` findable: all of its tokens have arrived."""
+    num_full = holding.num_tokens // cache.page_size
+    if num_full > holding.num_named:
+        cache.fill_page(holding, holding.num_tokens)
+        arrive(cache, holding, [num_full] * len(cache.groups))
+    cache.keep_tails(holding, num_full)
 
 
 def unhold(cache: RunCache, holding: RunHolding, *, go_first: bool) -> None:

@@ -7,15 +7,16 @@ nowhere else. In each group it has runs of parts, each with an independent start
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvarts.content import Content, PageKey
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.node import NOTHING
 from kvarts.kv.part_account import Listed, PartAccount
 from kvarts.kv.pool import PageId
 from kvarts.kv.streams import Stream
 
-__all__ = ["PartRun", "RunHolding", "RunMatch", "Span"]
+__all__ = ["NOWHERE", "PartRun", "RunHolding", "RunMatch", "Span"]
 
 
 class PartRun(Listed):
@@ -301,6 +302,10 @@ class RunMatch:
         """For each group, the parts with which a sequence begins: runs and their pages. Computed on demand."""
 
 
+NOWHERE: Final = Span(NOTHING, b"", 0, 0, None, 0)
+"""The span of a holding that is not a sequence."""
+
+
 class RunHolding:
     """The parts that one running sequence holds. Written by RunCache and its collaborators.
 
@@ -355,3 +360,8 @@ class RunHolding:
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups
         self.odd_steps = [-1] * num_groups
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is the holding of a transfer and not of a sequence."""
+        return self.last is NOWHERE

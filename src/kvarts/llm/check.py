@@ -77,6 +77,7 @@ class ModelCheck(msgspec.Struct, frozen=True):
 
 def check_model(
     model: Any,
+    reference: Any = None,
     *,
     attention: str = "auto",
     layers: str = "auto",
@@ -87,9 +88,11 @@ def check_model(
 ) -> ModelCheck:
     """Run random prompts through an engine with few pages and small chunks, and compare it with `generate`.
 
-    `kv_groups`: as for LLM. Raise ConfigError for a model that cannot run in pages.
+    `reference`: the same weights in transformers' code, if `model` is not that itself. `kv_groups`: as for LLM. Raise
+    ConfigError for a model that cannot run in pages.
     """
     facts = examine(model)
+    reference = model if reference is None else reference
     prompts = _prompts(model, facts, num_prompts, num_tokens, seed)
     longest = max(map(len, prompts)) + num_tokens
     kv_bytes_per_token = page_bytes_of(facts.layers, page_size=1, dtype=model.dtype)
@@ -102,20 +105,20 @@ def check_model(
         max_num_batched_tokens=max(24, longest // 3),
         max_num_seqs=4,
     )
-    with _by_itself(model):
-        expected = [generated(model, prompt, num_tokens) for prompt in prompts]
+    with _by_itself(reference):
+        expected = [generated(reference, prompt, num_tokens) for prompt in prompts]
     llm = LLM(model, None, config, attention=attention, layers=layers, kv_groups=kv_groups)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     completions = llm.generate(prompts, params)
     said = [list(completion.tokens) for completion in completions]
     differences: list[Difference] = []
     num_alike = 0
-    with _by_itself(model):
+    with _by_itself(reference):
         for number, (prompt, mine, own) in enumerate(zip(prompts, said, expected, strict=True)):
             alike = next((place for place in range(num_tokens) if mine[place] != own[place]), num_tokens)
             num_alike += alike
             if alike < num_tokens:
-                gap = _gap(model, prompt + own[:alike], own[alike], mine[alike])
+                gap = _gap(reference, prompt + own[:alike], own[alike], mine[alike])
                 differences.append(Difference(number, alike, gap))
     most_gap = 1e-4 if model.dtype == torch.float32 else 0.25
     windows: dict[str, int] = {}

@@ -15,11 +15,11 @@ from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
 from kvarts.executor.copier import PageStore
+from kvarts.executor.measured import MeasuredCost, MeasuringExecutor
 from kvarts.executor.torch.executor import TorchExecutor
-from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
-from kvarts.executor.torch.sampling import BatchSampler
+from kvarts.executor.torch.sampling import BatchSampler, processors_of
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.chat import render_chat
@@ -42,6 +42,8 @@ Prompt = str | Sequence[int]
 
 TIMED_STEPS = (1, 2, 4, 8, 16, 32)
 """Sizes of the steps that are timed at the start of an engine with speculation, in tokens."""
+TIMED_CHUNKS = (1, 128)
+"""The same for an engine with a bound on inter-token latency."""
 
 
 class PageFiles(PageStore, Protocol):
@@ -75,14 +77,19 @@ class LLM:
     token ids.
 
     `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the free memory, 4 GiB at most. `config`:
-    replaces all settings of pages, page size and batch. `attention`: the backend, one of kvarts.executor.torch.backend.
-    `layers`: `compiled`, the `model`'s own code, or `auto` (kvarts.executor.torch.layers). `quantization` and
-    `trust_remote_code`: as for `load_model`. `offload`: host memory and files below the pages, on a CPU; `disk_path`:
-    the directory of the files, which a later run of the same model reads again.
+    replaces all settings of pages, page size, batch and latency. `max_itl_ms`: prompts are computed in chunks that keep
+    steps with decodes this short, as far as the steps so far predict. `attention`: the backend, one of
+    kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or `auto`
+    (kvarts.executor.torch.layers). `quantization` and `trust_remote_code`: as for `load_model`. `offload`: host memory
+    and files below the pages, on a CPU; `disk_path`: the directory of the files, which a later run of the same model
+    reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
     tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
     now. None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
+
+    `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
+    holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
 
     `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
 
@@ -110,6 +117,7 @@ class LLM:
         page_size: int = 16,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
+        max_itl_ms: float | None = None,
         dtype: str = "auto",
         device: str = "auto",
         attention: str = "auto",
@@ -117,6 +125,7 @@ class LLM:
         quantization: str | None = None,
         trust_remote_code: bool = False,
         kv_groups: str | None = None,
+        kv_dtype: str = "auto",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
@@ -136,8 +145,10 @@ class LLM:
         elif quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
         page_size = page_size if config is None else config.page_size
-        self.offload = None if offload is None else offload.for_model(token_bytes(model))
-        room = open_room(model, page_size, kv_groups, lambda room: _tiers_of(self.offload, room, page_size))
+        self.offload = None if offload is None else offload.for_model(token_bytes(model, kv_dtype))
+        room = open_room(
+            model, page_size, kv_groups, lambda room: _tiers_of(self.offload, room, page_size), kv_dtype=kv_dtype
+        )
         if room.whole_pages:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         if room.has_states and speculation is not None:
@@ -148,6 +159,7 @@ class LLM:
                 page_size=page_size,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+                max_itl_ms=max_itl_ms,
             )
         room.check(config.num_pages)
         self.config = config
@@ -178,13 +190,18 @@ class LLM:
             layers=layers,
             cut=room.cut,
             num_blocks=room.num_blocks(config.num_pages),
+            kv_dtype=kv_dtype,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)
-        executor = detokenizing if wrap is None else wrap(detokenizing)
+        executor: Executor = detokenizing if wrap is None else wrap(detokenizing)
+        cost = None
+        if config.max_itl_ms is not None:
+            cost = MeasuredCost(self._executor.time_steps(TIMED_CHUNKS))
+            executor = MeasuringExecutor(executor, cost)
         below: TierSettings | None = self.offload
         if files is not None and self.offload is not None:
-            below = self.offload.with_known(files.keys(), fingerprint(model))
+            below = self.offload.with_known(files.keys(), self._executor.fingerprint())
         drafter = None
         if speculation is not None:
             times = StepTimes(self._executor.time_steps(TIMED_STEPS))
@@ -199,6 +216,7 @@ class LLM:
             offload=below,
             make_order=eviction,
             drafter=drafter,
+            step_ns=None if cost is None else cost.step_ns,
         )
         self.kv_groups = room.kv_groups
         """Retention rule of the layers; `off` if they keep every token."""
@@ -246,7 +264,7 @@ class LLM:
             token_bytes=pools.page_bytes // pools.page_size,
             vocab_size=self._vocab_size,
             max_positions=self._max_positions,
-            fingerprint=lambda: fingerprint(self._model),
+            fingerprint=self._executor.fingerprint,
             tokenizer=self.tokenizer,
             eos_ids=_eos_ids(self._model),
             kv_groups=self.kv_groups,
@@ -295,7 +313,11 @@ class LLM:
         return tokens
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ConfigError for parameters that the model cannot satisfy. May take as long as compiling a grammar."""
+        """Raise ConfigError for parameters that the model cannot satisfy.
+
+        May take as long as compiling a grammar, or the import of what sampling needs, so that no step waits for it.
+        """
+        processors_of(params)
         if params.structured_outputs is not None:
             self._grammars.compile(params.structured_outputs)
 

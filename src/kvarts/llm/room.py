@@ -12,6 +12,7 @@ import torch
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
+from kvarts.executor.torch.kv_format import stored_as
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import examine, layer_shapes
 from kvarts.kv.group_memory import Retention
@@ -23,9 +24,9 @@ MOST_AUTO_BYTES = 4 << 30
 KV_GROUPS = ("off", "all", "tails")
 
 
-def token_bytes(model: Any) -> int:
-    """Return the bytes of KV per token."""
-    return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype)
+def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
+    """Return the bytes of KV per token, stored in `kv_dtype`."""
+    return page_bytes_of(layer_shapes(model), page_size=1, dtype=model.dtype, kv_dtype=kv_dtype)
 
 
 def latent_token_bytes(model: Any) -> int | None:
@@ -47,16 +48,16 @@ class KVRoom:
     `kv_groups`: with `off`, every layer keeps every token. With `all` or `tails`, layers with a window keep only tokens
     that later ones attend to. Among released pages, `all` keeps all until memory is short, as vLLM does, and `tails`
     only those needed for a hit at the end of a prompt or an answer. Raises ConfigError for any other value, and for
-    layers that cannot be divided into blocks of one size.
+    layers that cannot be divided into blocks of one size. `kv_dtype`: the format of KV in pages.
     """
 
-    def __init__(self, model: Any, page_size: int, kv_groups: str = "off") -> None:
+    def __init__(self, model: Any, page_size: int, kv_groups: str = "off", kv_dtype: str = "auto") -> None:
         if kv_groups not in KV_GROUPS:
             raise ConfigError(
                 f"must be {', '.join(KV_GROUPS[:-1])} or {KV_GROUPS[-1]}, got {kv_groups!r}", field="kv_groups"
             )
         self._model = model
-        self._page_bytes = token_bytes(model) * page_size
+        self._page_bytes = token_bytes(model, kv_dtype) * page_size
         self.kv_groups = kv_groups
         """What layers keep: `off` for everything, else by which rule."""
         self.whole_pages = ""
@@ -70,11 +71,14 @@ class KVRoom:
                 field="kv_groups",
                 hint="Set kv_groups to all or tails (--kv-groups all).",
             )
+        if states and kv_dtype != "auto":
+            raise ConfigError(
+                f"{model.config.model_type} has layers that keep a state", field="kv_dtype", hint="Leave it to auto."
+            )
         if kv_groups != "off":
             keeps: Retention = "all" if kv_groups == "all" else "tails"
-            self.cut = cut_blocks(
-                layer_shapes(model), page_size=page_size, dtype=model.dtype, keeps=keeps, states=states
-            )
+            layers, dtype = stored_as(layer_shapes(model), model.dtype, kv_dtype)
+            self.cut = cut_blocks(layers, page_size=page_size, dtype=dtype, keeps=keeps, states=states)
 
     @property
     def has_states(self) -> bool:
@@ -112,7 +116,12 @@ class KVRoom:
 
 
 def open_room(
-    model: Any, page_size: int, kv_groups: str | None = None, check: Callable[[KVRoom], object] = lambda room: None
+    model: Any,
+    page_size: int,
+    kv_groups: str | None = None,
+    check: Callable[[KVRoom], object] = lambda room: None,
+    *,
+    kv_dtype: str = "auto",
 ) -> KVRoom:
     """Return the KVRoom of `model` with `kv_groups`; None: `all` where layers keep less and nothing refuses it.
 
@@ -121,16 +130,16 @@ def open_room(
     """
     states, layers = examine(model).states, layer_shapes(model)
     if kv_groups is not None or not (states or any(layer.window is not None for layer in layers)):
-        room = KVRoom(model, page_size, "off" if kv_groups is None else kv_groups)
+        room = KVRoom(model, page_size, "off" if kv_groups is None else kv_groups, kv_dtype)
         check(room)
         return room
     try:
-        room = KVRoom(model, page_size, "all")
+        room = KVRoom(model, page_size, "all", kv_dtype)
         check(room)
     except ConfigError as refused:
         if states:
             raise
-        room = KVRoom(model, page_size)
+        room = KVRoom(model, page_size, kv_dtype=kv_dtype)
         check(room)
         room.whole_pages = refused.what if refused.field is None else f"{refused.field} {refused.what}"
     return room

@@ -43,6 +43,10 @@ class Channel:
         num_units = left_ns * self._bytes_per_s // (unit_bytes * NS_PER_S) if left_ns > 0 else 0
         return num_units if wait_ns or num_units else 1
 
+    def withdraw(self, now_ns: int, num_bytes: int) -> None:
+        """Carry the last transfer submitted, of `num_bytes`, no further than it is at `now_ns`."""
+        self._free_ns = max(now_ns, self._free_ns - self._latency_ns + (-num_bytes * NS_PER_S // self._bytes_per_s))
+
     def passed_over(self) -> None:
         """Note that a transfer was not submitted because of its long wait. Ignored by a channel of known speed."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -35,6 +36,8 @@ class FileTier(MemoryTier):
         super().__init__(name, num_pages, on_stored=on_stored, on_removed=on_removed)
         self._root = root_key("sha256_cbor", namespace)
         self._dropped: dict[bytes, None] = {}
+        self._reading: Counter[bytes] = Counter()
+        """How many loads under way read a file."""
         self._unknown = dict.fromkeys(known_keys)
         while len(self._unknown) > num_pages:
             self._drop_unknown()
@@ -65,9 +68,10 @@ class FileTier(MemoryTier):
         return keys[page]
 
     def take_dropped(self) -> tuple[bytes, ...]:
-        """Return the keys that left the tier since the last call."""
-        dropped = tuple(self._dropped)
-        self._dropped.clear()
+        """Return the keys that left the tier since the last call, but for those that loads still read."""
+        dropped = tuple(key for key in self._dropped if key not in self._reading)
+        for key in dropped:
+            del self._dropped[key]
         return dropped
 
     def lookup(self, holder: int, content: Content, start: int, limit: int) -> int:
@@ -110,7 +114,7 @@ class FileTier(MemoryTier):
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store; return False if it had ended before."""
         is_first = super().complete_store(store, is_stored=is_stored)
-        if is_first and not is_stored:
+        if is_first and not (is_stored and self.is_stored(store)):
             for segment in store.segments:
                 self._dropped.update(
                     (self.key(store.content, page), None) for page in range(segment.start, segment.end)
@@ -121,7 +125,14 @@ class FileTier(MemoryTier):
         """Begin to load pages that were offered to `holder`; their slots are keys."""
         load = super().prepare_load(holder, num_pages)
         load.segments = self._named(load.content, load.segments)
+        self._reading.update(_keys_of(load))
         return load
+
+    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
+        """End a load, and drop pages after the first `num_good_pages`; return False if it had ended before."""
+        if load.is_open:
+            self._reading -= Counter(_keys_of(load))
+        return super().complete_load(load, num_good_pages)
 
     def reset(self) -> None:
         """Drop all pages, also those of earlier processes."""
@@ -169,3 +180,10 @@ class FileTier(MemoryTier):
             self._dropped[self.key(content, page)] = None
         if self._tell_removed is not None:
             self._tell_removed(content, start, end)
+
+
+def _keys_of(load: TierLoad) -> Iterator[bytes]:
+    for segment in load.segments:
+        for key in segment.slots or ():
+            assert isinstance(key, bytes)
+            yield key

@@ -45,6 +45,10 @@ class TierIndex:
         """Pages that were not stored because no room could be made."""
         self.num_holes = 0
         """Runs of the tree that are holes."""
+        self.writer = 0
+        """The engine that stores from now on, where several share the tier."""
+        self.removed_of = 0
+        """The engine that had stored what `on_removed` is called for."""
         self._with_slots = with_slots
         self.on_stored = on_stored
         self.on_removed = on_removed
@@ -138,7 +142,8 @@ class TierIndex:
             node = node.parent
         if run.state is NodeState.STORED and run.children is not None and len(run.children) == 1:
             (child,) = run.children.values()
-            if child.pins == run.pins and child.state is NodeState.STORED and child.newer is run:
+            is_alike = child.pins == run.pins and child.state is NodeState.STORED and child.writer == run.writer
+            if is_alike and child.newer is run:
                 child.newer = run.newer
                 run.newer.older = child
                 self._join(run, child)
@@ -170,6 +175,7 @@ class TierIndex:
                 if (
                     below is not None
                     and below.pins == node.pins
+                    and below.writer == node.writer
                     and node.children is not None
                     and len(node.children) == 1
                 ):
@@ -278,6 +284,22 @@ class TierIndex:
             self.touch(placement.run)
         self.unpin(placement.run)
 
+    def vacate(self, content: Content, end: int, count: int) -> None:
+        """Evict up to `count` of the first `end` pages of `content`, the deepest first.
+
+        It ends before one that is pinned, that something follows, or that is not here.
+        """
+        run, _ = self._descend(content, end)
+        while count > 0 and run.state is NodeState.STORED and not (run.pins or run.children):
+            before = run.parent
+            assert before is not None
+            if run.num_pages > count:
+                self._split(run, run.end - count)
+            count -= run.num_pages
+            self.num_evicted += run.num_pages
+            self._drop(run)
+            run = before
+
     def drop(self, content: Content, page: int) -> None:
         """Drop `page` and all later pages."""
         for run, _, position in self._path(content, page + 1):
@@ -380,6 +402,7 @@ class TierIndex:
     def _fill(self, run: TierRun, placement: Placement) -> Segment:
         self.num_holes -= 1
         run.state = NodeState.COMING
+        run.writer = self.writer
         run.placement = placement
         run.slots = self.pool.take(run.num_pages)
         return Segment(run.start, run.end, None if run.slots is None else tuple(run.slots))
@@ -401,6 +424,7 @@ class TierIndex:
         assert parent is not None and parent.children is not None
         head = TierRun(run.content, run.key, run.start, at, parent, run.state, run.pins)
         head.placement = run.placement
+        head.writer = run.writer
         self.num_holes += run.state is NodeState.HOLE
         if run.slots is not None:
             head.slots = run.slots[: at - run.start]
@@ -450,6 +474,7 @@ class TierIndex:
                 _unlist(run)
                 self._cut_off(run)
             if self.on_removed is not None:
+                self.removed_of = run.writer
                 self.on_removed(*gone)
 
     def _drop(self, run: TierRun) -> None:
@@ -474,6 +499,7 @@ class TierIndex:
                 node.state = NodeState.DOOMED
         if self.on_removed is not None:
             for node in removed:
+                self.removed_of = node.writer
                 self.on_removed(node.content, node.start, node.end)
 
     def _cut_off(self, run: TierRun) -> None:

@@ -71,6 +71,9 @@ class MeasuredChannel(Channel):
         self._measured_ns = KEPT * self._measured_ns + duration_ns
         self._bytes_per_s = max(1, int(self._measured_bytes * NS_PER_S / self._measured_ns))
 
+    def withdraw(self, now_ns: int, num_bytes: int) -> None:
+        """Do nothing: what was begun is carried to its end."""
+
     def passed_over(self) -> None:
         """Note that a transfer was not submitted because it would take too long.
 

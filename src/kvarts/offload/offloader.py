@@ -39,7 +39,7 @@ from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
 from kvarts.offload.store_policy import StorePolicy, precedes
 from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
-from kvarts.offload.transfers import Transfers
+from kvarts.offload.transfers import NEVER_NS, Transfers
 from kvarts.offload.under_way import ALL, UnderWay
 from kvarts.offload.weigher import Weigher
 
@@ -103,6 +103,7 @@ class Offloader(Transfers):
             )
         self._gone: list[tuple[Content, int, int]] = []
         cache.tree.on_removed = self._on_evicted
+        cache.lender = self
         cache.on_evicted = self._lose_gone
         self._marks = Marks(cache, self.tiers, order)
         if order is not None:
@@ -135,24 +136,30 @@ class Offloader(Transfers):
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores of the step that starts at `now_ns`."""
         self._now_ns = now_ns
+        if self._policy.stores_deepest_first:
+            # What is to be stored next would replace what is on its way through a small tier.
+            self._plan_spills()
         stores: list[tuple[Tier, TierStore]] = []
         held: list[tuple[HeldPages, ...]] = []
         room = -1
         for content, start, end, where in self._policy.choose():
             if room < 0:
                 room = self._connected[0].write.num_within(now_ns, self._store_within_ns, self.page_bytes)
-            position = start
+            position = num_here = start
             if room > 0:
-                store = self._prepare(content, start, end, where, room, held)
+                store, num_here = self._prepare(content, start, end, where, room, held)
                 if store is not None:
                     stores.append((self.tiers[0], store))
                     room -= store.num_pages
                     position = store.segments[-1].end
-            if room == 0:
+            if room == 0 or (position < num_here and self._passes_through(num_here) and self._moves(stores)):
                 self._policy.wait(position)
                 break
         if stores:
             self._begin_stores(stores, held)
+        self._plan_spills()
+
+    def _plan_spills(self) -> None:
         for place, wanted in enumerate(self._spills):
             if wanted and not self._is_behind[place]:
                 self._begin_spills(place)
@@ -177,7 +184,8 @@ class Offloader(Transfers):
     ) -> Weighed:
         """Return how many pages of `offer`, which begins at page `start`, to load for a prompt of `num_known` tokens.
 
-        `num_behind`: requests that wait behind it. `awaited`: the pages of another request's load, if there is one.
+        `num_behind`: requests behind it that do not wait for memory. `awaited`: the pages of another request's load, if
+        there is one.
         """
         return self._weigher.weigh(
             self._now_ns, offer, start, page_size, num_known, num_behind=num_behind, awaited=awaited
@@ -196,7 +204,7 @@ class Offloader(Transfers):
         loads = []
         moves = []
         lanes = []
-        end_ns, lane = self._now_ns, ""
+        end_ns, lane, least_ns = self._now_ns, "", 0
         position = start
         num_left = num_pages
         for connected in self._connected:
@@ -219,10 +227,12 @@ class Offloader(Transfers):
             read_ns = connected.read.submit(self._now_ns, count * self.page_bytes)
             if read_ns > end_ns:
                 end_ns, lane = read_ns, connected.read.name
+            if least_ns < read_ns < NEVER_NS:
+                least_ns = read_ns
             position += count
             num_left -= count
         under_way = UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
-        under_way.start_page = start
+        under_way.start_page, under_way.least_ns = start, least_ns
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
         self._begin(under_way, end_ns, moves)
         return end_ns
@@ -266,6 +276,9 @@ class Offloader(Transfers):
 
     # Stores -----------------------------------------------------------------------------------------------
 
+    def _num_idle_of(self, under_way: UnderWay) -> int:
+        return sum(self._cache.num_idle(part) for pages in under_way.held for part in pages)
+
     def _prepare(
         self,
         content: Content,
@@ -274,11 +287,16 @@ class Offloader(Transfers):
         where: object,
         room: int,
         held: list[tuple[HeldPages, ...]],
-    ) -> TierStore | None:
-        """Prepare to store at most `room` of pages [start, end), and hold these; return None without any."""
+    ) -> tuple[TierStore | None, int]:
+        """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
+
+        Return also how many pages the device has.
+        """
         first = self.tiers[0]
         num_refused = first.num_refused
         path, end = self._policy.path(content, end, where)
+        if self._passes_through(end):
+            start = self._pass_through(content, start, end, room)
         deepest_first = self._policy.stores_deepest_first
         if room < end - start:
             start, deepest_first = self._policy.first_wanted(start, where), False
@@ -293,13 +311,44 @@ class Offloader(Transfers):
             if store is None and not num_refused:
                 self._marks.mark_as_held(content, start, end)
         if store is None:
-            return None
+            return None, end
         pages = tuple([self._cache.hold(path, segment.start, segment.end) for segment in store.segments])
         if order is not None:
             for part in pages:
                 self._marks.mark_part(part, Below.COMING)
         held.append(pages)
-        return store
+        return store, end
+
+    def _passes_through(self, num_pages: int) -> bool:
+        """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
+        is_small = len(self.tiers) > 1 and num_pages > self.tiers[0].num_pages
+        return is_small and not self._policy.stores_deepest_first
+
+    def _pass_through(self, content: Content, start: int, end: int, room: int) -> int:
+        """Return the first of pages [start, end) that no tier has; make room for it and `room` pages in all.
+
+        What makes room is what the first tier has of the same prefix, as far as the next tier has it as well.
+        """
+        first, second = self.tiers[0], self.tiers[1]
+        position = -1
+        while position < start:
+            position = start
+            for tier in self.tiers:
+                start += tier.find(content, start, end)
+        here = first.held(content, 0, start)
+        num_here = sum(last - begin for begin, last in here)
+        num_short = min(end - start, room, num_here) - (first.num_pages - first.num_used - num_here)
+        if num_short > 0:
+            begin, last = here[-1]
+            begin = max(begin, last - num_short)
+            if second.held(content, begin, last) == [(begin, last)]:
+                first.vacate(content, last, last - begin)
+        return start
+
+    def _moves(self, stores: list[tuple[Tier, TierStore]]) -> bool:
+        """Return whether something is on its way to a tier, or is to be: after it there may be room."""
+        is_moving = any(under_way.direction is not Direction.LOAD for under_way in self._under_way.values())
+        return bool(stores) or is_moving or self._has_spills
 
     def _begin_stores(self, stores: list[tuple[Tier, TierStore]], held: list[tuple[HeldPages, ...]]) -> None:
         num_pages = 0
@@ -399,7 +448,8 @@ class Offloader(Transfers):
         is_stored = self._count_store(under_way)
         if self._tell is not None:
             num_pages = under_way.num_pages if is_stored else 0
-            self._tell(TransferEnded(transfer_id, -1, num_pages, self._now_ns))
+            is_given_up = under_way.is_given_up
+            self._tell(TransferEnded(transfer_id, -1, num_pages, self._now_ns, is_given_up=is_given_up))
         for tier, store in under_way.stores:
             tier.complete_store(store, is_stored=is_stored)
         for tier, source in under_way.loads:
@@ -418,8 +468,9 @@ class Offloader(Transfers):
                     if is_whole:
                         has_orphans = self._marks.mark_part(part, Below.STORED)
                     else:
-                        # Storing them again and again would hold the pages for ever, while a request waits for them.
-                        self._marks.mark_part(part, Below.NOT if is_stored else Below.FAILED)
+                        # What fails again and again is not tried again; what was given up may be.
+                        has_failed = not is_stored and not under_way.is_given_up
+                        self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
                         has_orphans = True
                     if has_orphans:
                         self._marks.mark_held(store.content, segment.start, segment.end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -32,7 +32,7 @@ class TiersToOpen:
     """The tiers of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
 
     With a lazy policy, the device first evicts pages that a lower tier also holds. `known_keys` and `namespace`: see
-    FilesBelow.
+    FilesBelow. `more`: tiers below these, which are open already.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class TiersToOpen:
         *,
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
+        more: Sequence[ConnectedTier] = (),
     ) -> None:
         self._offload = offload
+        self._more = more
         self._config = config
         self._known_keys = known_keys
         self._namespace = namespace
@@ -78,6 +80,7 @@ class TiersToOpen:
             namespace=namespace or "",
             order=self._safe_first,
             prefill=prefill,
+            more=self._more,
         )
 
 
@@ -93,8 +96,12 @@ def open_offloader(
     namespace: str = "",
     order: SafeFirst | None = None,
     prefill: PrefillTimes | None = None,
+    more: Sequence[ConnectedTier] = (),
 ) -> Offloader:
-    """Open the tiers of `offload` below `cache`. `order`: the eviction order of `cache`, for a lazy policy."""
+    """Open the tiers of `offload` below `cache`. `order`: the eviction order of `cache`, for a lazy policy.
+
+    `more`: tiers below these, which are open already.
+    """
     assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
     tiers = []
     for spec in offload.tier_specs(page_size):
@@ -105,11 +112,11 @@ def open_offloader(
             tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
         make = MeasuredChannel if with_page_ids else Channel
         tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
+    tiers += more
     policy: StorePolicy[Any] = EagerPolicy(cache)
     if order is not None:
-        policy = LazyPolicy(
-            cache, order, _target_free(offload, tiers[0].tier.num_pages, page_size, max_num_batched_tokens)
-        )
+        num_below = sum(connected.tier.num_pages for connected in tiers)
+        policy = LazyPolicy(cache, order, _target_free(offload, num_below, page_size, max_num_batched_tokens))
     return Offloader(
         cache,
         tiers,
@@ -164,11 +171,11 @@ def open_part_offloader(
 
 
 def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:
-    """Return the pages that a lazy policy covers, above a tier of `num_pages` pages."""
+    """Return the pages that a lazy policy covers, above tiers of `num_pages` pages in all."""
     target_free = offload.target_free
     if target_free is None:
         # Enough for the pages that a few requests take at once, but a small part of a small tier.
         step_pages = -(-max_num_batched_tokens // page_size)
         target_free = max(2 * step_pages, min(8 * step_pages, num_pages // 8))
-    # More pages than the tier holds would replace each other for ever.
+    # More pages than the tiers hold would replace each other for ever.
     return min(target_free, num_pages)

@@ -109,6 +109,7 @@ class PartOffloader(Transfers):
         self._cache = cache
         self._parts = cache.parts
         self._tell = tell
+        cache.lender = self
         self.tier = tier
         self._policy = policy
         self.channels = (write, read)
@@ -152,10 +153,25 @@ class PartOffloader(Transfers):
         """Return None if a store is due, or the device must be checked in every step; else any number."""
         return None if self.is_due or not self._cache.follows_decodes else ALL
 
+    def begin_step(self, now_ns: int) -> None:
+        """Take note that what became complete in the last step is computed."""
+        self._now_ns = now_ns
+        self._policy.begin_step()
+
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: the cache reports complete pages."""
 
     # Stores -----------------------------------------------------------------------------------------------
+
+    def _num_idle_of(self, under_way: UnderWay) -> int:
+        above = cast(PartsUnderWay, under_way).above
+        return sum(
+            (run.end - run.start) * self.tier.part_blocks[group]
+            for held in above
+            for group, runs in enumerate(held.held)
+            for run in runs
+            if len(run.holders) == 1
+        )
 
     def plan_stores(self, now_ns: int) -> None:
         """Begin the store of the step that starts at `now_ns`."""
@@ -317,7 +333,8 @@ class PartOffloader(Transfers):
     def _tell_ended(self, transfer_id: int, under_way: PartsUnderWay, num_pages: int) -> None:
         if self._tell is not None:
             num_blocks = min(under_way.num_good_pages, under_way.num_pages)
-            self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns, num_blocks))
+            is_given_up = under_way.is_given_up
+            self._tell(TransferEnded(transfer_id, under_way.request, num_pages, self._now_ns, num_blocks, is_given_up))
 
     def _end_load(self, transfer_id: int, under_way: PartsUnderWay) -> None:
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""

@@ -25,6 +25,9 @@ class PartPolicy(Wants, Protocol):
     goes_first: bool
     """Whether the device evicts stored parts next, rather than last."""
 
+    def begin_step(self) -> None:
+        """Take note that what became complete so far is computed: it can be stored in the step that begins."""
+
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield runs to store, each with its first page and the page after its last."""
 
@@ -44,11 +47,18 @@ class EagerParts:
         self._tree = cache.tree
         self._wanted: deque[tuple[Content, int, int, int]] = deque()
         """Contents, each with a group and its pages."""
+        self._fresh: list[tuple[Content, int, int, int]] = []
+        """The same of the step that computes them."""
         cache.wants = self
 
-    def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
-        """Queue the pages."""
-        self._wanted.append((content, group, start, end))
+    def complete(self, content: Content, group: int, start: int, end: int) -> None:
+        """Queue the pages from the next step on."""
+        self._fresh.append((content, group, start, end))
+
+    def begin_step(self) -> None:
+        """Queue the pages that the last step computed."""
+        self._wanted += self._fresh
+        self._fresh.clear()
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield queued runs in order of completion. If there are copies, the oldest is chosen."""
@@ -75,7 +85,7 @@ class EagerParts:
     @property
     def has_work(self) -> bool:
         """Whether pages are queued."""
-        return bool(self._wanted)
+        return bool(self._wanted or self._fresh)
 
 
 class LazyParts:
@@ -86,13 +96,23 @@ class LazyParts:
     def __init__(self, cache: RunCache, target_bytes: int) -> None:
         self._cache = cache
         self._target_bytes = target_bytes
+        self._fresh: list[tuple[Content, int, int, int]] = []
+        """Contents, each with a group and its pages, of the step that computes them."""
         cache.wants = self
 
-    def complete(self, content: Content, group: int, start: int, end: int, runs: list[PartRun]) -> None:
-        """Mark the runs: they are wanted until they are stored."""
-        for run in tuple(runs):
-            if run.start < end and run.end > start:
-                run.cut(max(start, run.start), min(end, run.end)).is_wanted = True
+    def complete(self, content: Content, group: int, start: int, end: int) -> None:
+        """Want it from the next step on."""
+        self._fresh.append((content, group, start, end))
+
+    def begin_step(self) -> None:
+        """Mark the runs of what was computed in the last step: they are wanted until they are stored."""
+        for content, group, start, end in self._fresh:
+            spans, end = self._cache.tree.walk(content, end)  # noqa: PLW2901
+            for span in spans:
+                for run in tuple(span.parts[group]) if span.end > start else ():
+                    if run.start < end and run.end > start:
+                        run.cut(max(start, run.start), min(end, run.end)).is_wanted = True
+        self._fresh.clear()
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield the wanted runs nearest to eviction. If there are copies, the oldest is chosen."""

@@ -149,16 +149,16 @@ class LazyPolicy:
         self._cache = cache
         self._order = order
         self._target_free = target_free
-        self.is_stuck = False
-        """Whether the tier lacked room for the chosen pages, or its channel was behind."""
+        self.is_stuck = self._has_left = False
+        """Whether the tier lacked room for the chosen pages, or its channel was behind; whether it did last time."""
 
     def refuse(self) -> None:
         """Choose nothing until a transfer has ended."""
-        self.is_stuck = True
+        self.is_stuck = self._has_left = True
 
     def wait(self, position: int) -> None:
         """Choose nothing until a transfer has ended."""
-        self.is_stuck = True
+        self.is_stuck = self._has_left = True
 
     def end_refusal(self) -> None:
         """Choose again."""
@@ -169,7 +169,10 @@ class LazyPolicy:
 
     def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
         """Yield the unsafe pages nearest to eviction; nothing while none can be stored."""
-        return iter(() if self.is_stuck else self._scan()[0])
+        if self.is_stuck:
+            return iter(())
+        self._has_left = False
+        return iter(self._scan()[0])
 
     def first_wanted(self, start: int, where: Node) -> int:
         """Return the start of the unstored stretch that reaches `start`."""
@@ -181,8 +184,8 @@ class LazyPolicy:
 
     @property
     def has_work(self) -> bool:
-        """False: stores depend on the device alone."""
-        return False
+        """Whether pages were left that may find room now: otherwise stores depend on the device alone."""
+        return self._has_left and not self.is_stuck
 
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken while the target stays covered; None if it is not covered now."""

@@ -105,6 +105,12 @@ class Tier(Protocol):
         `deepest_first`.
         """
 
+    def vacate(self, content: Content, end: int, count: int) -> None:
+        """Evict up to `count` of the first `end` pages of `content`, the deepest first, which the next tier has.
+
+        It ends before one that is pinned, that something follows, or that is not here.
+        """
+
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
 
@@ -189,6 +195,7 @@ class MemoryTier:
         self.listen(on_stored, on_removed)
         self.find = self.index.find
         self.lose = self.index.lose
+        self.vacate = self.index.vacate
         self._pins: dict[int, _Pin] = {}
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:

@@ -28,7 +28,8 @@ class TierRun(msgspec.Struct, eq=False):
     """Pages [start, end) of `content`. Written by TierIndex only.
 
     `slots`: ids of the tier's pages; None if they are only counted, or in a hole. `placement`: the placement that a
-    coming run belongs to. `older` and `newer`: neighbours in the order of recency, for stored runs.
+    coming run belongs to. `writer`: the number of the engine that stored it, where several share the tier. `older` and
+    `newer`: neighbours in the order of recency, for stored runs.
     """
 
     content: Content
@@ -40,6 +41,7 @@ class TierRun(msgspec.Struct, eq=False):
     pins: int = 0
     children: dict[PageKey, TierRun] | None = None
     slots: list[PageId] | None = None
+    writer: int = 0
     placement: Placement | None = None
     older: TierRun = None  # type: ignore[assignment]
     newer: TierRun = None  # type: ignore[assignment]

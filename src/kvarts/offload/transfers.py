@@ -7,7 +7,7 @@ parts of pages in KV groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from kvarts.kv.transfer import Direction, Loaded, Move, Transfer, TransferReport
 from kvarts.offload.channel import Channel
@@ -47,6 +47,8 @@ class Transfers:
         self._under_way: dict[int, UnderWay] = {}
         self.num_transfers = 0
         """Transfers begun so far; also the number of the next."""
+        self._given_up: dict[int, set[int]] = {}
+        """Workers that have not reported a store that was given up, by its number."""
         self._due: list[tuple[int, int]] = []
         self._waited_ns = {lane.name: 0 for lane in lanes}
         self._planned: list[Transfer] = []
@@ -54,6 +56,10 @@ class Transfers:
         self._now_ns = 0
 
     # Interface of the scheduler ---------------------------------------------------------------------------
+
+    def begin_step(self, now_ns: int) -> None:
+        """Take note that the step that starts at `now_ns` is planned."""
+        self._now_ns = now_ns
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
@@ -74,6 +80,41 @@ class Transfers:
         loaded = self._loaded
         self._loaded = []
         return loaded
+
+    # What stores hold -------------------------------------------------------------------------------------
+
+    def num_lent(self) -> int:
+        """Return the blocks of the device that stores hold and no request does."""
+        return sum(map(self._num_idle_of, self._under_way.values()))
+
+    def give_back(self, count: int) -> None:
+        """Give stores up, the youngest first, until at least `count` of these blocks are free."""
+        is_last = True
+        for transfer_id, under_way in reversed(list(self._under_way.items())):
+            if count <= 0:
+                return
+            if under_way.direction is not Direction.STORE:
+                continue
+            num_idle = self._num_idle_of(under_way)
+            if not num_idle:
+                is_last = False
+                continue
+            count -= num_idle
+            del self._under_way[transfer_id]
+            if self._with_page_ids:
+                self._given_up[transfer_id] = under_way.waiting_for
+            else:
+                self._due = [due for due in self._due if due[1] != transfer_id]
+                heapify(self._due)
+            for lane, num_bytes in under_way.lanes if is_last else ():
+                lane.withdraw(self._now_ns, num_bytes)
+            self.counts.num_given_up += 1
+            under_way.num_good_pages, under_way.is_given_up = 0, True
+            self._end(transfer_id, under_way)
+
+    def _num_idle_of(self, under_way: UnderWay) -> int:
+        """Return the blocks of the device that a store holds and no request does; 0 for another transfer."""
+        raise NotImplementedError
 
     # Interface of the engine ------------------------------------------------------------------------------
 
@@ -112,6 +153,19 @@ class Transfers:
             self._end(transfer_id, under_way)
         return True
 
+    def ends(self, transfer: int, end_ns: int) -> None:
+        """Record that `transfer`, the end of which was not known when it began, ends at `end_ns`."""
+        heappush(self._due, (max(end_ns, self._under_way[transfer].least_ns), transfer))
+
+    def abort(self, now_ns: int) -> None:
+        """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
+        self._now_ns = now_ns
+        self._due.clear()
+        under_way, self._under_way = self._under_way, {}
+        for transfer_id, each in under_way.items():
+            each.num_good_pages = 0
+            self._end(transfer_id, each)
+
     def expire(self, now_ns: int) -> None:
         """End the transfers that were not reported before their deadline, as failed."""
         if not self._with_page_ids:
@@ -138,7 +192,10 @@ class Transfers:
         return set(range(self._num_workers))
 
     def _submit(self, under_way: UnderWay, end_ns: int, moves: list[Move], dropped_keys: tuple[bytes, ...] = ()) -> int:
-        """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`."""
+        """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`.
+
+        With NEVER_NS, `ends` must follow.
+        """
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
@@ -148,12 +205,17 @@ class Transfers:
             self._planned.append(
                 Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped_keys)
             )
-        else:
+        elif end_ns < NEVER_NS:
             heappush(self._due, (end_ns, transfer_id))
         return transfer_id
 
     def _report(self, report: TransferReport) -> None:
         under_way = self._under_way.get(report.transfer_id)
+        if under_way is None and report.worker in (workers := self._given_up.get(report.transfer_id, set())):
+            workers.remove(report.worker)
+            if not workers:
+                del self._given_up[report.transfer_id]
+            return
         if under_way is None or report.worker not in under_way.waiting_for:
             self.counts.num_stray_reports += 1
             return

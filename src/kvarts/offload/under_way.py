@@ -22,6 +22,8 @@ class OffloadCounts(msgspec.Struct):
     num_failed: int = 0
     num_late: int = 0
     """Failed transfers that were not reported before their deadline."""
+    num_given_up: int = 0
+    """Failed stores that ended early because requests wanted the pages that they held."""
     num_stray_reports: int = 0
     """Reports that were late, repeated, or about an unknown transfer."""
     num_pages_without_room: int = 0
@@ -40,7 +42,10 @@ class UnderWay(msgspec.Struct, eq=False):
     loads: tuple[tuple[Tier, TierLoad], ...] = ()
     request: int = -1
     start_page: int = 0
+    is_given_up: bool = False
     deadline_ns: int = ALL
+    least_ns: int = 0
+    """When that part of a load ends of which it is known."""
     lane: str = ""
     """The channel that a load waits for."""
     begin_ns: int = 0

@@ -47,9 +47,9 @@ class Weigher:
     ) -> Weighed:
         """Return how many pages of `offer`, which begins at page `start`, to load for a prompt of `num_known` tokens.
 
-        Loading keeps the request waiting, and leaves its compute time to the `num_behind` requests behind it: it pays
-        if their total gain is at least the wait. The gain is scaled by the share of loads that succeeded.
-        `awaited`: the pages of another request's load, if there is one.
+        Loading keeps the request waiting, and leaves its compute time to the `num_behind` requests behind it that do
+        not wait for memory: it pays if their total gain is at least the wait. The gain is scaled by the share of loads
+        that succeeded. `awaited`: the pages of another request's load, if there is one.
         """
         prefill = self._prefill
         compute_ns = prefill.prefill_ns(start * page_size, num_known)

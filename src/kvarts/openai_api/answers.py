@@ -6,11 +6,11 @@ cut by `max_tokens`, and its KV is a cache hit of the next turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -24,18 +24,25 @@ from kvarts.openai_api.shapes import ANY_OBJECT, Segment
 from kvarts.openai_api.tool_calls import call_text
 from kvarts.openai_api.words import WORDS
 
+if TYPE_CHECKING:
+    from kvarts.openai_api.recordings import Recordings
+
 __all__ = [
+    "CHAT_PATH",
+    "COMPLETION_PATH",
     "Answers",
     "Question",
     "Rule",
     "ScriptedAnswer",
     "ScriptedCall",
     "ScriptedUsage",
+    "Unrecorded",
     "converted",
     "load_rules",
     "rules_of",
 ]
 
+COMPLETION_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 1000
 SEEN_CHARS = 10_000
@@ -80,6 +87,9 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     finish_reason: str = ""
     latency_s: float = 0.0
     fail: str = ""
+
+    is_as_long_as_asked: ClassVar[bool] = False
+    """Whether `max_tokens` leave the answer whole."""
 
     def __post_init__(self) -> None:
         if self.refusal and (self.text or self.calls):
@@ -173,13 +183,30 @@ def _matches(pattern: str, text: str) -> bool:
     return True
 
 
+class Unrecorded(Exception):  # noqa: N818  # not an error: its answer is recorded, and the request read again
+    """A request without a recorded answer. `record`: asks the real server; raises ApiError."""
+
+    def __init__(self, record: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.record = record
+
+
 class Answers:
-    """Chooses the answers of a mock. `rules`: the first match wins. `seed`: for drawn answers, where no rule matches.
+    """Chooses the answers of a mock. `rules`: the first match wins. `recordings`: answers where no rule matches; None:
+    they are drawn, by `seed`.
 
     `allows_failures`: a request's own answer may have `fail` and `latency_s`. Owner of the use count of each rule.
     """
 
-    def __init__(self, rules: Sequence[Rule] = (), *, seed: int = 0, allows_failures: bool = False) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        seed: int = 0,
+        allows_failures: bool = False,
+        recordings: Recordings | None = None,
+    ) -> None:
+        self.recordings = recordings
         self._rules = tuple(rules)
         self._left = {index: rule.times for index, rule in enumerate(rules) if rule.times is not None}
         self._lock = Lock()

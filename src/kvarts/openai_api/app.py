@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
@@ -24,6 +24,10 @@ from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
 from kvarts.openai_api.served import Health, Limits
 from kvarts.openai_api.workbench import Workbench
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.live import Live
 
 __all__ = ["ABORT", "OpenAIApp", "Watcher"]
 
@@ -60,7 +64,8 @@ class Watcher:
 class OpenAIApp:
     """An ASGI application for the served models. `guard`: finds the owner of a request.
 
-    `allows_failures`: requests may ask for their own failures, and administrators may set a script.
+    `allows_failures`: requests may ask for their own failures, and administrators may set a script. `has_page`: serve
+    the live page. `access_log` receives every request.
     """
 
     def __init__(
@@ -72,12 +77,18 @@ class OpenAIApp:
         guard: Guard,
         allows_failures: bool = False,
         watcher: Watcher | None = None,
+        has_page: bool = False,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._models = models
         self._routes = routes
         self._guard = guard
         self._allows_failures = allows_failures
         self._watcher = Watcher() if watcher is None else watcher
+        self._access_log = access_log
+        self._has_page = has_page
+        self._live: Live | None = None
+        """The live page, between `open` and `close`."""
         self._num_requests = 0
         self.script = FailureScript()
         self.set_script(script)
@@ -119,18 +130,34 @@ class OpenAIApp:
                   generates=True),
             Route(method=get, path="/v1/responses/", handler=responses.find, access=key),
             Route(method="DELETE", path="/v1/responses/", handler=responses.delete, access=key),
+            *(() if not has_page else (
+                Route(method=get, path="/", handler=self._show_page, access=Access.OPEN),
+                Route(method=get, path="/live", handler=self._tell_live, access=key),
+            )),
             *routes.table(),
             Route(method=get, path="/admin/config", handler=self._tell_config, access=admin),
             Route(method=post, path="/admin/config", handler=self._set_config, access=admin),
         )  # fmt: skip
         """The handler of each method and path, with the access that it requires."""
-        self._exact = {(route.method, route.path): route for route in self.routes if not route.path.endswith("/")}
-        self._prefixes = [route for route in self.routes if route.path.endswith("/")]
+        self._prefixes = [route for route in self.routes if route.path.endswith("/") and route.path != "/"]
+        self._exact = {(route.method, route.path): route for route in self.routes if route not in self._prefixes}
         self._paths = {path for _, path in self._exact}
 
+    def open(self) -> None:
+        """Start what runs besides requests, in the running event loop."""
+        if self._has_page:
+            from kvarts.openai_api.live import Live  # a server is ready before it has a page
+
+            self._live = Live(self._models)
+            self._live.open()
+
     def close(self) -> None:
-        """Stop work off the event loop."""
+        """Stop work off the event loop, and what runs besides requests."""
         self._workbench.close()
+        if self._live is not None:
+            self._live.close()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def set_script(self, script: FailureScript) -> None:
         """Set the script of failures from now on. Raise ConfigError if it fails transfers of models without tiers."""
@@ -156,6 +183,27 @@ class OpenAIApp:
             if request.method == "OPTIONS" and request.header("access-control-request-method") is not None:
                 await response.whole(b"", headers=[*PREFLIGHT])  # a preflight request never has a key
                 return
+        if self._access_log is None:
+            await self._respond(scope, request, response, request_id, started_s)
+            return
+        client = scope.get("client")
+        try:
+            await self._respond(scope, request, response, request_id, started_s)
+        finally:
+            self._access_log.add(
+                request.method,
+                request.path,
+                response.status,
+                started_s,
+                request_id,
+                owner=request.owner_name,
+                client=client[0] if client else "",
+                is_whole=response.has_ended,
+            )
+
+    async def _respond(
+        self, scope: Scope, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float
+    ) -> None:
         try:
             await self._handle(request, response, request_id, started_s)
         except (ClientGone, Cut):
@@ -186,6 +234,7 @@ class OpenAIApp:
     async def _handle(self, request: HttpRequest, response: HttpResponse, request_id: str, started_s: float) -> None:
         route = self._route(request)
         owner = self._guard.owner_of(request, route.access)
+        request.owner_name = owner.name
         if request.has_body and not request.is_json(unless_told=route.access is not Access.ADMIN):
             raise ApiError(415, "a body is JSON: content-type: application/json")
         limits = self._models.first.limits
@@ -267,6 +316,14 @@ class OpenAIApp:
         except ConfigError as error:
             raise ApiError(400, str(error)) from error
         return failure
+
+    async def _show_page(self, exchange: Exchange) -> None:
+        assert self._live is not None
+        await self._live.page(exchange)
+
+    async def _tell_live(self, exchange: Exchange) -> None:
+        assert self._live is not None
+        await self._live.data(exchange)
 
     async def _tell_config(self, exchange: Exchange) -> None:
         await exchange.response.whole(

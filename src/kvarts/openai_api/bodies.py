@@ -5,13 +5,14 @@ Unknown fields are ignored, and null equals a missing field, because clients sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from kvarts.errors import ConfigError, parts_of
 from kvarts.hints import Hints
+from kvarts.limits import brief
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of
@@ -24,6 +25,7 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "GenerationBody",
+    "MediaReader",
     "StreamOptions",
     "decoded",
     "messages_of",
@@ -341,8 +343,20 @@ def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
         raise ApiError(400, "the body is nested too deeply") from error
 
 
-def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> list[dict[str, Any]]:
-    """Return messages with their content as text: parts are joined. Raise ApiError for invalid messages."""
+class MediaReader(Protocol):
+    """Converts images and audio to text."""
+
+    def text_of(self, part: Mapping[str, Any], where: str) -> str | None:
+        """Return the text for a part of a message; None for a part of another kind. Raise ApiError."""
+
+
+def messages_of(
+    messages: Sequence[Any] | None, media: MediaReader | None = None, *, param: str = "messages"
+) -> list[dict[str, Any]]:
+    """Return messages with their content as text: parts are joined. Raise ApiError for invalid messages.
+
+    `media`: reads images and audio; None: they are refused.
+    """
     if not messages:
         raise ApiError(400, "at least one message is needed", param=param)
     read = []
@@ -351,11 +365,11 @@ def messages_of(messages: Sequence[Any] | None, *, param: str = "messages") -> l
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, "a message has a role and a content", param=where)
         content = message.get("content")
-        read.append(message if isinstance(content, str) else {**message, "content": _text_of(content, where)})
+        read.append(message if isinstance(content, str) else {**message, "content": _text_of(content, where, media)})
     return read
 
 
-def _text_of(content: Any, where: str) -> str:
+def _text_of(content: Any, where: str, media: MediaReader | None) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -363,7 +377,7 @@ def _text_of(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise ApiError(400, "content is text or a list of parts", param=f"{where}.content")
     texts = []
-    for part in content:
+    for index, part in enumerate(content):
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -371,6 +385,10 @@ def _text_of(content: Any, where: str) -> str:
         elif isinstance(part, dict) and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
         else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ApiError(400, f"parts of type {kind!r} are not read: give text", param=f"{where}.content")
+            at = f"{where}.content[{index}]"
+            told = media.text_of(part, at) if media is not None and isinstance(part, dict) else None
+            if told is None:
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise ApiError(400, f"parts of type {brief(kind)} are not read: give text", param=at)
+            texts.append(told)
     return "".join(texts)

@@ -26,6 +26,9 @@ TYPES = {
     503: "ServiceUnavailableError",
 }
 
+MOST_MESSAGE_CHARS = 2000
+MOST_PARAM_CHARS = 200
+
 
 class ApiError(Exception):
     """Refusal of a request. `param`: the field at fault. `retry_after_s`: when the client may retry."""
@@ -35,8 +38,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        # An error may quote a request, which may be large.
+        self.message = message if len(message) <= MOST_MESSAGE_CHARS else f"{message[:MOST_MESSAGE_CHARS]}..."
+        self.param = None if param is None else param[:MOST_PARAM_CHARS]
         self.retry_after_s = retry_after_s
 
     @property

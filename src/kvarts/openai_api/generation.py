@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -15,13 +15,22 @@ import msgspec
 
 from kvarts.limits import brief
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
-from kvarts.openai_api.answers import Answers, Question, ScriptedAnswer, ScriptedUsage
+from kvarts.openai_api.answers import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    Answers,
+    Question,
+    ScriptedAnswer,
+    ScriptedUsage,
+    Unrecorded,
+)
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
     ChatBody,
     CompletionBody,
     GenerationBody,
+    MediaReader,
     StreamOptions,
     decoded,
     messages_of,
@@ -80,8 +89,12 @@ class Exchange(msgspec.Struct, kw_only=True):
         try:
             return await self.work(work, num_bytes=num_bytes + len(self.payload))
         finally:
-            self.payload = b""
-            self.read()
+            self.drop_payload()
+
+    def drop_payload(self) -> None:
+        """Release the bytes of the payload."""
+        self.payload = b""
+        self.read()
 
     async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
         """Return the result of `work`, which processes `num_bytes`; above INLINE_BYTES it runs off the event loop."""
@@ -136,7 +149,8 @@ def asks_of(
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
-    written = [served.written(each, exchange.budget) for each in scripted]
+    written = {id(each): served.written(each, exchange.budget) for each in _distinct(scripted)}
+    forced: dict[tuple[int, int], tuple[int, ...]] = {}
     asks: list[Ask] = []
     for tokens in prompts:
         if not tokens:
@@ -150,22 +164,27 @@ def asks_of(
             if most is None:
                 most = room if has_end else min(DEFAULT_COMPLETION_TOKENS, room)
             natural = None
-            if written:
-                natural = len(written[copy])
+            answer = id(scripted[copy]) if scripted else 0
+            if answer:
+                natural = len(written[answer])
+                if scripted[copy].is_as_long_as_asked:
+                    most = min(natural, room)
             elif served.limits.default_tokens is not None and not body.ignore_eos:
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
                 most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"
             if most < 0 or (most == 0 and body.asked_prompt_logprobs is None):
                 raise ApiError(400, f"must be at least 1, got {most}", param="max_tokens")
-            key = (most, seed, copy if written else 0)
+            key = (most, seed, answer)
             params = params_of.get(key)
             if params is None:
                 params = body.params(most, top_logprobs=top_logprobs)
                 if seed is not None and copy:
                     params = msgspec.structs.replace(params, seed=seed % 2**63)
-                if written:
-                    params = msgspec.structs.replace(params, forced_tokens=written[copy][:most])
+                if answer:
+                    if (answer, most) not in forced:
+                        forced[answer, most] = written[answer][:most]
+                    params = msgspec.structs.replace(params, forced_tokens=forced[answer, most])
                 params_of[key] = params
             asks.append(
                 Ask(
@@ -217,7 +236,7 @@ def completion_asks(
 def chat_asks(served: Served, body: ChatBody, exchange: Exchange, scripted: Sequence[ScriptedAnswer] = ()) -> list[Ask]:
     """Return the requests of a chat completion."""
     exchange.budget.draw_sequences(1, body.num_choices)
-    prompt = served.conversation(messages_of(body.messages), body.template_options())
+    prompt = served.conversation(messages_of(body.messages, served.media()), body.template_options())
     tokens = served.encode(prompt, exchange.budget, add_special_tokens=bool(body.add_special_tokens))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return asks_of(
@@ -258,9 +277,14 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     asked = _asked(served, body, exchange)
     if answers is None:
         return Wanted(structured)
+    question = None
     if isinstance(body.prompt, str):
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
         asked = asked or answers.find(question)
+    if asked is None and answers.recordings is not None:
+        sent = _sent(COMPLETION_PATH, body, exchange)
+        return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
+    if question is not None:
         if asked is None and schema is not None:
             return _scripted(
                 [answers.json(schema, question, copy, exchange.budget) for copy in range(body.num_choices)]
@@ -287,8 +311,22 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Scripted
     return served.answers.asked(value, param)
 
 
+def _sent(path: str, body: GenerationBody, exchange: Exchange) -> dict[str, Any]:
+    """Return the fields that a real server would receive: the client's, or those of its translation to a chat."""
+    if exchange.request.path == path:
+        fields: dict[str, Any] = msgspec.json.decode(exchange.payload)
+        return fields
+    return msgspec.structs.asdict(body)
+
+
 def _scripted(scripted: Sequence[ScriptedAnswer]) -> Wanted:
-    return Wanted(None, Segments([each.segments() for each in scripted]), scripted=scripted)
+    segments = {id(each): each.segments() for each in _distinct(scripted)}
+    return Wanted(None, Segments([segments[id(each)] for each in scripted]), scripted=scripted)
+
+
+def _distinct(scripted: Sequence[ScriptedAnswer]) -> Iterable[ScriptedAnswer]:
+    """Return each object once: the answer that a request brings is the same for all of its choices."""
+    return {id(each): each for each in scripted}.values()
 
 
 def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -328,8 +366,12 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
     if answers is not None:
+        recordings = answers.recordings
+        sent = None if recordings is None else _sent(CHAT_PATH, body, exchange)
         question = _question(served, body, known)
         asked = asked or answers.find(question)
+        if asked is None and recordings is not None and sent is not None:
+            return _scripted(recordings.find(CHAT_PATH, sent, body.num_choices))
         scripted = [
             one
             for copy in range(body.num_choices)
@@ -350,7 +392,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
 
 def _question(served: Served, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Question:
     """Return the properties of a conversation that rules match. Replaces the content of messages by text."""
-    body.messages = messages_of(body.messages)
+    body.messages = messages_of(body.messages, served.media())
     roles = Counter(message["role"] for message in body.messages)
     last = next((message["content"] for message in reversed(body.messages) if message["role"] == "user"), "")
     return Question(
@@ -463,6 +505,10 @@ class Generating:
     def __init__(self, models: Models) -> None:
         self._models = models
 
+    def media_of(self, model: str | None) -> MediaReader | None:
+        """Return the reader of images and audio for one request to `model`, as Served.media does."""
+        return self._models.of(model).media()
+
     async def completion(self, exchange: Exchange) -> None:
         """Answer POST /v1/completions."""
 
@@ -485,7 +531,7 @@ class Generating:
             body.prompt = None
             return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
-        await self._answer(exchange, await exchange.apart(read))
+        await self._answer(exchange, await self._read(exchange, read))
 
     async def chat(self, exchange: Exchange) -> None:
         """Answer POST /v1/chat/completions."""
@@ -517,7 +563,19 @@ class Generating:
             body.messages = body.tools = None
             return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
-        return await self._answer(exchange, await exchange.apart(read_all, num_bytes=num_bytes))
+        return await self._answer(exchange, await self._read(exchange, read_all, num_bytes=num_bytes))
+
+    async def _read(self, exchange: Exchange, read: Callable[[], _Read], *, num_bytes: int = 0) -> _Read:
+        """Return the result of `read`, as Exchange.apart does, once its answer is recorded if it has to be."""
+        num_bytes += len(exchange.payload)
+        try:
+            return await exchange.work(read, num_bytes=num_bytes)
+        except Unrecorded as unrecorded:
+            await unrecorded.record()
+            exchange.budget = self._models.budget()
+            return await exchange.work(read, num_bytes=num_bytes)
+        finally:
+            exchange.drop_payload()
 
     async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form

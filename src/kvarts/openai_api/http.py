@@ -32,6 +32,8 @@ class HttpRequest:
         self.path: str = scope["path"]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.owner_name = ""
+        """Of the owner of its key, once that is known."""
         self._receive = receive
         self._gone: asyncio.Task[None] | None = None
 

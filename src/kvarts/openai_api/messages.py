@@ -138,7 +138,7 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "tool_result":
             result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
             results.append(result)
-        elif kind == "text":
+        elif kind in ("text", "image"):
             texts.append(block)
         elif kind not in ("thinking", "redacted_thinking"):  # omitted, as templates do
             raise ApiError(400, f"blocks of type {brief(kind)} are not read: give text", param=f"{where}.content")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from kvarts.events import Event, LeapDone, StepDone
@@ -20,15 +21,21 @@ TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
            80.0)  # fmt: skip
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 NUM_CHOICES = (1, 2, 5, 10, 20)
+FINE_S = tuple(round(0.0001 * 1.15**power, 7) for power in range(110))
+"""Bounds from 0.1 ms to 6 minutes, for percentiles: each is 15 % above the one before."""
 
 
 class BucketCounts:
-    """A histogram: the number of values up to each bound, and above the last."""
+    """A histogram: the number of values up to each bound, and above the last.
 
-    __slots__ = ("bounds", "counts", "total")
+    `published`: the bounds that are published, if they are fewer.
+    """
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
+    __slots__ = ("bounds", "counts", "published", "total")
+
+    def __init__(self, bounds: Sequence[float], published: Sequence[float] | None = None) -> None:
+        self.published = tuple(bounds if published is None else published)
+        self.bounds = tuple(sorted({*bounds, *self.published}))
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
@@ -36,6 +43,11 @@ class BucketCounts:
         """Count `value`, `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
+
+    def cumulative(self) -> list[int]:
+        """Return the number of values up to each published bound, and of all."""
+        sums = list(accumulate(self.counts))
+        return [*(sums[bisect_left(self.bounds, bound)] for bound in self.published), sums[-1]]
 
 
 def bounds_1_2_5(most: int) -> tuple[int, ...]:
@@ -67,8 +79,8 @@ class Meter:
     def __init__(self, *, max_model_len: int, speedup: float = 1.0) -> None:
         self._per_ns = 1e-9 / speedup
         tokens = bounds_1_2_5(max_model_len)
-        self.first_token_s = BucketCounts(FIRST_TOKEN_S)
-        self.next_token_s = BucketCounts(TOKEN_S)
+        self.first_token_s = BucketCounts(FINE_S, FIRST_TOKEN_S)
+        self.next_token_s = BucketCounts(FINE_S, TOKEN_S)
         self.token_s_by_request = BucketCounts(TOKEN_S)
         self.request_s = BucketCounts(REQUEST_S)
         self.queue_s = BucketCounts(REQUEST_S)

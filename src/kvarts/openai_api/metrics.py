@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from time import time
 from typing import Any
 
@@ -87,8 +86,8 @@ class ModelMetrics:
 
     def _histogram(self, name: str, text: str, counts: BucketCounts) -> Metric:
         family = HistogramMetricFamily(name, text, labels=LABELS)
-        bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]
-        family.add_metric(self._values, list(zip(bounds, accumulate(counts.counts), strict=True)), counts.total)
+        bounds = [*(str(float(bound)) for bound in counts.published), "+Inf"]
+        family.add_metric(self._values, list(zip(bounds, counts.cumulative(), strict=True)), counts.total)
         return family
 
     def _of_scheduler(self) -> Iterator[Metric]:

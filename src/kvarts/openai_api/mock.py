@@ -15,7 +15,7 @@ from kvarts.clock import Clock, PacedClock, PutOffClock
 from kvarts.config import EngineConfig
 from kvarts.engine import Engine
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.prefill import PrefillCost
@@ -157,6 +157,7 @@ def mock_model(
         make_order=make_order,
         prefill=PrefillCost(cost, token_budget=config.max_num_batched_tokens, pool_tokens=config.pool_tokens),
         moves_pages=False,
+        step_ns=cost.step_ns,
     )
     paced.is_at_rest = lambda: not core.scheduler.has_work
     replica = Replica(core, SimExecutor(cost), step_by_step=True)

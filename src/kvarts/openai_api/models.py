@@ -85,6 +85,11 @@ class Models:
         for served in self._served:
             served.is_starting = is_starting
 
+    def leave(self) -> None:
+        """Report a shutdown at /health; requests are still accepted."""
+        for served in self._served:
+            served.is_leaving = True
+
     async def drained(self, timeout_s: float) -> bool:
         """Wait until all requests have ended; return whether they did in time."""
         return all(await asyncio.gather(*(served.drained(timeout_s) for served in self._served)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,6 +25,10 @@ from kvarts.owners.keys import Keys
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 
+if TYPE_CHECKING:
+    from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.recordings import Recordings
+
 __all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
 
 DEFAULT_TOKENS = 128
@@ -35,7 +39,9 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
-    failures. `is_recording`: record arrivals. `answers`: rules for the answers of mocks.
+    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of
+    requests. `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images
+    and audio are counted.
     """
 
     names: tuple[str, ...] = ()
@@ -49,7 +55,11 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     fail: str = ""
     seed: int = 0
     is_recording: bool = False
+    has_page: bool = True
+    access_log: AccessLog | None = None
     answers: tuple[Rule, ...] = ()
+    recordings: Recordings | None = None
+    media: str = ""
 
 
 class Opened:
@@ -174,9 +184,10 @@ def make_served(
         facts=facts,
         shares={} if door.keys is None else door.keys.shares,
         sets_owners_apart=door.keys is not None and door.keys.has_several_owners and not door.shares_prefix_cache,
-        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures)
+        answers=Answers(door.answers, seed=door.seed, allows_failures=door.allows_failures, recordings=door.recordings)
         if facts.get("mock")
         else None,
+        media=door.media,
     )
 
 
@@ -194,5 +205,7 @@ def open_app(
         guard=Guard(door.keys, origins=door.origins, hosts=door.hosts),
         allows_failures=door.allows_failures,
         watcher=watcher,
+        has_page=door.has_page,
+        access_log=door.access_log,
     )
     return Opened(app, models, routes)

@@ -81,8 +81,9 @@ class Responses:
             added = _messages_of(body)
             messages = [*before, *added]
             exchange.budget.draw_values(len(before), "previous_response_id")
+            media = self._generating.media_of(body.model)
             instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-            chat = body.chat(messages_of([*instructions, *messages], param="input"))
+            chat = body.chat(messages_of([*instructions, *messages], media, param="input"))
             if body.store is not False:
                 num_bytes = size_of([added, body.instructions, body.metadata, body.tools]) + 8 * len(before)
                 kept.append((messages, num_bytes))
@@ -238,7 +239,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
                 raise ApiError(400, "must be none, auto, required or a function", param="tool_choice")
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         # Other tools are run by OpenAI's servers: here they are never called.
-        functions = [tool for tool in self.tools or () if tool.get("type") == "function"]
+        functions = [
+            {name: value for name, value in tool.items() if name != "type"}
+            for tool in self.tools or ()
+            if tool.get("type") == "function"
+        ]
         return ChatBody(
             model=self.model,
             messages=messages,

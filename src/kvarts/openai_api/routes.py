@@ -103,7 +103,7 @@ class Routes:
         served = self._models.first
         if not self._models.is_alive:
             raise ApiError(503, "the engine has stopped after an error")
-        if served.is_starting or served.is_draining:
+        if served.is_starting or served.is_draining or served.is_leaving:
             raise ApiError(503, "the server is starting" if served.is_starting else "the server is shutting down")
         await exchange.response.whole(b"", without_body=exchange.request.method == "HEAD")
 
@@ -180,7 +180,10 @@ class Routes:
                     "tools": body.tools,
                     "chat_template": body.chat_template,
                 }
-                text, adds = served.conversation(messages_of(body.messages), options), bool(body.add_special_tokens)
+                text, adds = (
+                    served.conversation(messages_of(body.messages, served.media()), options),
+                    bool(body.add_special_tokens),
+                )
             elif body.prompt is not None:
                 text, adds = body.prompt, body.add_special_tokens is not False
             else:

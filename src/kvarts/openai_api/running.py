@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,9 @@ from kvarts.openai_api.server import Address, OpenAIServer
 from kvarts.owners.keys import Keys, Owner
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.access_log import AccessLog
 
 __all__ = ["RunningServer", "SeenRequest"]
 
@@ -77,10 +80,13 @@ class RunningServer:
 
     `model`, `pages`, `page_size`, `max_seqs`, `max_batched_tokens` and `cost`: the engine, by default with steps of a
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
-    their own failures. `answers`: rules of the answers, as objects or as a file. `api_key`: one key, several, or keys
-    with their owners. `speedup`: divides the time of steps. `settings`: further fields of ReplayConfig. `readers`
-    receive all events of the engine. `several`: a SharingConfig, which replaces `model` and the settings of the engine;
-    its models are served under their names. `sessions`: a SessionsConfig, which allows requests to name sessions.
+    their own failures. `answers`: rules of the answers, as objects or as a file. `recordings`: a file of recorded
+    answers. `record_from`: URL of the server that gives those that the file lacks. `has_page`: serve the live page.
+    `access_log`: receives every request. `media`: openai, qwen, gemma or claude, see kvarts.openai_api.media.
+    `api_key`: one key, several, or keys with their owners. `speedup`: divides the time of steps. `settings`: further
+    fields of ReplayConfig. `readers` receive all events of the engine. `several`: a SharingConfig, which replaces
+    `model` and the settings of the engine; its models are served under their names. `sessions`: a SessionsConfig, which
+    allows requests to name sessions.
     """
 
     def __init__(
@@ -103,6 +109,11 @@ class RunningServer:
         max_model_len: int = 131_072,
         output_tokens: int | None = None,
         answers: Sequence[Any] | str | Path = (),
+        recordings: str | Path | None = None,
+        media: str = "",
+        record_from: str | None = None,
+        has_page: bool = True,
+        access_log: AccessLog | None = None,
         trust_request_chat_template: bool = False,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
@@ -110,6 +121,11 @@ class RunningServer:
         sessions: Any = None,
         **settings: Any,
     ) -> None:
+        recorded = None
+        if recordings is not None or record_from is not None:
+            from kvarts.openai_api.recordings import open_recordings
+
+            recorded = open_recordings(recordings, record_from)
         door = Door(
             names=(model,),
             keys=_keys(api_key, admin_key),
@@ -126,6 +142,10 @@ class RunningServer:
             seed=seed,
             is_recording=is_recording,
             answers=rules_of(answers),
+            has_page=has_page,
+            access_log=access_log,
+            recordings=recorded,
+            media=media,
         )
         self.model = model
         self.seed = seed

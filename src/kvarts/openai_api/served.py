@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic, time
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,9 @@ from kvarts.owners.keys import ANYONE, Owner
 from kvarts.owners.shares import Shares
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.media import Media
 
 __all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing"]
 
@@ -151,7 +154,7 @@ class Served:
 
     `names`: of the model, the first one is its own. `recorder` notes what arrives. `shares`: of owners, of places and
     of the engine. `sets_owners_apart`: what one owner has computed is found by its own requests only. `answers`: None
-    for a real model.
+    for a real model. `media`: family by which a mock counts images and audio; by default that of its name.
     """
 
     def __init__(
@@ -169,8 +172,10 @@ class Served:
         shares: Mapping[str, float] | None = None,
         sets_owners_apart: bool = False,
         answers: Answers | None = None,
+        media: str = "",
     ) -> None:
         self.host = host
+        self._media = media
         self.answers = answers
         self.sets_owners_apart = sets_owners_apart
         config = host.config
@@ -209,6 +214,8 @@ class Served:
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
         self.is_draining = False
+        self.is_leaving = False
+        """Whether /health reports a shutdown already, while requests are still accepted."""
         self.is_starting = False
         self.sleep_level = 0
         self._live: set[Choice] = set()
@@ -263,6 +270,14 @@ class Served:
             raise ApiError(400, f"here a prompt has at most {most} tokens, and this one has more", param="prompt")
         budget.draw_values(len(tokens), "prompt")
         return array("Q", tokens)
+
+    def media(self) -> Media | None:
+        """Return a reader of the images and audio of one request; None for a real model, which reads text alone."""
+        if self.answers is None:
+            return None
+        from kvarts.openai_api.media import FAMILIES, Media, family_of
+
+        return Media(FAMILIES[self._media or family_of(self.names[0])], self.limits.max_model_len)
 
     def checked(self, tokens: Sequence[int]) -> array[int]:
         """Return the token ids of a request. Raise ApiError if any is not in the vocabulary."""
@@ -428,6 +443,10 @@ class Served:
                 self._leave(choice)
                 choice.fail(ApiError(503, "the request was ended before it began", retry_after_s=1.0))
         self.host.loop.post(lambda _: self._cancel(under_way))
+
+    def live_choices(self) -> list[Choice]:
+        """Return the choices under way."""
+        return list(self._live)
 
     def live_adapters(self) -> list[str]:
         """Return the adapters of requests under way."""

@@ -306,6 +306,7 @@ class OpenAIServer:
     async def start(self) -> None:
         """Start accepting connections."""
         self._models.open()
+        self._app.open()
         self._running = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         while not self._server.started:
             if self._running.done():
@@ -334,12 +335,14 @@ async def serve_until_signal(
     *,
     startup_delay_s: float = 0.0,
     drain_s: float = 30.0,
+    drain_delay_s: float = 0.0,
     say: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once.
 
-    `listening` is called with the URL once the server accepts connections. Until `startup_delay_s` is over, requests
-    are answered with 503. `say` receives messages about lag.
+    After the signal, /health answers 503. Requests are accepted for `drain_delay_s` more, for load balancers to notice;
+    those under way then have `drain_s`. `listening` is called with the URL once the server accepts connections.
+    Until `startup_delay_s` is over, requests are answered with 503. `say` receives messages about lag.
     """
     stopping = asked_to_stop()
     models.set_starting(is_starting=startup_delay_s > 0)
@@ -349,6 +352,8 @@ async def serve_until_signal(
     watching = asyncio.ensure_future(_watch_lag(models, say))
     try:
         await stopping.wait()
+        models.leave()
+        await asyncio.sleep(drain_delay_s)
     finally:
         starting.cancel()
         watching.cancel()

@@ -29,16 +29,40 @@ Call = tuple[str, dict[str, Any]]
 """The name of a tool, and its arguments."""
 
 
+class _Pieces(msgspec.Struct, frozen=True):
+    """How a format is parsed incrementally. `call`: the text before the arguments of a call, which is what follows the
+    arguments of the call before; its group `json` or `bare` is the name. `closing`: the text after the last arguments.
+    """
+
+    call: re.Pattern[str]
+    closing: re.Pattern[str]
+
+
+_MORE = r'(?:\s*,\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-\w.]+))*'
+"""Further fields of a call, after its arguments."""
+_HEAD = r'\{\s*"name"\s*:\s*(?P<json>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+
+
+def _pieces(opening: str, closing: str, *, other: str = r"(?!)") -> _Pieces:
+    """Return the pieces of a format with JSON objects. `opening`, `closing`: between and after them.
+
+    `other`: an alternative to the opening and the head of an object.
+    """
+    return _Pieces(re.compile(f"(?:{_MORE}{opening}{_HEAD}|{other})"), re.compile(_MORE + closing))
+
+
 class CallFormat(msgspec.Struct, frozen=True):
     """A family's format of calls. `marks`: texts that start calls anywhere in an answer.
 
     `starts`: texts that start an answer consisting only of calls. `read` returns the calls of a text from its mark on,
-    and raises ValueError for other texts. `has_special_tokens`: marks are special tokens.
+    and raises ValueError for other texts. `pieces`: for calls that are JSON objects. `has_special_tokens`: marks are
+    special tokens.
     """
 
     name: str
     marks: tuple[str, ...]
     read: Callable[[str], list[Call]]
+    pieces: _Pieces
     starts: tuple[str, ...] = ()
     has_special_tokens: bool = False
 
@@ -113,9 +137,7 @@ def _after_mark(text: str) -> list[Call]:
 
 
 def _of_gemma(text: str) -> list[Call]:
-    """Return calls of Gemma: FunctionGemma's tags, Python in a block, or the JSON of Gemma's documentation."""
-    if "<start_function_call>" in text:
-        return [_tagged(part) for part in text.split("<start_function_call>")[1:]]
+    """Return calls of Gemma: Python in a block, or the JSON of Gemma's documentation."""
     block = re.search(r"```tool_code\s*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     if block is not None:
         return [call for line in block[1].strip().splitlines() for call in _python(line)]
@@ -123,7 +145,8 @@ def _of_gemma(text: str) -> list[Call]:
 
 
 def _tagged(text: str) -> Call:
-    found = re.match(r"call:([\w.-]+)\{(.*)\}<end_function_call>", text, re.DOTALL)
+    """Return the call of FunctionGemma in a text that ends before its end tag. Raise ValueError for other texts."""
+    found = re.fullmatch(r"\s*<start_function_call>call:([\w.-]+)\{(.*)\}", text, re.DOTALL)
     if found is None:
         raise ValueError("is no call")
     texts: list[str] = []
@@ -158,13 +181,31 @@ def _python(text: str) -> list[Call]:
     return calls
 
 
+_OBJECTS = _pieces(r"[}\s;]*(?:<\|python_tag\|>)?\s*(?:```(?:json)?\s*)?", r"[}\s;]*(?:```)?\s*")
 FORMATS = {
     one.name: one
     for one in (
-        CallFormat("hermes", ("<tool_call>",), _between_tags),
-        CallFormat("llama3_json", ("<|python_tag|>",), _objects, ("{",), has_special_tokens=True),
-        CallFormat("mistral", ("[TOOL_CALLS]",), _after_mark, has_special_tokens=True),
-        CallFormat("gemma", ("<start_function_call>", "```tool_code"), _of_gemma, ("{", "[", "```json"), True),
+        CallFormat(
+            "hermes",
+            ("<tool_call>",),
+            _between_tags,
+            _pieces(r"[}\s]*(?:</tool_call>)?\s*<tool_call>\s*", r"[}\s]*(?:</tool_call>)?\s*"),
+        ),
+        CallFormat("llama3_json", ("<|python_tag|>",), _objects, _OBJECTS, ("{",), has_special_tokens=True),
+        CallFormat(
+            "mistral",
+            ("[TOOL_CALLS]",),
+            _after_mark,
+            _pieces(
+                r"[}\]\s,]*(?:\[TOOL_CALLS\]\s*)?\[?\s*",
+                r"[}\]\s]*",
+                other=r"[}\]\s]*\[TOOL_CALLS\]\s*(?P<bare>[\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]\s*(?=\{)",
+            ),
+            has_special_tokens=True,
+        ),
+        CallFormat(
+            "gemma", ("<start_function_call>", "```tool_code"), _of_gemma, _OBJECTS, ("{", "[", "```json"), True
+        ),
     )
 }
 """By the name of vLLM's parser, if there is one. Qwen uses the format of Hermes."""
@@ -184,7 +225,8 @@ def format_of(template: str) -> CallFormat:
 class ToolCallsInText:
     """A Shape: calls in the format of the model's family. Other text, and calls of tools not in `names`, stay text.
 
-    Calls in the Hermes format are parsed incrementally, those of other formats at the end of the text.
+    Calls that are JSON objects are parsed incrementally: the name, then the arguments as they are written. Those of
+    FunctionGemma are returned as each ends, and Python at the end of the text.
     """
 
     def __init__(self, form: CallFormat = FORMATS["hermes"], names: Sequence[str] | None = None) -> None:
@@ -201,7 +243,7 @@ class RequiredCalls:
 
     def reader(self, number: int) -> Reader:
         """Return the reader of a choice."""
-        return _JsonCalls(_LIST_OPENING, _LIST_CLOSING, _listed, None, is_enforced=True)
+        return _JsonCalls(_LIST, _listed, None, is_enforced=True)
 
 
 class NamedCall(msgspec.Struct, frozen=True):
@@ -264,33 +306,29 @@ class _ObjectEnd:
 
 _IN_STRING = re.compile(r'["\\]')
 _OUT_OF_STRING = re.compile(r'["{}\[\]]')
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 MAX_HEAD_CHARS = 1024
 """A call with a longer text before its arguments is parsed at the end, with the rest of the text."""
-_LIST_OPENING, _LIST_CLOSING = re.compile(r"[\[\]},\s]*"), re.compile(r"[\]},\s]*")
-_TAG_OPENING = re.compile(r"[}\s]*(?:</tool_call>)?\s*<tool_call>\s*")
-_TAG_CLOSING = re.compile(r"[}\s]*(?:</tool_call>)?\s*")
+_LIST = _pieces(r"[\[\]},\s]*", r"[\]},\s]*")
+_TAGGED, _TAG_END = "<start_function_call>", "<end_function_call>"
 
 
 class _JsonCalls:
     """A Reader of calls that are JSON objects; arguments are parsed incrementally.
 
-    `opening` matches the text before a call, `closing` the text after the last one. `read` parses the rest of the text
+    `read` parses the rest of the text
     if its calls have another form, and raises ValueError if there are none. `is_enforced`: the text
     is nothing but calls, so that what follows the last whole call is a call that was cut off.
     """
 
     def __init__(
         self,
-        opening: re.Pattern[str],
-        closing: re.Pattern[str],
+        pieces: _Pieces,
         read: Callable[[str], list[Call]],
         names: frozenset[str] | None,
         *,
         is_enforced: bool = False,
     ) -> None:
-        self._opening = opening
-        self._closing = closing
+        self._pieces = pieces
         self._read = read
         self._names = names
         self._is_enforced = is_enforced
@@ -317,9 +355,8 @@ class _JsonCalls:
                 break
             self._num_held += len(text)
             held = "".join(self._texts)
-            opening = self._opening.match(held)
-            head = None if opening is None else _HEAD.match(held, opening.end())
-            name = None if head is None else _string(head[1])
+            head = self._pieces.call.match(held)
+            name = None if head is None else head.groupdict().get("bare") or _string(head["json"])
             if head is None or name is None or (self._names is not None and name not in self._names):
                 break
             self._texts.clear()
@@ -339,8 +376,10 @@ class _JsonCalls:
         if self._arguments is not None:
             return Part(), None
         held = "".join(self._texts)
+        if self._num_calls and (closing := self._pieces.closing.match(held)) is not None:
+            held = held[closing.end() :]
         try:
-            written = self._read(held.rstrip())
+            written = self._read(held.rstrip()) if held else []
         except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):  # it only looks like a call
             written = []
         if written and (self._names is None or all(name in self._names for name, _ in written)):
@@ -351,9 +390,44 @@ class _JsonCalls:
             return Part(calls=calls), "tool_calls"
         if not self._num_calls:
             return Part(held), None
-        closing = self._closing.match(held)
-        rest = "" if closing is None else held[closing.end() :]
-        return (Part(), None) if rest and self._is_enforced else (Part(rest), "tool_calls")
+        return (Part(), None) if held and self._is_enforced else (Part(held), "tool_calls")
+
+
+class _TaggedCalls:
+    """A Reader of FunctionGemma's calls, each of which is returned once it has ended."""
+
+    def __init__(self, names: frozenset[str] | None) -> None:
+        self._names = names
+        self._texts: list[str] = []
+        self._tail = ""
+        """The last characters, which may begin the end of a call."""
+        self._num_calls = 0
+        self._is_text = False
+        """Whether the rest is text, because a call in it could not be parsed."""
+
+    def add(self, text: str) -> Part:
+        self._texts.append(text)
+        seen = self._tail + text
+        self._tail = seen[1 - len(_TAG_END) :]
+        if self._is_text or _TAG_END not in seen:
+            return Part()
+        held, calls = "".join(self._texts), list[CallPart]()
+        while not self._is_text and (end := held.find(_TAG_END)) >= 0:
+            try:
+                name, arguments = _tagged(held[:end])
+            except (msgspec.DecodeError, UnicodeEncodeError, ValueError, RecursionError):
+                name, arguments = "", {}
+            self._is_text = not name or (self._names is not None and name not in self._names)
+            if not self._is_text:
+                calls.append(CallPart.first(self._num_calls, name, encode(arguments).decode()))
+                self._num_calls += 1
+                held = held[end + len(_TAG_END) :]
+        self._texts = [held]
+        return Part(calls=calls)
+
+    def end(self) -> tuple[Part, str | None]:
+        held = "".join(self._texts)
+        return (Part(held if held.strip() else ""), "tool_calls") if self._num_calls else (Part(held), None)
 
 
 def _string(written: str) -> str | None:
@@ -375,9 +449,8 @@ class _InText:
         self._held = ""
         """The last characters, if they may begin a call."""
         self._has_text = False
-        is_tagged = form.name == "hermes"
-        opening, closing = (_TAG_OPENING, _TAG_CLOSING) if is_tagged else (_NEVER, _NEVER)
-        self._calls = _JsonCalls(opening, closing, form.read, names)
+        self._names = names
+        self._calls: Reader = _JsonCalls(form.pieces, form.read, names)
         self._is_in_calls = False
 
     def add(self, text: str) -> Part:
@@ -387,6 +460,8 @@ class _InText:
         first = self._first_mark(text)
         if first is not None:
             self._held, self._is_in_calls = "", True
+            if text.startswith(_TAGGED, first):
+                self._calls = _TaggedCalls(self._names)
             part = self._calls.add(text[first:])
             part.content = text[:first]
             return part
@@ -413,7 +488,6 @@ class _InText:
         return self._calls.end() if self._is_in_calls else (Part(self._held), None)
 
 
-_NEVER = re.compile(r"(?!)")
 _NOWHERE = ("\0",)
 
 

@@ -54,7 +54,7 @@ def _check_reachable(address: str) -> None:
 
 def _unreachable(address: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{address!r} is no Ray cluster that can be reached: {what}",
+        f"{address!r} is not a Ray cluster that can be reached: {what}",
         field="--ray",
         hint="Give its address as host:port, or auto.",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvarts.plan.replays import Step
+from kvarts.plan.replays import SizeOption
 
 __all__ = ["MOST_REPLICAS", "between", "first_from", "first_that", "ladder_of", "lowest_known"]
 
@@ -16,7 +16,7 @@ EIGHTHS = 8
 MOST_REPLICAS = 64
 
 
-def ladder_of(least_pages: int, num_pages: int, sizes: Iterable[int] = ()) -> list[Step]:
+def ladder_of(least_pages: int, num_pages: int, sizes: Iterable[int] = ()) -> list[SizeOption]:
     """Return eighths of one replica's memory, none too small for the largest request, then whole replicas.
 
     `sizes`: further sizes of a single replica to include.
@@ -25,8 +25,8 @@ def ladder_of(least_pages: int, num_pages: int, sizes: Iterable[int] = ()) -> li
     eighths = {max(least, num_pages * eighth // EIGHTHS) for eighth in range(1, EIGHTHS + 1)}
     among = {size for size in sizes if least <= size <= num_pages}
     return [
-        *(Step(1, pages) for pages in sorted(eighths | among)),
-        *(Step(replicas, num_pages) for replicas in range(2, MOST_REPLICAS + 1)),
+        *(SizeOption(1, pages) for pages in sorted(eighths | among)),
+        *(SizeOption(replicas, num_pages) for replicas in range(2, MOST_REPLICAS + 1)),
     ]
 
 

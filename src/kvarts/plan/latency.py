@@ -14,14 +14,14 @@ from kvarts.combines import check_combination
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS, between, first_from, first_that, ladder_of, lowest_known
 from kvarts.plan.options import cheapest_option, other_option
-from kvarts.plan.replays import Replays, Step
+from kvarts.plan.replays import Replays, SizeOption
 from kvarts.sim.config import ReplayConfig
 from kvarts.units import as_percent
 
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["COST_ERROR", "LatencyPlan", "Step", "cost_error_of"]
+__all__ = ["COST_ERROR", "LatencyPlan", "SizeOption", "cost_error_of"]
 
 MOST_RATE = 64.0
 RATE_TOLERANCE = 0.05
@@ -112,7 +112,7 @@ class LatencyPlan:
             "options": options,
         }
 
-    def _best_that_keeps(self, cheapest: Step, best: dict[str, Any]) -> dict[str, Any]:
+    def _best_that_keeps(self, cheapest: SizeOption, best: dict[str, Any]) -> dict[str, Any]:
         """Return the option with most hits. It is enlarged to the memory of `cheapest` if `best` has less."""
         num_pages, what = self._others["best"]
         total = cheapest.replicas * cheapest.pages
@@ -124,14 +124,14 @@ class LatencyPlan:
 
     # Searches ---------------------------------------------------------------------------------------------
 
-    def _steps_to_look_at(self) -> list[Step]:
+    def _steps_to_look_at(self) -> list[SizeOption]:
         """Return the steps at the knees that fit one replica, its whole memory, and halves of that to fill up."""
         most = self._config.num_pages
         sizes = sorted({*(size for size in self._plan.knees if size < most), most})
         halved = most
         while len(sizes) < NUM_POINTS and (halved := halved // 2) >= min(self._replays.least_pages, most):
             sizes = sorted({*sizes, halved})
-        return [Step(1, size) for size in sizes[-NUM_POINTS:]]
+        return [SizeOption(1, size) for size in sizes[-NUM_POINTS:]]
 
     def _cheapest(self) -> int | None:
         """Return the index of the lowest replayed step that keeps the SLO; the step below it, if any, does not."""
@@ -151,10 +151,10 @@ class LatencyPlan:
         for name in sorted(self._replays.routers, key=lambda name: name != self._replays.router):
 
             def keeps(replicas: int, name: str = name) -> bool:
-                return self._keeps(Step(replicas, num_pages), router=name)
+                return self._keeps(SizeOption(replicas, num_pages), router=name)
 
             def is_known(replicas: int, name: str = name) -> bool:
-                return self._replays.has(Step(replicas, num_pages), router=name)
+                return self._replays.has(SizeOption(replicas, num_pages), router=name)
 
             fewest: int | None
             if keeps(1):
@@ -167,10 +167,10 @@ class LatencyPlan:
             row: dict[str, Any] = {"router": name, "replicas": fewest}
             if fewest is not None:
                 start = fewest
-                found = self._replays.at(Step(fewest, num_pages), router=name)
+                found = self._replays.at(SizeOption(fewest, num_pages), router=name)
                 row |= {"slo_ratio": found["slo_ratio"], "command": found["command"]}
                 if fewest > 1:
-                    fewer = self._replays.at(Step(fewest - 1, num_pages), router=name)
+                    fewer = self._replays.at(SizeOption(fewest - 1, num_pages), router=name)
                     row["one_less"] = {"replicas": fewest - 1, "slo_ratio": fewer["slo_ratio"]}
             routers.append(row)
         return {"pages": num_pages, "by_router": routers}
@@ -180,7 +180,7 @@ class LatencyPlan:
 
         The number of replicas is the configured one, or that of the cheapest option if higher.
         """
-        step = Step(max(replicas, self._config.replicas), self._config.num_pages)
+        step = SizeOption(max(replicas, self._config.replicas), self._config.num_pages)
         rate = self._config.speedup
         low = high = None
         while low is None or high is None:
@@ -240,9 +240,9 @@ class LatencyPlan:
             answers.append(answer)
         return {"cost_error": self._cost_error, "answers": answers}
 
-    def _keeps(self, step: Step, **changes: Any) -> bool:
+    def _keeps(self, step: SizeOption, **changes: Any) -> bool:
         return self._share(step, **changes) >= self._slo_share
 
-    def _share(self, step: Step, **changes: Any) -> float:
+    def _share(self, step: SizeOption, **changes: Any) -> float:
         share: float = self._replays.at(step, **changes)["slo_ratio"]
         return share

@@ -17,11 +17,10 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import queues
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, ToolTtlOrder
-from kvarts.plan.learned import AutoOrder
-from kvarts.plan.published import TailOptimisedOrder, WorkloadAwareOrder
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sessions import finishing
+from kvarts.plan.weighted import AutoOrder
 from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
@@ -36,10 +35,6 @@ POLICIES: dict[str, MakeOrder] = {
     "auto": AutoOrder,
     "s3-fifo": queues.S3FifoOrder,
     "arc": queues.ArcOrder,
-    "w-tinylfu": queues.TinyLfuOrder,
-    "tail-optimised": TailOptimisedOrder,
-    "workload-aware": WorkloadAwareOrder,
-    "tool-ttl": ToolTtlOrder,
     "soonest-return": SoonestReturnOrder,
     "hinted": HintedOrder,
 }
@@ -138,7 +133,7 @@ def find_policy(name: str, trace: Trace | None) -> MakeOrder:
     known = ", ".join(ALL_POLICIES)
     hint = f"Give one of {known}, or module:Class of an EvictionOrder that Python can import."
     if ":" not in name:
-        raise ConfigError(f"{name!r} is no policy", field="policy", hint=hint)
+        raise ConfigError(f"{name!r} is not a policy", field="policy", hint=hint)
     try:
         make: MakeOrder = code_named(name)
     except ConfigError as error:

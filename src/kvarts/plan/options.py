@@ -7,7 +7,7 @@ from typing import Any
 
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.ladder import MOST_REPLICAS
-from kvarts.plan.replays import Replays, Step
+from kvarts.plan.replays import Replays, SizeOption
 from kvarts.report.words import plus_minus
 from kvarts.units import as_percent
 
@@ -17,7 +17,7 @@ Option = dict[str, Any]
 
 
 def cheapest_option(
-    replays: Replays, step: Step, below: Step | None, slo_share: float, found: Mapping[str, Any]
+    replays: Replays, step: SizeOption, below: SizeOption | None, slo_share: float, found: Mapping[str, Any]
 ) -> Option:
     """Return the smallest step that keeps the SLO. `below`: the next smaller. `found`: results of other searches."""
     option = _option(
@@ -51,11 +51,11 @@ def other_option(
     needed = max(1, -(-num_pages // most))
     replicas = min(needed, MOST_REPLICAS)
     pages = most if replicas > 1 else max(num_pages, min(replays.least_pages, most))
-    option = _option(replays, name, Step(replicas, pages), what, slo_share)
+    option = _option(replays, name, SizeOption(replicas, pages), what, slo_share)
     if needed > replicas:
         option["notes"].append(f"it would take {needed:,} replicas; this is as many as are tried")
     if slo_share is not None:
-        option["keeps_slo"] = replays.at(Step(replicas, pages))["slo_ratio"] >= slo_share
+        option["keeps_slo"] = replays.at(SizeOption(replicas, pages))["slo_ratio"] >= slo_share
     if replays.counts_groups:
         option["notes"].append("the curve of hits, which this size is from, counts whole pages")
         return option
@@ -70,7 +70,7 @@ def other_option(
     return option
 
 
-def _option(replays: Replays, name: str, step: Step, what: str, slo_share: float | None) -> Option:
+def _option(replays: Replays, name: str, step: SizeOption, what: str, slo_share: float | None) -> Option:
     point = replays.at(step)
     kept = point["slo_ratio"]
     spread = replays.spread(step)
@@ -105,7 +105,7 @@ def _option(replays: Replays, name: str, step: Step, what: str, slo_share: float
     }
 
 
-def _by_rate(step: Step, largest: Mapping[str, Any] | None) -> list[str]:
+def _by_rate(step: SizeOption, largest: Mapping[str, Any] | None) -> list[str]:
     """Return the highest rate that `step` sustains, if the largest rate was searched for with this step."""
     if (
         largest is None
@@ -130,7 +130,7 @@ def _by_cost(replays: Replays, sensitivity: Mapping[str, Any]) -> list[str]:
         elif cheapest["is_same"]:
             then = "the answer is the same"
         else:
-            then = f"it takes {replays.named(Step(cheapest['replicas'], cheapest['pages']))}"
+            then = f"it takes {replays.named(SizeOption(cheapest['replicas'], cheapest['pages']))}"
         texts.append(f"if steps are {as_percent(sensitivity['cost_error'])} {way} than the cost model says, {then}")
     return texts
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvarts.plan.series import charts_of
 from kvarts.plan.sweep_page import sweep_table
+from kvarts.plan.tables import answer_for_users
 from kvarts.report.page import fill_page, table_html
 from kvarts.report.words import opening, page_bytes_of, plus_minus
 from kvarts.units import as_memory, as_percent
@@ -64,7 +65,7 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
         "subtitle": _subtitle(values),
         "command": values.get("command", ""),
         "charts": charts_of(values),
-        "verdict": _verdict_on_users(values["users"]) if "users" in values else _sentence(values.get("advice")),
+        "verdict": _sentence(answer_for_users(values["users"]) if "users" in values else values.get("advice")),
         "option_heads": OPTION_HEADS,
         "options": [
             {
@@ -78,18 +79,6 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
         ],
         "sweep": sweep_table(values["sweep"]) if "sweep" in values else None,
     }
-
-
-def _verdict_on_users(users: dict[str, Any]) -> str:
-    """Return the number of users that fit, in a sentence; empty without an SLO."""
-    fits, fails = users["fits"], users["fails_at"]
-    if users["slo_share"] is None:
-        return ""
-    share = f"{as_percent(users['slo_share'])} of the requests"
-    if fits is None:
-        return f"{fails:,} users are too many: the SLO is not kept for {share}."
-    until = "no limit was found up to there" if fails is None else f"with {fails:,} it is not"
-    return f"{fits:,} users fit: the SLO is kept for {share}, and {until}."
 
 
 def _sentence(text: str | None) -> str:

@@ -13,7 +13,7 @@ from kvarts.errors import ConfigError
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.latency import LatencyPlan
 from kvarts.plan.lead import lead
-from kvarts.plan.tiers import Tier, TiersPlan, best_buy, prefill_s_per_token
+from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
 from kvarts.sim.replay import trace_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvarts.sim.replay import Traffic
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["SLO_SHARE", "TOKEN_BYTES", "Commands", "NoCommands", "Plan", "make_plan"]
+__all__ = ["SLO_SHARE", "TOKEN_BYTES", "CommandLines", "NoCommands", "Plan", "make_plan"]
 
 SLO_SHARE = 0.99
 RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
@@ -34,7 +34,7 @@ TOKEN_BYTES = 131_072
 """KV bytes per token of Llama 3.1 8B in 16 bits, assumed if there is no model."""
 
 
-class Commands(Protocol):
+class CommandLines(Protocol):
     """Builds the command lines that a plan lists, so that each of its points can be replayed or planned again."""
 
     def plan(self, *more: str) -> str:
@@ -141,7 +141,7 @@ def make_plan(
     router: str | RouterMaker | None = None,
     prices: Mapping[str, float] | None = None,
     kv_bytes_per_token: int | None = None,
-    commands: Commands | None = None,
+    commands: CommandLines | None = None,
     on_replay: Callable[[], object] | None = None,
 ) -> Plan:
     """Plan KV memory for `traffic`; with `config`, also replay some of the sizes.
@@ -209,7 +209,7 @@ def _league(
     policies: Sequence[str],
     config: ReplayConfig | None,
     sizes: Sequence[int] | None,
-    commands: Commands,
+    commands: CommandLines,
     on_replay: Callable[[], object] | None,
 ) -> list[dict[str, Any]]:
     """Return a row per policy and size, and rows of replays. `sizes`: None: the main knee and half of it."""
@@ -234,7 +234,7 @@ def _tiers(
     config: ReplayConfig,
     prices: Mapping[str, float],
     token_bytes: int | None,
-    commands: Commands,
+    commands: CommandLines,
     on_replay: Callable[[], object] | None,
 ) -> dict[str, Any]:
     """Return the curve over host memory, and the savings of the next GiB of each tier."""
@@ -242,11 +242,11 @@ def _tiers(
         placement = config.placement
         token_bytes = TOKEN_BYTES if placement is None else placement.kv_bytes_per_token
     page_bytes = token_bytes * config.page_size
-    tiers = [Tier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
+    tiers = [PricedTier(name="device", pages=config.num_pages * config.replicas, price=prices.get("device"))]
     for name, (channel, default) in RATES.items():
         rate = parse_rate(default) if config.offload is None else config.offload.bytes_per_s(channel)
         pages = config.tiers.get(name, 0) * config.replicas
-        tiers.append(Tier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
+        tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
     trials = ReplayTrials(curves.trace, config, is_asked=True, on_replay=on_replay)
     found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
     also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
@@ -282,7 +282,7 @@ def _in_vllm(host_bytes: int) -> dict[str, Any]:
     }
 
 
-def _tiers_command(pages: Mapping[str, int], replicas: int, commands: Commands) -> str:
+def _tiers_command(pages: Mapping[str, int], replicas: int, commands: CommandLines) -> str:
     """Return the command that replays with `pages` per tier, over all replicas; the plan's if no replay can."""
     below = {name: pages[name] // replicas for name in RATES if pages[name]}
     if "disk" in below and "host" not in below:
@@ -291,7 +291,9 @@ def _tiers_command(pages: Mapping[str, int], replicas: int, commands: Commands) 
     return commands.replay({**changes, **{f"offload.{name}_pages": size for name, size in below.items()}})
 
 
-def _replayed(trials: ReplayTrials, tiers: Sequence[Tier], page_bytes: int, replicas: int) -> dict[str, Any] | None:
+def _replayed(
+    trials: ReplayTrials, tiers: Sequence[PricedTier], page_bytes: int, replicas: int
+) -> dict[str, Any] | None:
     """Return the results of a replay with `tiers`, given for all replicas together; None if it is not possible.
 
     Files need host memory above them.

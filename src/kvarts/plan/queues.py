@@ -1,4 +1,4 @@
-"""Eviction orders with several queues, S3-FIFO, ARC and W-TinyLFU, adapted from objects to runs of pages.
+"""Eviction orders with several queues, S3-FIFO and ARC, adapted from objects to runs of pages.
 
 The papers assume objects of one size, and may refuse to admit one. Here sizes are in pages, and computed pages are
 always cached: a run that would not be admitted is evicted next. An order is not given the size of the pool; the most
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from kvarts.kv.eviction import BaseOrder, Run
 from kvarts.plan.orders import RankedRuns, RunKey, run_key
 
-__all__ = ["ArcOrder", "S3FifoOrder", "TinyLfuOrder"]
+__all__ = ["ArcOrder", "QueuesOrder", "S3FifoOrder"]
 
 
 class _Ghosts:
@@ -204,64 +204,3 @@ class ArcOrder(QueuesOrder):
     def evicted(self, node: Run, queue: str) -> None:
         """Remember the run under the queue that it left."""
         self._ghosts[queue].add(node, self.most_pages)
-
-
-class TinyLfuOrder(QueuesOrder):
-    """W-TinyLFU: a small LRU window, and a main part that admits only runs used more often than the run they displace.
-
-    The main part is a probation and a protected queue. Use counts include evicted runs, and are halved every
-    `HALVED_AFTER` uses.
-    """
-
-    WINDOW = 0.01
-    PROTECTED = 0.8
-    HALVED_AFTER = 50_000
-
-    def __init__(self) -> None:
-        super().__init__(("window", "probation", "protected"))
-        self._uses: dict[RunKey, int] = {}
-        self._num_counted = 0
-
-    def next_queue(self) -> str:
-        """Return the window if it exceeds its share and its head is used no more than the main one; else main."""
-        window, probation, protected = self.queues.values()
-        main = "probation" if probation.num_pages else "protected"
-        if not window.num_pages or not (probation.num_pages or protected.num_pages):
-            return "window" if window.num_pages else main
-        if window.num_pages <= self.WINDOW * self.most_pages:
-            return main
-        candidate, victim = window.first(), self.queues[main].first()
-        assert candidate is not None and victim is not None
-        return main if self._uses.get(run_key(candidate), 0) > self._uses.get(run_key(victim), 0) else "window"
-
-    def arrived(self, node: Run) -> tuple[str, int]:
-        """Return the window."""
-        self._count(node)
-        return "window", self.now
-
-    def came_back(self, node: Run, queue: str, hits: int, rank: int) -> tuple[str, int]:
-        """Return the protected queue for a run of the main part, else the window."""
-        self._count(node)
-        return "window" if queue == "window" else "protected", self.now
-
-    def settle(self) -> None:
-        """Move the head of the window to the main part if it is used more than the victim; trim the protected queue."""
-        window, probation, protected = self.queues.values()
-        while protected.num_pages > self.PROTECTED * self.most_pages:
-            node = protected.first()
-            assert node is not None
-            self.move(node, "probation", 0, self.now)
-        while window.num_pages > self.WINDOW * self.most_pages and (
-            self.next_queue() != "window" or not (probation.num_pages or protected.num_pages)
-        ):
-            node = window.first()
-            assert node is not None
-            self.move(node, "probation", 0, self.now)
-
-    def _count(self, node: Run) -> None:
-        key = run_key(node)
-        self._uses[key] = min(15, self._uses.get(key, 0) + 1)
-        self._num_counted += 1
-        if self._num_counted == self.HALVED_AFTER:
-            self._num_counted = 0
-            self._uses = {key: uses // 2 for key, uses in self._uses.items() if uses > 1}

@@ -18,7 +18,7 @@ from kvarts.units import as_memory
 if TYPE_CHECKING:
     from kvarts.sim.router import RouterMaker
 
-__all__ = ["Replays", "Step", "share_kept"]
+__all__ = ["Replays", "SizeOption", "share_kept"]
 
 ROUTERS = ("round-robin", "least-loaded", "prefix")
 """Routers that are compared by default."""
@@ -36,7 +36,7 @@ def share_kept(summary: dict[str, Any]) -> float | None:
     return share
 
 
-class Step(msgspec.Struct, frozen=True, order=True):
+class SizeOption(msgspec.Struct, frozen=True, order=True):
     """One option: a number of replicas, and the pages of each."""
 
     replicas: int
@@ -44,7 +44,7 @@ class Step(msgspec.Struct, frozen=True, order=True):
 
 
 class _Case(msgspec.Struct, frozen=True, order=True):
-    step: Step
+    step: SizeOption
     rate: float
     router: str
     cost_factor: float
@@ -95,7 +95,12 @@ class Replays:
         return [self._found[case] for case in sorted(self._found)]
 
     def at(
-        self, step: Step, *, rate: float | None = None, router: str | None = None, cost_factor: float | None = None
+        self,
+        step: SizeOption,
+        *,
+        rate: float | None = None,
+        router: str | None = None,
+        cost_factor: float | None = None,
     ) -> dict[str, Any]:
         """Return the result of replaying a step. `cost_factor`: relative to that of the configuration."""
         case = self._case(step, rate, router, cost_factor)
@@ -105,14 +110,14 @@ class Replays:
             self._found[case] = self._replayed(case)
         return self._found[case]
 
-    def advice(self, step: Step) -> str | None:
+    def advice(self, step: SizeOption) -> str | None:
         """Return advice on the next thing to try, given the replay of a step. Further replays find the sizes in it."""
         self.at(step)
         case = self._case(step, None, None, None)
         trials = ReplayTrials(self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True)
         return advice(self._summaries[case], trials=trials)
 
-    def named(self, step: Step) -> str:
+    def named(self, step: SizeOption) -> str:
         """Return a step in words: `2 x 28,392 pages (55.5 GiB)`."""
         placement = self._config.placement
         size = ""
@@ -128,11 +133,11 @@ class Replays:
         cost = self._config.cost
         return int(getattr(cost, "tensor_parallel", 1)) * int(getattr(cost, "pipeline_parallel", 1))
 
-    def has(self, step: Step, *, router: str | None = None) -> bool:
+    def has(self, step: SizeOption, *, router: str | None = None) -> bool:
         """Return whether the step was replayed with no other change."""
         return self._case(step, None, router, None) in self._found
 
-    def spread(self, step: Step) -> dict[str, Any] | None:
+    def spread(self, step: SizeOption) -> dict[str, Any] | None:
         """Return one standard deviation of each latency statistic; None if the cost model does not give errors."""
         if self._uncertain is self._config:
             errors = getattr(self._config.cost, "held_out", {})
@@ -151,7 +156,7 @@ class Replays:
         spread: dict[str, Any] = replay(self._plan.trace, config).summary["uncertainty"]
         return spread
 
-    def _case(self, step: Step, rate: float | None, router: str | None, cost_factor: float | None) -> _Case:
+    def _case(self, step: SizeOption, rate: float | None, router: str | None, cost_factor: float | None) -> _Case:
         config = self._config
         return _Case(
             step,
@@ -185,7 +190,7 @@ class Replays:
             "command": self._command(self._changes(case)),
         }
 
-    def _predicted(self, step: Step) -> float | None:
+    def _predicted(self, step: SizeOption) -> float | None:
         """Return the hit ratio of the curve; None where it does not apply: several replicas, or KV groups."""
         return self._plan.curve.hit_ratio(step.pages) if step.replicas == 1 and not self.counts_groups else None
 

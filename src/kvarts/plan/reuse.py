@@ -22,7 +22,7 @@ from kvarts.content import Content, PageKey
 from kvarts.errors import ConfigError
 from kvarts.traffic.trace import Trace
 
-__all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "SpanTree", "find_reuse", "find_token_reuse"]
+__all__ = ["NEVER", "OTHER", "OWN", "SHARED", "Reuse", "ReuseTree", "find_reuse", "find_token_reuse"]
 
 NEVER, OWN, OTHER, SHARED = range(4)
 """Earlier requests with the pages of a span: none; only its own session's; only others'; both."""
@@ -114,7 +114,7 @@ def find_token_reuse(trace: Trace) -> Reuse:
     if requests is None:
         raise ConfigError("must be known as a whole", field="trace", hint="Pass its requests as a list.")
     sessions: dict[str, int] = {}
-    tree = SpanTree()
+    tree = ReuseTree()
     num_known = np.zeros(len(requests), np.int64)
     for index, request in enumerate(requests):
         content = trace.content(request, page_size=1, owner=index)
@@ -143,7 +143,7 @@ def find_token_reuse(trace: Trace) -> Reuse:
     )
 
 
-class SpanTree:
+class ReuseTree:
     """All pages seen so far. Adjacent runs are merged if they have the same latest request and there is no branch."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from kvarts.columns import Column
 from kvarts.content import UNIT_BYTES, Content
 from kvarts.errors import ConfigError, InputError
 from kvarts.plan.curve import HitCurve, stack_distances
-from kvarts.plan.reuse import Reuse, SpanTree
+from kvarts.plan.reuse import Reuse, ReuseTree
 from kvarts.traffic.trace import Trace
 
 __all__ = ["SampledCurve"]
@@ -122,7 +122,7 @@ class _Sample:
 
     def __init__(self, weight: int) -> None:
         self._weight = weight
-        self._tree = SpanTree()
+        self._tree = ReuseTree()
         self._num_pages: list[int] = []
         self._limit: list[int] = []
 

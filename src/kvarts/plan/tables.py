@@ -9,7 +9,7 @@ from kvarts.plan.series import usual_points
 from kvarts.report.words import NAME_ONE, number, opening, page_bytes_of, wrapped
 from kvarts.units import as_duration, as_memory, as_percent
 
-__all__ = ["render", "render_routers", "render_sample", "render_shares", "render_users"]
+__all__ = ["answer_for_users", "render", "render_routers", "render_sample", "render_shares", "render_users"]
 
 GIB = 1 << 30
 LATENCY_HEADING = f"{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>10}{'SLO':>8}"
@@ -100,6 +100,7 @@ def render_users(plan: dict[str, Any]) -> str:
     lines = [
         f"{plan['trace']}: {users['num_sessions']:,} sessions, a user in one at a time",
         *opening(plan["config"]),
+        *(["", *wrapped(answer)] if (answer := answer_for_users(users)) else []),
         "",
         f"{'users':>8}{'hits':>9}{'TTFT p50':>11}{'p99':>11}{'TPOT p99':>11}{'requests/s':>12}{'SLO kept':>10}",
     ]
@@ -116,8 +117,7 @@ def render_users(plan: dict[str, Any]) -> str:
             lines += ["", f"{fails:,} users are too many: the SLO is not kept for {share}"]
         else:
             until = "and no limit was found" if fails is None else f"with {fails:,} it is not"
-            cost = _cost_of(users, users["points"], fits)
-            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}", f"  {cost}"]
+            lines += ["", f"{fits:,} users fit: the SLO is kept for {share}, {until}"]
             lines += [f"  {point['command']}" for point in users["points"] if point["users"] == fits]
         if users["host"] is not None:
             lines += ["", *_with_host(users, users["host"])]
@@ -134,9 +134,32 @@ def _with_host(users: dict[str, Any], host: dict[str, Any]) -> list[str]:
     points = f"{gained:.1f} of the {most:.1f} points of hits that it can give {users['fails_at']:,} users"
     if fits is None:
         return wrapped(f"no users fit with {size} either, {points}")
-    cost = _cost_of(users, host["points"], fits)
     commands = [f"  {point['command']}" for point in host["points"] if point["users"] == fits]
-    return [*wrapped(f"{fits:,} users fit with {size}{until}: {points}"), f"  {cost}", *commands]
+    return [*wrapped(f"{fits:,} users fit with {size}{until}: {points}"), *commands]
+
+
+def answer_for_users(users: dict[str, Any]) -> str:
+    """Return a sentence: how many users fit, with which memory, at what cost, and what other options buy."""
+    fits, fails, host = users["fits"], users["fails_at"], users["host"]
+    if users["slo_share"] is None:
+        return ""
+    devices = f"{users['num_devices']:,} device{'s' * (users['num_devices'] > 1)}"
+    answer = f"{fits:,} users fit on {devices}" if fits else f"No user fits on {devices}"
+    if fits is not None:
+        answer += f" ({_cost_of(users, users['points'], fits)})"
+    if host is not None and host["fits"] is not None:
+        cost = _cost_of(users, host["points"], host["fits"])
+        answer += f", {host['fits']:,} with {as_memory(host['memory_bytes'])} of host memory ({cost})"
+    if fails is None:
+        return f"{answer}; no limit was found"
+    kept = next(point["slo_ratio"] for point in users["points"] if point["users"] == fails)
+    answer += f"; {fails:,} users keep the SLO for {as_percent(kept)} of the requests"
+    better = [point for point in users["options"] if point["slo_ratio"] > kept]
+    if not better:
+        tried = ", ".join(point["option"] for point in users["options"])
+        return f"{answer}, and for no more with {tried}" if tried else answer
+    better.sort(key=lambda point: -point["slo_ratio"])
+    return f"{answer}, " + ", ".join(f"{as_percent(each['slo_ratio'])} with {each['option']}" for each in better)
 
 
 def _cost_of(users: dict[str, Any], points: list[dict[str, Any]], fits: int) -> str:

@@ -20,7 +20,7 @@ from kvarts.plan.cache import CachePlan
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig
 
-__all__ = ["Tier", "TiersPlan", "best_buy", "prefill_s_per_token"]
+__all__ = ["PricedTier", "TiersPlan", "best_buy", "prefill_s_per_token"]
 
 GIB = 1 << 30
 DOUBLINGS = 6
@@ -28,7 +28,7 @@ NS_PER_S = 1_000_000_000
 STEP_SHARE = 1 / 16
 
 
-class Tier(msgspec.Struct, frozen=True, kw_only=True):
+class PricedTier(msgspec.Struct, frozen=True, kw_only=True):
     """`pages` of memory that are loaded at `bytes_per_s`; None for the device.
 
     `price`: per GiB, in any unit; None if unknown.
@@ -61,11 +61,11 @@ class TiersPlan:
     def __init__(
         self,
         plan: CachePlan,
-        tiers: Sequence[Tier],
+        tiers: Sequence[PricedTier],
         *,
         kv_bytes_per_token: int,
         s_per_token: float,
-        replayed: Callable[[Sequence[Tier]], dict[str, Any] | None] | None = None,
+        replayed: Callable[[Sequence[PricedTier]], dict[str, Any] | None] | None = None,
         also: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._plan = plan
@@ -93,7 +93,7 @@ class TiersPlan:
             "next_gib": [self._next(place) for place in range(len(self._tiers))],
         }
 
-    def saved_s(self, tiers: Sequence[Tier]) -> float:
+    def saved_s(self, tiers: Sequence[PricedTier]) -> float:
         """Return the compute seconds saved by all hits, minus the seconds of loading from below the device."""
         saved = 0.0
         for tier, tokens in zip(tiers, self._tokens(tiers), strict=True):
@@ -101,11 +101,11 @@ class TiersPlan:
             saved += tokens * max(0.0, self._s_per_token - self._load_s(tier))
         return saved
 
-    def _load_s(self, tier: Tier) -> float:
+    def _load_s(self, tier: PricedTier) -> float:
         """Return the seconds needed to load a token from a tier."""
         return 0.0 if tier.bytes_per_s is None else self._token_bytes / tier.bytes_per_s
 
-    def _tokens(self, tiers: Sequence[Tier]) -> list[int]:
+    def _tokens(self, tiers: Sequence[PricedTier]) -> list[int]:
         """Return the tokens found in each tier and in none above it."""
         found = []
         pages = before = 0
@@ -116,7 +116,7 @@ class TiersPlan:
             before = hits
         return found
 
-    def _point(self, tiers: Sequence[Tier], *, with_replay: bool = False) -> dict[str, Any]:
+    def _point(self, tiers: Sequence[PricedTier], *, with_replay: bool = False) -> dict[str, Any]:
         tokens = self._tokens(tiers)
         saved_s = self.saved_s(tiers)
         of_all = self._plan.num_prompt_tokens or 1
@@ -130,7 +130,7 @@ class TiersPlan:
             **({"replayed": self._replayed(tiers)} if with_replay and self._replayed is not None else {}),
         }
 
-    def _larger(self, place: int) -> list[list[Tier]]:
+    def _larger(self, place: int) -> list[list[PricedTier]]:
         """Return the tiers with the one at `place` varied, from empty to the size that holds every reused page."""
         if place >= len(self._tiers):
             return []

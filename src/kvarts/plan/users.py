@@ -6,13 +6,17 @@ users than sessions, the trace is repeated, as sessions that share nothing with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from kvarts.errors import ConfigError
+from kvarts.kv.eviction import LruOrder
+from kvarts.plan.league import find_policy
 from kvarts.plan.replays import share_kept
+from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
 from kvarts.sim.trials import ReplayTrials
@@ -21,8 +25,11 @@ from kvarts.traffic.trace import Trace
 
 __all__ = ["UsersPlan"]
 
-Command = Callable[[int, int, int], str]
-"""Returns the command that replays the given users, copies of the trace, and bytes of host memory."""
+Command = Callable[[int, int, int, Mapping[str, Any]], str]
+"""Returns the command that replays the given users, copies of the trace, bytes of host memory, and other settings."""
+
+ROUTERS = ("prefix", "session")
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class UsersPlan:
@@ -49,8 +56,8 @@ class UsersPlan:
         self._on_replay = on_replay
         self._num_sessions = len({request.session_id or request for request in trace})
         self._has_slo = any(getattr(config.slo, field) is not None for field in config.slo.__struct_fields__)
-        self._found: dict[tuple[int, int], dict[str, Any]] = {}
-        """Replays, by bytes of added host memory and number of users."""
+        self._found: dict[tuple[int, int, str], dict[str, Any]] = {}
+        """Replays, by bytes of added host memory, number of users, and the option that was added."""
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the replays, the most users that keep the SLO, and the fewest found that do not, JSON-able.
@@ -58,13 +65,16 @@ class UsersPlan:
         If a limit was found, `host` repeats the search with the host memory that keeps the hits of the failing number
         of users. It contains `memory_bytes`, and `hit_ratio` at that number of users, compared with `hit_ratio_without`
         host memory and `most_hit_ratio` with unlimited memory. It is null if host memory gains nothing or cannot be
-        added.
+        added. `options` are replays of the failing number of users, each with one more option: an eviction policy, a
+        router, or KV that is pinned between turns.
         """
         fits = fails = host = None
+        options: list[dict[str, Any]] = []
         if self._has_slo:
             fits, fails = self._search(0, self._low)
             if fails is not None:
                 host = self._host(fits, fails)
+                options = list(self._options(fails))
         else:
             for users in sorted({self._low, (self._low + self._high) // 2, self._high}):
                 self._replayed(0, users)
@@ -77,7 +87,30 @@ class UsersPlan:
             "fails_at": fails,
             "points": self._points(0),
             "host": host,
+            "options": options,
         }
+
+    def _options(self, users: int) -> Iterator[dict[str, Any]]:
+        """Yield a replay for each option that the configuration does not have, with the `option`."""
+        config = self._config
+        more: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        if isinstance(config.eviction(), LruOrder):
+            more["--eviction auto"] = {"eviction": find_policy("auto", self._trace)}, {"eviction": "auto"}
+        if config.replicas > 1:
+            for router in ROUTERS:
+                if router != config.router:
+                    more[f"--router {router}"] = {"router": router}, {"router": router}
+        if config.sessions is None:
+            try:
+                pinned = from_room("session.replayed.config", "SessionReplay", field="users")(retention="pin")
+                more["--session-retention pin"] = {"sessions": pinned}, {"sessions.retention": "pin"}
+            except ConfigError:
+                pass
+        for option, (fields, settings) in more.items():
+            try:
+                yield {"option": option, **self._replayed(0, users, option, fields, settings)}
+            except ConfigError:
+                continue  # the rest of the configuration cannot have it
 
     @property
     def _num_devices(self) -> int:
@@ -109,7 +142,7 @@ class UsersPlan:
         }
 
     def _points(self, host_bytes: int) -> list[dict[str, Any]]:
-        return [self._found[key] for key in sorted(self._found) if key[0] == host_bytes]
+        return [self._found[key] for key in sorted(self._found) if key[0] == host_bytes and not key[2]]
 
     def _search(self, host_bytes: int, users: int) -> tuple[int | None, int | None]:
         """Return the last number that keeps the SLO and the first that does not; None if not found.
@@ -144,13 +177,21 @@ class UsersPlan:
         copies = -(-users // self._num_sessions)
         return self._trace if copies == 1 else repeated(self._trace, copies), copies
 
-    def _replayed(self, host_bytes: int, users: int) -> dict[str, Any]:
-        key = host_bytes, users
+    def _replayed(
+        self,
+        host_bytes: int,
+        users: int,
+        option: str = "",
+        fields: Mapping[str, Any] = EMPTY,
+        settings: Mapping[str, Any] = EMPTY,
+    ) -> dict[str, Any]:
+        """Return a replay; with an `option`, one with changed `fields` of the configuration, which are `settings`."""
+        key = host_bytes, users, option
         if key not in self._found:
             if self._on_replay is not None:
                 self._on_replay()
             trace, copies = self._sessions_of(users)
-            config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0)
+            config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0, **fields)
             if host_bytes:
                 config = ReplayTrials(trace, config).with_memory(host_memory=host_bytes)
             summary = replay(trace, config.certain).summary
@@ -165,6 +206,6 @@ class UsersPlan:
                 "slo_ratio": share_kept(summary),
                 "num_rejected": summary["num_rejected"],
                 "limited_by": summary["limited_by"]["cause"],
-                "command": self._command(users, copies, host_bytes),
+                "command": self._command(users, copies, host_bytes, settings),
             }
         return self._found[key]

@@ -26,6 +26,8 @@ from kvarts.events import (
     PagesStored,
     PartsGivenBack,
     Preemption,
+    PromptHeld,
+    PromptReleased,
     Rejected,
     StepEnded,
     StepStarted,
@@ -44,12 +46,14 @@ from kvarts.journal import (
     FinishedLine,
     GivenBackLine,
     Head,
+    HeldLine,
     JournalGroup,
     Line,
     LoadedLine,
     LoadingLine,
     PreemptedLine,
     RejectedLine,
+    ReleasedLine,
     RemovedBelowLine,
     RemovedLine,
     StoredBelowLine,
@@ -203,6 +207,15 @@ class JournalWriter:
         return CancelledLine(**place, request=event.request)
 
 
+def _held(_: JournalWriter, event: PromptHeld, place: dict[str, Any]) -> Line:
+    return HeldLine(**place, request=event.request)
+
+
+def _released(_: JournalWriter, event: PromptReleased, place: dict[str, Any]) -> Line:
+    place["t_ms"] = event.time_ns / NS_PER_MS
+    return ReleasedLine(**place, request=event.request)
+
+
 def _preempted(_: JournalWriter, event: Preemption, place: dict[str, Any]) -> Line:
     return PreemptedLine(
         **place,
@@ -247,6 +260,8 @@ def _given_back(_: JournalWriter, event: PartsGivenBack, place: dict[str, Any]) 
 
 
 def _loading(_: JournalWriter, event: LoadStarted, place: dict[str, Any]) -> Line:
+    if event.time_ns >= 0:
+        place["t_ms"] = event.time_ns / NS_PER_MS
     return LoadingLine(
         **place,
         request=event.request,
@@ -289,6 +304,8 @@ _MAKERS: dict[type, Callable[[JournalWriter, Any, dict[str, Any]], Line]] = {
     Preemption: _preempted,
     Finished: JournalWriter._finished,
     Cancelled: JournalWriter._cancelled,
+    PromptHeld: _held,
+    PromptReleased: _released,
     PagesStored: _stored,
     PagesRemoved: _removed,
     CopiesRemoved: _removed,

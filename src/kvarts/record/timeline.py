@@ -23,8 +23,8 @@ from kvarts.files import check_writable, is_replaceable, whole_file
 __all__ = [
     "FORMS",
     "TIMELINE_VERSION",
-    "Ask",
-    "Recorded",
+    "PreemptionCause",
+    "RecordedReport",
     "RecordedSteps",
     "Row",
     "RowsThatFit",
@@ -106,7 +106,7 @@ class _Paged(Protocol):
         """Tokens per page."""
 
 
-class Recorded(Protocol):
+class RecordedReport(Protocol):
     """A report, as far as `timelines_of` reads it."""
 
     @property
@@ -122,7 +122,7 @@ class Recorded(Protocol):
         """The outside name of each request, by index."""
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class PreemptionCause(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The reason of a preemption: `request` asked for more blocks than were free, and `victim` was preempted.
 
     `model`: set if the request belongs to another model on the same device; the preemption then preceded this step.
@@ -158,12 +158,12 @@ class Row(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     reserved_blocks: int | None = None
     group_used_parts: list[int] | None = None
     group_cached_parts: list[int] | None = None
-    asked: list[Ask] | None = None
+    asked: list[PreemptionCause] | None = None
 
 
-def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> Ask:
+def ask_of(preemption: Preemption, *, name_of: Callable[[int], str]) -> PreemptionCause:
     """Return the entry of a preemption in a row. `name_of`: the outside name of a request's index."""
-    return Ask(
+    return PreemptionCause(
         request=str(preemption.asker) if preemption.model else name_of(preemption.asker),
         blocks=preemption.num_pages_asked,
         free_blocks=preemption.num_pages_asked - preemption.num_pages_short,
@@ -214,7 +214,7 @@ class Timeline:
     def __init__(
         self,
         columns: dict[str, Column],
-        asked: dict[int, list[Ask]],
+        asked: dict[int, list[PreemptionCause]],
         *,
         block_size_tokens: int,
         total_blocks: int,
@@ -274,7 +274,7 @@ class Timeline:
             columns[f"group_{what}_parts"] = np.stack([merged(steps[name], rests[name]) for name in of_group], axis=1)
         row_of_step = np.flatnonzero(order < len(log))
         name_of = str if request_ids is None else request_ids.__getitem__
-        asked: dict[int, list[Ask]] = {}
+        asked: dict[int, list[PreemptionCause]] = {}
         for step, preemption in log.preemptions:
             ask = ask_of(preemption, name_of=name_of)
             asked.setdefault(int(row_of_step[step]), []).append(ask)
@@ -461,7 +461,7 @@ def _check_rows(num_rows: int) -> None:
         )
 
 
-def timelines_of(report: Recorded) -> list[Timeline]:
+def timelines_of(report: RecordedReport) -> list[Timeline]:
     """Return the timeline of each replica."""
     request_ids, page_size = report.request_ids, report.config.page_size
     return [Timeline.of(log, page_size=page_size, request_ids=request_ids) for log in report.step_logs]

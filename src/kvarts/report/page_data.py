@@ -23,7 +23,7 @@ from kvarts.report.words import LATENCIES, count, duration, facts, memory_unit
 from kvarts.verify.chunk import is_count
 from kvarts.verify.reader import open_recording
 
-__all__ = ["Overview", "TokenKind", "Wait", "columns_of", "page_data"]
+__all__ = ["ShownOverview", "ShownTokens", "ShownWait", "columns_of", "page_data"]
 
 MAX_POINTS = 1000
 MOST_ROWS = 200_000
@@ -55,12 +55,12 @@ LABELS = {
     "recomputed": "recomputed after preemption",
     "not_computed": "never computed: the request ended before",
 }
-TIERS = {"host": "host memory", "disk": "files"}
+TIERS = {"host": "host memory", "disk": "files", "store": "a shared store"}
 COUNTS = {"used": "used_blocks", "cached": "cached_blocks", "running": "active_seqs", "waiting": "waiting"}
 """Columns of a timeline, by their names on the page."""
 
 
-class TokenKind(Protocol):
+class ShownTokens(Protocol):
     """Prompt tokens of one kind: hit on the device, never seen, evicted and so on."""
 
     @property
@@ -76,7 +76,7 @@ class TokenKind(Protocol):
         """An additional text; may be empty."""
 
 
-class Wait(Protocol):
+class ShownWait(Protocol):
     """A request that waited long to be admitted."""
 
     @property
@@ -100,7 +100,7 @@ class Wait(Protocol):
         """Story of the request."""
 
 
-class Overview(Protocol):
+class ShownOverview(Protocol):
     """Reasons for hits and misses of prompt tokens and for waits of requests, of all replicas together."""
 
     @property
@@ -108,11 +108,11 @@ class Overview(Protocol):
         """Number of prompt tokens."""
 
     @property
-    def kinds(self) -> Sequence[TokenKind]:
+    def kinds(self) -> Sequence[ShownTokens]:
         """The prompt tokens by kind."""
 
     @property
-    def waits(self) -> Sequence[Wait]:
+    def waits(self) -> Sequence[ShownWait]:
         """The longest waits, the longest first; no two with the same story."""
 
     @property
@@ -124,7 +124,7 @@ class Overview(Protocol):
         """Remarks on journals that break off."""
 
 
-def page_data(run: RunDirectory, overviews: Mapping[Path, Overview | None]) -> dict[str, Any]:
+def page_data(run: RunDirectory, overviews: Mapping[Path, ShownOverview | None]) -> dict[str, Any]:
     """Return the data of the page of a run, or of each model of a run; `overviews` by the path of each.
 
     Raise InputError for files that cannot be read.
@@ -177,7 +177,7 @@ def _flat(config: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
     return out
 
 
-def _part(run: RunDirectory, overview: Overview | None, most_rows: int) -> dict[str, Any]:
+def _part(run: RunDirectory, overview: ShownOverview | None, most_rows: int) -> dict[str, Any]:
     config = run.summary.config
     pages, replicas = config.get("pages"), config.get("replicas", 1)
     pool = pages * replicas if is_count(pages) and is_count(replicas) else 0
@@ -207,12 +207,12 @@ def columns_of(path: Path) -> dict[str, Any]:
     for name in ("total_blocks", "block_size_tokens"):
         value = recording.top.get(name)
         if not is_count(value) or value < 1:
-            raise InputError(f"does not say its {name}", path=path)
+            raise InputError(f"does not state its {name}", path=path)
         columns[name] = value
     if not chunks:
         columns.update({name: np.zeros(0) for name in ("t_ms", "used_pct")})
     if (np.diff(columns["t_ms"]) < 0).any():
-        raise InputError("has times that go back", path=path, field="t_ms", hint="kvarts verify says where.")
+        raise InputError("has times that go back", path=path, field="t_ms", hint="kvarts verify names the rows.")
     return columns
 
 
@@ -324,7 +324,7 @@ def _hit_rates(requests: list[RequestRow]) -> list[tuple[float, float]]:
     return [(end_ms * (index + 1) / NUM_STRETCHES, float(hits[index] / tokens[index])) for index in filled.tolist()]
 
 
-def _hits(overview: Overview) -> dict[str, Any]:
+def _hits(overview: ShownOverview) -> dict[str, Any]:
     parts = [
         [LABELS.get(one.kind, one.kind), one.tokens, COLOURS.get(one.kind, "line"), one.remark]
         for one in overview.kinds
@@ -332,7 +332,7 @@ def _hits(overview: Overview) -> dict[str, Any]:
     return {"prompt_tokens": overview.prompt_tokens, "parts": parts}
 
 
-def _waits(overview: Overview) -> list[dict[str, Any]]:
+def _waits(overview: ShownOverview) -> list[dict[str, Any]]:
     out = []
     for wait in overview.waits:
         if not wait.waited_ms:

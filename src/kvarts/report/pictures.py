@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvarts.columns import Column
 from kvarts.errors import ConfigError
+from kvarts.report.run_config import SloBounds
 from kvarts.report.words import LATENCIES
 from kvarts.units import as_duration
 
-if TYPE_CHECKING:
-    from kvarts.report.report import Report
-
 __all__ = ["check_installed", "figure_of"]
+
+Columns = Mapping[str, Sequence[Any] | Column]
+"""Columns of a report, by name."""
 
 INCHES = (12.0, 9.0)
 STRETCHES = 200
@@ -28,7 +30,7 @@ def check_installed(field: str) -> None:
         raise ConfigError("needs matplotlib", field=field, hint="pip install 'kvarts[plan]'.")
 
 
-def figure_of(report: Report) -> Any:
+def figure_of(title: str, steps: Columns, requests: Columns, slo: SloBounds) -> Any:
     """Return KV use, queues, hits and latencies of a replay as a matplotlib Figure."""
     check_installed("plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -36,9 +38,8 @@ def figure_of(report: Report) -> Any:
 
     figure = Figure(figsize=INCHES, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"Replay of {report.trace_name}")
+    figure.suptitle(title)
     memory, queues, hits, latencies = (figure.add_subplot(4, 1, place) for place in range(1, 5))
-    steps = report.steps
     replicas = np.asarray(steps["replica"])
     for replica in np.unique(replicas).tolist():
         mine = {field: column[replicas == replica] for field, column in steps.items()}
@@ -53,8 +54,8 @@ def figure_of(report: Report) -> Any:
             axes.step(*_until_idle(mine, values, idle), where="post", label=label + name, linewidth=0.8)
     memory.set_ylabel("KV pages")
     queues.set_ylabel("requests")
-    _hits(hits, report)
-    _latencies(latencies, report)
+    _hits(hits, requests)
+    _latencies(latencies, requests, slo)
     for axes in (memory, queues, hits):
         axes.set_xlabel("time, s")
     for axes in (memory, queues, hits, latencies):
@@ -75,9 +76,8 @@ def _until_idle(steps: dict[str, Column], values: Column, idle: Column | None) -
     return times[order], np.concatenate([values, after])[order]
 
 
-def _hits(axes: Any, report: Report) -> None:
+def _hits(axes: Any, rows: Columns) -> None:
     """Draw the hit ratio of prompt tokens of the requests admitted in each stretch of time."""
-    rows = report.requests
     admitted_ms = np.asarray(rows["first_admitted_ms"])
     known = ~np.isnan(admitted_ms)
     end_ms = float(admitted_ms[known].max(initial=0.0)) or 1.0
@@ -91,9 +91,8 @@ def _hits(axes: Any, report: Report) -> None:
     axes.set_ylabel("prefix hits, %")
 
 
-def _latencies(axes: Any, report: Report) -> None:
+def _latencies(axes: Any, rows: Columns, slo: SloBounds) -> None:
     """Draw the share of requests within each TTFT and E2E, and the SLO if there is one."""
-    rows = report.requests
     ends = {"ttft_ms": "first_token_ms", "e2e_ms": "last_token_ms"}
     names = {field: name for name, field in LATENCIES.items()}
     for colour, (field, end) in enumerate(ends.items()):
@@ -104,7 +103,7 @@ def _latencies(axes: Any, report: Report) -> None:
         axes.step(
             np.maximum(ms, 1e-3), 100 * np.arange(1, len(ms) + 1) / len(ms), label=names[field], color=f"C{colour}"
         )
-        bound = getattr(report.config.slo, field)
+        bound = getattr(slo, field)
         if bound is not None:
             axes.axvline(bound, linestyle="--", color=f"C{colour}", label=f"SLO {as_duration(bound)}")
     axes.set_xscale("log")

@@ -14,16 +14,16 @@ import numpy as np
 
 from kvarts.columns import Column
 from kvarts.report.page import fill_page
-from kvarts.report.page_data import Overview, TokenKind, Wait, columns_of, page_data
+from kvarts.report.page_data import ShownOverview, ShownTokens, ShownWait, columns_of, page_data
 from kvarts.report.run_directory import RunDirectory
 from kvarts.report.words import facts, wrapped
 
-__all__ = ["Overview", "TokenKind", "Wait", "render_html", "render_text", "sparkline"]
+__all__ = ["ShownOverview", "ShownTokens", "ShownWait", "render_html", "render_text", "sparkline"]
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-def render_html(run: RunDirectory, overviews: Mapping[Path, Overview | None] | None = None) -> bytes:
+def render_html(run: RunDirectory, overviews: Mapping[Path, ShownOverview | None] | None = None) -> bytes:
     """Return the whole page. `overviews`: the overview of each of `run.runs()`, by its path.
 
     Raise InputError for files that cannot be read.

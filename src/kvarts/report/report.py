@@ -172,7 +172,7 @@ class Report:
         """Return KV use, queues, latencies and hits as a matplotlib Figure. Raise ConfigError without matplotlib."""
         from kvarts.report.pictures import figure_of
 
-        return figure_of(self)
+        return figure_of(f"Replay of {self.trace_name}", self.steps, self.requests, self.config.slo)
 
     # Advice -----------------------------------------------------------------------------------------------
 
@@ -479,14 +479,16 @@ class Report:
 
 def _added_up(transfers: Sequence[TransferTotals]) -> dict[str, Any]:
     """Return the transfers between tiers, of all replicas together."""
-    first = transfers[0]
     return {
-        **{name: sum(totals.counts[name] for totals in transfers) for name in first.counts},
-        "bytes": {name: sum(totals.num_bytes[name] for totals in transfers) for name in first.num_bytes},
-        "num_evicted_pages": {
-            name: sum(totals.num_evicted_pages[name] for totals in transfers) for name in first.num_evicted_pages
-        },
+        **_sums([totals.counts for totals in transfers]),
+        "bytes": _sums([totals.num_bytes for totals in transfers]),
+        "num_evicted_pages": _sums([totals.num_evicted_pages for totals in transfers]),
     }
+
+
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for each in counts for name in each)
+    return {name: sum(each.get(name, 0) for each in counts) for name in names}
 
 
 def _ms(ns: Column) -> npt.NDArray[np.float64]:

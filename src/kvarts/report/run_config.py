@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["RunConfig", "Slo"]
+__all__ = ["RunConfig", "SloBounds"]
 
 
-class Slo(Protocol):
+class SloBounds(Protocol):
     """Bounds in milliseconds that a request must keep to count as goodput, each optional."""
 
     @property
@@ -39,7 +39,7 @@ class RunConfig(Protocol):
         """Number of engines with this configuration."""
 
     @property
-    def slo(self) -> Slo:
+    def slo(self) -> SloBounds:
         """Bounds for goodput."""
 
     def to_builtins(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "TIMELINE",
     "RunDirectory",
     "named",
+    "of_replica",
     "per_replica",
     "run_json",
     "timelines_in",
@@ -49,11 +50,18 @@ def per_replica(path: Path, replicas: int) -> Iterator[Path]:
     """
     if replicas == 1:
         yield path
-        return
+    else:
+        yield from (of_replica(path, replica) for replica in range(replicas))
+
+
+def of_replica(path: Path, replica: int) -> Path:
+    """Return the path with a replica's number before the suffixes that name the format.
+
+    Raise ConfigError for a device or a pipe.
+    """
     _refuse_one(path)
     suffix = _form_suffix(path)
-    for replica in range(replicas):
-        yield path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
+    return path.with_name(f"{path.name.removesuffix(suffix)}-r{replica}{suffix}")
 
 
 def named(path: Path | None, name: str | None) -> Path | None:
@@ -103,7 +111,7 @@ class RunDirectory:
         runs = []
         for name in self.summary.models:
             if name in ("", ".", "..") or set(name) & set("/\\\0"):
-                raise InputError(f"{name!r} is no name of a model", path=self.path / REPORT, field="models")
+                raise InputError(f"{name!r} is not the name of a model", path=self.path / REPORT, field="models")
             runs.append(RunDirectory(self.path / name))
         return runs
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvarts.content import Content
-from kvarts.routers.spans import Span, SpanTree
+from kvarts.routers.spans import IndexSpan, IndexTree
 
 __all__ = ["ActiveBlocks"]
 
 
-class ActiveBlocks(SpanTree):
+class ActiveBlocks(IndexTree):
     """Full blocks of prompts in flight, per worker. A span's count is the number of requests that use it."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ActiveBlocks(SpanTree):
     def remove(self, worker: int, content: Content, num_blocks: int) -> None:
         """Undo `add` for a request."""
         removed = 0
-        deepest: Span | None = None
+        deepest: IndexSpan | None = None
         for span, _ in self.path(content, num_blocks):
             uses = span.counts[0]
             deepest = span
@@ -51,6 +51,6 @@ class ActiveBlocks(SpanTree):
         if deepest is not None:
             self.prune(deepest)
 
-    def divide(self, head: Span, tail: Span) -> None:
+    def divide(self, head: IndexSpan, tail: IndexSpan) -> None:
         """Copy the counts: the same requests use both halves."""
         head.counts[0].update(tail.counts[0])

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from kvarts.content import Content
-from kvarts.routers.spans import Span, SpanTree
+from kvarts.routers.spans import IndexSpan, IndexTree
 
 __all__ = ["IndexRule", "PlacementIndex"]
 
@@ -32,7 +32,7 @@ class IndexRule(msgspec.Struct, frozen=True, kw_only=True):
     ttl_ns: int | None = None
 
 
-class PlacementIndex(SpanTree):
+class PlacementIndex(IndexTree):
     """Blocks by worker, as far as placements imply them. Owner of their order of recency, one per worker.
 
     A placement makes all blocks of its prompt the most recent. The least recent block is evicted first, and of blocks
@@ -44,7 +44,7 @@ class PlacementIndex(SpanTree):
         self.rule = rule
         self.block_tokens = rule.block_tokens or page_size
         self._num_placed = 0
-        self._orders: dict[int, list[tuple[int, int, int, Span]]] = {}
+        self._orders: dict[int, list[tuple[int, int, int, IndexSpan]]] = {}
         """Heap per worker of (stamp, -first block, number, span), including outdated entries.
 
         A stamp combines the time and the number of a placement in one integer.
@@ -117,7 +117,7 @@ class PlacementIndex(SpanTree):
         self._orders.pop(worker, None)
         self.num_blocks.pop(worker, None)
 
-    def divide(self, head: Span, tail: Span) -> None:
+    def divide(self, head: IndexSpan, tail: IndexSpan) -> None:
         """Divide the counts at the first block of `tail`; both halves keep their place in the order."""
         cut = tail.start
         ends, stamps = head.counts
@@ -132,7 +132,7 @@ class PlacementIndex(SpanTree):
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _enter(self, worker: int, span: Span, stamp: int) -> None:
+    def _enter(self, worker: int, span: IndexSpan, stamp: int) -> None:
         if not self._forgets:
             return
         self._num_entries += 1
@@ -143,7 +143,7 @@ class PlacementIndex(SpanTree):
             heapify(order)
             self._num_at_sweep[worker] = 2 * len(order) + MOST_STALE
 
-    def _oldest(self, worker: int) -> tuple[int, int, int, Span] | None:
+    def _oldest(self, worker: int) -> tuple[int, int, int, IndexSpan] | None:
         """Return the entry of the next run to evict; None if the worker is empty."""
         order = self._orders.get(worker)
         while order:
@@ -166,7 +166,7 @@ class PlacementIndex(SpanTree):
             while (entry := self._oldest(worker)) is not None and (entry[0] >> STAMP_BITS) + ttl_ns <= now_ns:
                 self._drop(worker, entry[3], entry[3].end - entry[3].start)
 
-    def _drop(self, worker: int, span: Span, most: int) -> None:
+    def _drop(self, worker: int, span: IndexSpan, most: int) -> None:
         """Forget up to `most` blocks from the end of `span`."""
         ends, stamps = span.counts
         end = max(span.start, ends[worker] - most)
@@ -178,7 +178,7 @@ class PlacementIndex(SpanTree):
             self.prune(span)
 
 
-def _is_live(entry: tuple[int, int, int, Span], worker: int) -> bool:
+def _is_live(entry: tuple[int, int, int, IndexSpan], worker: int) -> bool:
     """Return whether an entry of the order of recency still has the last placement time of its run."""
     stamp, start, _, span = entry
     return span.counts[1].get(worker) == stamp and span.start == -start

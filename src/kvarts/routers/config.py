@@ -125,10 +125,14 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         from kvarts.routers.router import PolicyRouter
         from kvarts.routers.spec import policy_of
 
+        threshold = self.queue_threshold
         return PolicyRouter(
             policy_of(router),
-            self,
+            order=self.queue,
+            queue_tokens=None if threshold is None else threshold * max_num_batched_tokens,
+            event_lag_ns=self.event_lag_ns,
             staleness_ns=self.staleness_ns(router),
+            seed=self.seed,
             num_workers=num_workers,
             page_size=page_size,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvarts.content import Content
-from kvarts.routers.spans import Span, SpanTree
+from kvarts.routers.spans import IndexSpan, IndexTree
 
 __all__ = ["EventIndex"]
 
 
-class EventIndex(SpanTree):
+class EventIndex(IndexTree):
     """Pages by worker and tier, according to events. `tiers`: names of the tiers, the fastest first.
+
+    Other tiers are ignored, such as a store that all workers share: it is no reason to choose one of them.
 
     A worker has the first pages of a span in a tier; the count is their end. Events obey the invariant of caches that a
     page is never without the page before it in the same or a faster tier.
@@ -24,7 +26,9 @@ class EventIndex(SpanTree):
 
     def store(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
         """Record that pages [start, end) of `content` can be found on `worker`."""
-        kind = self._kinds[tier]
+        kind = self._kinds.get(tier)
+        if kind is None:
+            return
         if start:
             path = self.path(content, start)
             if path:
@@ -39,7 +43,9 @@ class EventIndex(SpanTree):
 
     def remove(self, worker: int, content: Content, start: int, end: int, tier: str) -> None:
         """Record that pages [start, end) of `content` can no longer be found on `worker`."""
-        kind = self._kinds[tier]
+        kind = self._kinds.get(tier)
+        if kind is None:
+            return
         path = self.path(content, end)
         for span, reached in reversed(path):
             if reached <= start:
@@ -62,7 +68,7 @@ class EventIndex(SpanTree):
                 counts.pop(worker, None)
             self.prune(span)
 
-    def divide(self, head: Span, tail: Span) -> None:
+    def divide(self, head: IndexSpan, tail: IndexSpan) -> None:
         """Divide the counts at the first page of `tail`."""
         cut = tail.start
         for ends, last in zip(head.counts, tail.counts, strict=True):
@@ -92,7 +98,7 @@ class EventIndex(SpanTree):
             found[worker] = self._match(worker, path)
         return found
 
-    def _match(self, worker: int, path: Sequence[tuple[Span, int]]) -> tuple[int, ...]:
+    def _match(self, worker: int, path: Sequence[tuple[IndexSpan, int]]) -> tuple[int, ...]:
         pages = [0] * self.num_tiers
         position = 0
         for span, reached in path:
@@ -105,7 +111,7 @@ class EventIndex(SpanTree):
                 break
         return tuple(pages)
 
-    def _cut(self, span: Span | None, kind: int, worker: int, start: int) -> None:
+    def _cut(self, span: IndexSpan | None, kind: int, worker: int, start: int) -> None:
         assert span is not None
         if start > span.start:
             span.counts[kind][worker] = start

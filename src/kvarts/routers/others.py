@@ -11,7 +11,7 @@ import msgspec
 
 from kvarts.limits import check_number, check_whole
 from kvarts.routers.approximate import IndexRule
-from kvarts.routers.own import Session
+from kvarts.routers.own import BySession
 from kvarts.routers.view import Asked, Needs, View
 
 __all__ = ["AibrixPrefix", "ProductionStackKv", "ProductionStackPrefix", "SglangCacheAware"]
@@ -111,7 +111,7 @@ class ProductionStackKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         chunks = {worker: count * view.page_size // self.chunk_tokens for worker, count in pages.items()}
         longest = max(chunks.values(), default=0)
         if longest * self.chunk_tokens < max(asked.num_tokens - self.threshold, 0) or not longest:
-            return Session().choose(asked, view)
+            return BySession().choose(asked, view)
         return view.any_of([worker for worker in view.workers if chunks.get(worker) == longest])
 
 

@@ -9,10 +9,10 @@ import msgspec
 from kvarts.limits import check_number
 from kvarts.routers.view import Asked, Needs, View
 
-__all__ = ["LeastLoaded", "PowerOfTwo", "PrefixAware", "RoundRobin", "Session", "ring_order"]
+__all__ = ["BySession", "LeastLoaded", "PowerOfTwo", "PrefixAware", "RoundRobinPolicy", "ring_order"]
 
 
-class RoundRobin(msgspec.Struct):
+class RoundRobinPolicy(msgspec.Struct):
     """Sends requests to the workers in turn."""
 
     next_turn: int = 0
@@ -42,7 +42,7 @@ class PowerOfTwo(msgspec.Struct, frozen=True):
         return view.any_least(view.num_requests, view.random.sample(view.workers, 2))
 
 
-class Session(msgspec.Struct, frozen=True):
+class BySession(msgspec.Struct, frozen=True):
     """Sends all requests of a session to one worker, by rendezvous hashing, and others to the lowest rate."""
 
     def choose(self, asked: Asked, view: View) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,24 +15,26 @@ from kvarts.routers.feed import CacheFeed
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
 from kvarts.settings import SettingError
 
-if TYPE_CHECKING:
-    from kvarts.routers.config import Routing
-
 __all__ = ["PolicyRouter"]
 
 
 class PolicyRouter:
     """Implements `kvarts.sim.router.Router`: places requests by `policy`, and is notified of their progress.
 
-    Owner of the requests waiting in it, and of the cache events in transit to it.
+    `order`: that of waiting requests, a QueueOrder. `queue_tokens`: requests wait while every worker has more prompt
+    tokens than that; None never holds one. `event_lag_ns`: time until cache events reach the router. `seed`: of random
+    choices. Owner of the requests waiting in it, and of the cache events in transit to it.
     """
 
     def __init__(
         self,
         policy: Policy,
-        routing: Routing,
         *,
+        order: str,
+        queue_tokens: float | None,
+        event_lag_ns: int,
         staleness_ns: int,
+        seed: int,
         num_workers: int,
         page_size: int,
         max_num_batched_tokens: int,
@@ -42,12 +43,10 @@ class PolicyRouter:
     ) -> None:
         needs: Needs = getattr(policy, "needs", Needs())
         self._policy = policy
-        self._queue_tokens = (
-            None if routing.queue_threshold is None else routing.queue_threshold * max_num_batched_tokens
-        )
-        self._order = routing.queue
+        self._queue_tokens = queue_tokens
+        self._order = order
         self._needs = needs
-        self._event_lag_ns = routing.event_lag_ns
+        self._event_lag_ns = event_lag_ns
         self.staleness_ns = staleness_ns
         self.is_told = True
         self.holds_requests = self._queue_tokens is not None
@@ -63,7 +62,7 @@ class PolicyRouter:
             page_size=page_size,
             max_num_batched_tokens=max_num_batched_tokens,
             directory=directory,
-            seed=routing.seed,
+            seed=seed,
         )
         self._cached_tokens = getattr(policy, "cached_tokens", None)
         self._feeds: dict[int, CacheFeed] = {}

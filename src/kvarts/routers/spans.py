@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from kvarts.content import Content, PageKey
 
-__all__ = ["Span", "SpanTree"]
+__all__ = ["IndexSpan", "IndexTree"]
 
 NOTHING = Content(b"", num_tokens=0, page_size=1, owner=-1)
 
 
-class Span:
+class IndexSpan:
     """Pages [start, end) of `content`, counted from the first token.
 
     `counts`: by kind of count, a number per worker; a worker without data is absent.
@@ -30,7 +30,7 @@ class Span:
         key: PageKey,
         start: int,
         end: int,
-        parent: Span | None,
+        parent: IndexSpan | None,
         counts: tuple[dict[int, int], ...],
     ) -> None:
         self.content = content
@@ -39,20 +39,20 @@ class Span:
         self.end = end
         self.parent = parent
         self.counts = counts
-        self.children: dict[PageKey, Span] = {}
+        self.children: dict[PageKey, IndexSpan] = {}
 
 
-class SpanTree:
+class IndexTree:
     """Owner of the spans. Tenants share nothing: each salt has a root. `num_kinds`: number of kinds of counts."""
 
     def __init__(self, num_kinds: int = 1) -> None:
         self._num_kinds = num_kinds
-        self._roots: dict[str | None, Span] = {}
+        self._roots: dict[str | None, IndexSpan] = {}
         self.num_spans = 0
 
-    def path(self, content: Content, limit: int) -> list[tuple[Span, int]]:
+    def path(self, content: Content, limit: int) -> list[tuple[IndexSpan, int]]:
         """Return the spans along the first `limit` pages of `content`, each with the page where they part or end."""
-        found: list[tuple[Span, int]] = []
+        found: list[tuple[IndexSpan, int]] = []
         node = self._roots.get(content.salt)
         position = 0
         while node is not None and position < limit and node.children:
@@ -66,7 +66,7 @@ class SpanTree:
             node = child
         return found
 
-    def cover(self, content: Content, start: int, end: int) -> list[Span]:
+    def cover(self, content: Content, start: int, end: int) -> list[IndexSpan]:
         """Return the spans of pages [start, end) of `content`, created or split so that they match exactly.
 
         Missing pages before `start` are also created, without data.
@@ -76,7 +76,7 @@ class SpanTree:
         node = self._roots.get(content.salt)
         if node is None:
             node = self._roots[content.salt] = self._new(NOTHING, b"", 0, 0, None)
-        found: list[Span] = []
+        found: list[IndexSpan] = []
         position = 0
         while position < end:
             child = node.children.get(content.key(position))
@@ -96,7 +96,7 @@ class SpanTree:
                 found.append(node)
         return found
 
-    def split(self, span: Span, page: int) -> Span:
+    def split(self, span: IndexSpan, page: int) -> IndexSpan:
         """Split `span` before `page`; return the head, which is new. The tail keeps its identity.
 
         The tail is dropped if it has neither data nor successors.
@@ -112,11 +112,11 @@ class SpanTree:
             self.prune(span)
         return head
 
-    def divide(self, head: Span, tail: Span) -> None:
+    def divide(self, head: IndexSpan, tail: IndexSpan) -> None:
         """Give `head`, just split off, its part of the counts of `tail`."""
         raise NotImplementedError
 
-    def prune(self, span: Span) -> None:
+    def prune(self, span: IndexSpan) -> None:
         """Drop `span`, and the spans before it, as far as they have neither data nor successors."""
         node = span
         while node.parent is not None and not node.children and not any(node.counts):
@@ -127,7 +127,7 @@ class SpanTree:
             self.num_spans -= 1
             node = parent
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[IndexSpan]:
         """Return all spans, each after the one before it."""
         waiting = [child for root in self._roots.values() for child in root.children.values()]
         while waiting:
@@ -135,6 +135,6 @@ class SpanTree:
             yield span
             waiting += span.children.values()
 
-    def _new(self, content: Content, key: PageKey, start: int, end: int, parent: Span | None) -> Span:
+    def _new(self, content: Content, key: PageKey, start: int, end: int, parent: IndexSpan | None) -> IndexSpan:
         self.num_spans += parent is not None
-        return Span(content, key, start, end, parent, tuple({} for _ in range(self._num_kinds)))
+        return IndexSpan(content, key, start, end, parent, tuple({} for _ in range(self._num_kinds)))

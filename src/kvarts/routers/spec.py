@@ -12,16 +12,16 @@ from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
 from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware
-from kvarts.routers.own import LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, Session
+from kvarts.routers.own import BySession, LeastLoaded, PowerOfTwo, PrefixAware, RoundRobinPolicy
 from kvarts.settings import SettingError
 
 __all__ = ["POLICIES", "policy_of", "split_names"]
 
 POLICIES: dict[str, type[msgspec.Struct]] = {
-    "round-robin": RoundRobin,
+    "round-robin": RoundRobinPolicy,
     "least-loaded": LeastLoaded,
     "power-of-two": PowerOfTwo,
-    "session": Session,
+    "session": BySession,
     "prefix": PrefixAware,
     "dynamo-kv": DynamoKv,
     "llm-d": LlmD,

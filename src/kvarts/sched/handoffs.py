@@ -7,31 +7,43 @@ are *reserved* before the copy, and the request waits for a place with them when
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, cast
+from typing import Final
 
+from kvarts.event_log import Tell
+from kvarts.events import Admitted, Arrived, ChunkComputed, LoadStarted, PromptHeld, PromptReleased, TransferEnded
 from kvarts.kv.cache import Cache, Holding
-from kvarts.kv.page_cache import PageCache
 from kvarts.request import Request, RequestState
+from kvarts.sched.loads import Loads
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
 
 __all__ = ["Handoffs"]
 
 LOADED: Final = RequestState.LOADED
+WORKER: Final = "worker"
+"""The medium from which handed-over pages come, in events."""
+FIRST_COPY: Final = 1 << 32
+"""The number of the first copy from another engine; transfers of tiers have smaller ones."""
 
 
 class Handoffs:
     """An engine's requests that are shared with another engine. Written by the scheduler, and between steps.
 
-    `connect` must follow. The cache counts whole pages.
+    `connect` must follow. `tell` receives their events.
     """
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cast(PageCache, cache)
+    def __init__(self, cache: Cache, tell: Tell | None = None) -> None:
+        self._cache = cache
+        self._tell = tell
+        self._num_copies = 0
+        self._copies: dict[int, tuple[int, int]] = {}
+        """The number of the copy of each request that has pages here, and the full pages that it brings, by index."""
         self.held: dict[int, Request] = {}
         """Requests whose prompt was computed here and is not copied yet, by index."""
         self.reserved: dict[int, Request] = {}
         """Requests with pages here that are not filled yet, by index."""
+        self._copied: set[int] = set()
+        """Indices of requests that wait with their pages."""
         self.is_gated = False
         """Whether only requests that other engines have computed are admitted."""
         self.passes_blocked = True
@@ -44,10 +56,11 @@ class Handoffs:
         self.resumed: list[Request] = []
         """Requests that were stalled and get a token in this step."""
 
-    def connect(self, running: Running, waiting: WaitingQueue) -> None:
+    def connect(self, running: Running, waiting: WaitingQueue, loads: Loads | None) -> None:
         """Provide the objects that the scheduler has made."""
         self._running = running
         self._waiting = waiting
+        self._loads = loads
 
     @property
     def has_any(self) -> bool:
@@ -62,10 +75,18 @@ class Handoffs:
         self._running.part(request)
         request.become(RequestState.HELD)
         self.held[request.index] = request
+        if self._cache.settles:
+            assert request.holding is not None
+            self._cache.settle(request.holding, request.num_prompt_tokens - 1)
+            self._cache.count()
+        if self._tell is not None:
+            self._tell(PromptHeld(request.index))
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request, now_ns: int) -> None:
         """Release the pages of `request`, which are copied or no longer wanted."""
         del self.held[request.index]
+        if self._tell is not None:
+            self._tell(PromptReleased(request.index, now_ns))
         holding = request.holding
         assert holding is not None
         self._cache.close(holding, request.num_computed // holding.content.page_size, holding.num_pages)
@@ -75,35 +96,59 @@ class Handoffs:
 
     # Where tokens are generated -------------------------------------------------------------------------------
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: Request, now_ns: int) -> bool:
         """Take pages for the prompt of `request`, which is new here; return whether there are enough.
 
         Full pages that are resident are shared. The others cannot be found before `activate`.
         """
         cache, num_tokens = self._cache, request.num_prompt_tokens
-        match = cache.match(request.content, num_tokens // request.content.page_size)
-        if cache.num_to_admit(match, num_tokens, num_tokens) > cache.num_free:
+        # The last token is computed again, from windows and states before it.
+        most_tokens = num_tokens - 1 if cache.settles else num_tokens
+        match = cache.match(request.content, most_tokens // request.content.page_size)
+        if cache.num_to_receive(match, num_tokens) > cache.num_free:
             return False
         request.hit_tokens = match.num_pages * request.content.page_size
-        request.holding = cache.open_to_load(match, num_tokens)
+        if self._tell is not None:
+            self._tell_begun(self._tell, request, match.num_pages, now_ns)
+        request.holding = cache.open_to_receive(match, num_tokens)
         request.become(RequestState.LOADING)
         self.reserved[request.index] = request
         return True
 
-    def activate(self, request: Request) -> None:
+    def _tell_begun(self, tell: Tell, request: Request, num_hit_pages: int, now_ns: int) -> None:
+        """Tell that `request` is here, and waits for its pages."""
+        content, num_tokens, page_size = request.content, request.num_prompt_tokens, request.content.page_size
+        asked = num_tokens, request.max_tokens, request.priority
+        tell(Arrived(request.index, now_ns, content, *asked, request.request_id, 0))
+        number = FIRST_COPY + self._num_copies
+        self._num_copies += 1
+        self._copies[request.index] = number, num_tokens // page_size - num_hit_pages
+        coming = (WORKER, -(-num_tokens // page_size) - num_hit_pages)
+        num_held = self._cache.num_sent(0, num_tokens, page_size)
+        tell(LoadStarted(number, request.index, content, num_hit_pages, num_held, (coming,), now_ns))
+
+    def activate(self, request: Request, now_ns: int) -> None:
         """Queue `request`, whose prompt is complete in its pages; these can be found from now on."""
         del self.reserved[request.index]
         holding = request.holding
         assert holding is not None
         request.num_computed = request.num_prompt_tokens
-        self._cache.publish(holding, request.num_computed)
+        if self._tell is not None:
+            number, num_pages = self._copies[request.index]
+            self._tell(TransferEnded(number, request.index, num_pages, now_ns))
+        self._cache.receive(holding, request.num_computed)
+        if self._loads is not None:
+            num_full = min(request.num_computed // holding.content.page_size, holding.content.num_known_pages)
+            self._loads.tiers.confirm(holding.content, num_full, holding)
+        self._copied.add(request.index)
         request.become(LOADED)
         self._waiting.push(request)
 
     def give_up(self, request: Request) -> None:
         """Release the pages of `request`, whether they are filled or not; it can be queued like any other."""
         num_filled = request.hit_tokens
-        if request.state is LOADED:
+        if request.index in self._copied:
+            self._copied.remove(request.index)
             self._waiting.remove(request)
             num_filled = request.num_computed
         else:
@@ -113,6 +158,7 @@ class Handoffs:
         self._cache.close(holding, num_filled // holding.content.page_size, holding.num_pages)
         self._running.num_left += 1
         request.holding = None
+        self._copies.pop(request.index, None)
         self.renew(request)
 
     def renew(self, request: Request) -> None:
@@ -121,12 +167,22 @@ class Handoffs:
         request.cancelled_ns = -1
         request.state = RequestState.NEW
 
+    def has_pages_of(self, request: Request) -> bool:
+        """Return whether `request` has pages here, filled or not, and does not run."""
+        return request.index in self.reserved or request.index in self._copied
+
     def ready(self) -> list[Request]:
         """Return the waiting requests that have their pages, in the order of the queue."""
         return [request for request in self._waiting if request.state is LOADED]
 
     def join(self, request: Request, now_ns: int) -> None:
         """Let `request` run: the last token of its prompt is computed again, with the decodes of this step."""
+        self._copied.remove(request.index)
+        if self._tell is not None:
+            index, num_tokens = request.index, request.num_prompt_tokens
+            coming = (WORKER, self._copies.pop(index)[1])
+            self._tell(Admitted(index, request.content, num_tokens // request.content.page_size, (coming,)))
+            self._tell(ChunkComputed(index, num_tokens - 1, num_tokens, num_tokens))
         self._running.enter(request, 0, now_ns)
         request.num_computed = request.num_prompt_tokens
         self._joined.append(request)

@@ -110,7 +110,7 @@ class Horizon:
             return False
         if not self._waiting.num_waiting or blocked is not FOR_PAGES:
             return True
-        return num_wanted > num_left and not (running.num_sharing and cache.fills_known_page())
+        return num_wanted > num_left + self._pages.num_lent() and not (running.num_sharing and cache.fills_known_page())
 
     def _steps_within(self, num_free: int, num_steps: int) -> int:
         """Return how many of the next `num_steps` steps `num_free` pages suffice for."""

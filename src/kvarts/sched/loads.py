@@ -59,8 +59,11 @@ class LowerTiers(Protocol):
     def totals(self) -> TransferTotals:
         """Return the totals of transfers so far."""
 
+    def begin_step(self, now_ns: int) -> None:
+        """Take note that the step that starts at `now_ns` is planned."""
+
     def plan_stores(self, now_ns: int) -> None:
-        """Begin the stores of the step that starts at `now_ns`."""
+        """Begin the stores of the step that starts at `now_ns`, which has taken its pages."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
@@ -73,8 +76,8 @@ class LowerTiers(Protocol):
     ) -> Weighed:
         """Return the part of `offer` to load from page `start` on, for a request of `num_known` tokens.
 
-        `num_behind`: requests that wait behind it. `awaited`: the load under way that brings some of the same pages, if
-        one does.
+        `num_behind`: requests behind it that do not wait for memory. `awaited`: the load under way that brings some of
+        the same pages, if one does.
         """
 
     def forget(self, request: int) -> None:
@@ -103,6 +106,12 @@ class LowerTiers(Protocol):
 
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
+
+    def ends(self, transfer: int, end_ns: int) -> None:
+        """Record when `transfer` ends, if that was not known when it began."""
+
+    def abort(self, now_ns: int) -> None:
+        """End all transfers under way as failed, in virtual time."""
 
     def expire(self, now_ns: int) -> None:
         """End as failed the transfers that no executor has reported before their deadline."""
@@ -194,6 +203,12 @@ class Loads:
         if offer is None:
             return False
         start = match.num_pages
+        if num_behind:
+            # Where running requests leave no memory for another one, those behind gain nothing by a load, which keeps
+            # its memory meanwhile.
+            num_left = self._cache.num_free + sum(num_pages for _, num_pages in self.holdings())
+            if num_left < 2 * self._cache.num_to_compute(num_known, self._page_size):
+                num_behind = 0
         leader, awaited = self._leader(request, start, limit) if self._loading else (None, None)
         weighed = tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
         if weighed.is_awaited:

@@ -37,6 +37,15 @@ class PageSource(Protocol):
     def num_free_to_admit(self, num_pages: int) -> int:
         """Return how many pages are free for a request that is to be admitted with `num_pages` pages."""
 
+    def num_lent(self) -> int:
+        """Return how many pages `reclaim` can free."""
+
+    def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
+        """Free `num_pages` pages that only stores to a tier below hold; return False if there are not so many.
+
+        `num_matched`: those of them that the request itself is going to hold.
+        """
+
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Request pages from other models until `num_pages` can be taken for `request`; return whether they can."""
 
@@ -61,6 +70,17 @@ class OnePool:
     def num_free_to_admit(self, num_pages: int) -> int:
         """Return the number of free pages."""
         return self._cache.num_free
+
+    def num_lent(self) -> int:
+        """Return the idle pages that stores hold."""
+        return self._cache.num_lent()
+
+    def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
+        """Give up stores for `num_pages` pages, if that is enough."""
+        if num_pages + num_matched > self._cache.num_lent():
+            return False
+        self._cache.give_back(num_pages)
+        return True
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Unpin pages until `num_pages` can be taken; return whether they can."""

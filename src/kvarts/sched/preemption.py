@@ -107,11 +107,16 @@ class Preemptor:
         """
         while True:
             num_asked = num_pages + sum(self._blocks_of(chunk) for chunk in planned.values())
-            if num_asked <= self._cache.num_free or self.others_make_way(asker, num_asked):
+            if self._can_take(num_asked) or self.others_make_way(asker, num_asked):
                 return True
             planned.pop(self._running.victim().admission, None)
             if self._preempt_for(asker, num_asked, now_ns, None) is asker:
                 return False
+
+    def _can_take(self, num_blocks: int) -> bool:
+        """Return whether so many blocks are free; stores give up what they hold for it."""
+        num_short = num_blocks - self._cache.num_free
+        return num_short <= 0 or self._pages.reclaim(num_short)
 
     def _blocks_of(self, chunk: Planned) -> int:
         request = chunk.request
@@ -161,7 +166,7 @@ class Preemptor:
                 cache.count()
             if num_computed % page_size:
                 continue
-            while blocks > cache.num_free and not self.others_make_way(request, blocks):
+            while not self._can_take(blocks) and not self.others_make_way(request, blocks):
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
                     self._running.stall_after(admission, now_ns)

@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from kvarts.event_log import Tell
 from kvarts.events import ChunkComputed
 from kvarts.kv.cache import Cache, Holding
+from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
 from kvarts.sched.loads import Loads
 from kvarts.sched.own_pages import OwnPagesInUse
-from kvarts.sched.plan import Chunk
+from kvarts.sched.plan import Batch, Chunk
 from kvarts.sched.preemption import Planned, Preemptor
 from kvarts.sched.running import Running
+from kvarts.sched.wheel import DecodeWheel
 
-__all__ = ["Prefill"]
+__all__ = ["ItlBound", "Prefill"]
+
+
+class ItlBound:
+    """The most tokens of a prompt that a step may compute beside the decodes of `wheel`.
+
+    Promises: a step with decodes takes at most `most_ns` by `step_ns`, the cost model's, or computes a single chunk of
+    at most a page. So prompts go on where decodes alone take longer than the bound.
+    """
+
+    __slots__ = ("_most_ns", "_page_size", "_pool_tokens", "_step_ns", "_wheel")
+
+    def __init__(
+        self, most_ns: int, step_ns: Callable[[Batch], int], wheel: DecodeWheel, *, page_size: int, pool_tokens: int
+    ) -> None:
+        self._most_ns = most_ns
+        self._step_ns = step_ns
+        self._wheel = wheel
+        self._page_size = page_size
+        self._pool_tokens = pool_tokens
+
+    def most_tokens(self, request: Request, start: int, num_tokens: int, chunks: Sequence[Chunk]) -> int:
+        """Return how many of the tokens [start, start + num_tokens) of `request` may follow `chunks` in the step."""
+        num_decodes = self._wheel.num_decoding
+        if not num_decodes:
+            return num_tokens
+        known_tokens, num_known = self._wheel.known_tokens, request.num_prompt_tokens + request.num_output_tokens
+        least = 0 if chunks else min(num_tokens, self._page_size)
+        most = num_tokens
+        while least < most:
+            middle = (least + most + 1) // 2
+            chunk = _chunk_of(request, start, middle, num_known)
+            batch = Batch((*chunks, chunk), num_decodes, known_tokens, self._pool_tokens)
+            if self._step_ns(batch) <= self._most_ns:
+                least = middle
+            else:
+                most = middle - 1
+        return least
 
 
 class Prefill:
@@ -22,6 +63,7 @@ class Prefill:
     __slots__ = (
         "_batch",
         "_cache",
+        "_itl",
         "_loads",
         "_own_pages",
         "_page_size",
@@ -30,6 +72,7 @@ class Prefill:
         "_tell",
         "completing",
         "computed",
+        "most_tokens",
     )
 
     def __init__(
@@ -42,11 +85,14 @@ class Prefill:
         loads: Loads | None,
         batch: InputBatch | None,
         tell: Tell | None,
+        itl: ItlBound | None = None,
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
         self.computed: list[int] | None = None
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
+        self.most_tokens: int = MOST_COUNT
+        """The most tokens of one request in the step being planned."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -55,45 +101,58 @@ class Prefill:
         self._batch = batch
         self._page_size = running.wheel.page_size
         self._tell = tell
+        self._itl = itl
+
+    def has_room(self, request: Request, start: int, chunks: list[Chunk]) -> bool:
+        """Return whether a chunk of `request` from `start` on may follow `chunks` within the bound of latency."""
+        return self._itl is None or self._itl.most_tokens(request, start, 1, chunks) > 0
 
     def start(self, request: Request, hit_tokens: int, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Let `request` run, with its first `hit_tokens` tokens in pages; return the tokens used of `budget`.
 
-        A request that does not get all its tokens uses up the budget.
+        A request that its own pages, or the bound of latency, keep from computing more uses up the budget.
         """
         self._running.enter(request, hit_tokens, now_ns)
         num_known = request.num_prompt_tokens + request.num_output_tokens
-        num_tokens = num_known - hit_tokens
-        if num_tokens > budget:
-            num_tokens = budget
+        num_allowed = num_tokens = min(num_known - hit_tokens, budget, self.most_tokens)
         if request.own is not None:
             num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
+        if self._itl is not None:
+            # At least one, as `has_room` found.
+            num_tokens = max(1, self._itl.most_tokens(request, hit_tokens, num_tokens, chunks))
         self._compute(request, num_tokens, num_known, chunks)
-        return num_tokens if request.num_computed == num_known else budget
+        return budget if num_tokens < num_allowed else num_tokens
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return the rest of `budget`.
 
         Preempt for their pages, then make findable the pages that decodes fill. A request that has to preempt itself
-        ends the step for those after it. One that does not get all its tokens uses up the budget.
+        ends the step for those after it. One that its own pages, or the bound of latency, keep from computing more
+        uses up the budget.
         """
         planned: dict[int, Planned] = {}
-        cache, chunked = self._cache, self._running.chunked
-        num_most = num_left = 0
-        for request in chunked.copy():
+        cache, running = self._cache, self._running
+        num_most = 0
+        is_cut = False
+        publishes = running.num_sharing > 0
+        for request in running.chunked.copy():
             if request.admission < 0:
                 continue  # preempted for an earlier request
             start = request.num_computed
-            num_tokens = request.num_prompt_tokens + request.num_output_tokens - start
+            num_left = request.num_prompt_tokens + request.num_output_tokens - start
             num_given = sum(chunk.end - chunk.request.num_computed for chunk in planned.values())
-            if num_tokens > budget - num_given:
-                num_tokens = budget - num_given
+            num_allowed = num_tokens = min(num_left, budget - num_given, self.most_tokens)
             if num_tokens <= 0:
                 break
-            num_blocks = -1
             if request.own is not None:
                 num_tokens = request.own.most_tokens(start, num_tokens)
-            else:
+            if self._itl is not None:
+                num_tokens = self._itl.most_tokens(request, start, num_tokens, [*chunks, *_chunks_of(planned)])
+            is_cut = is_cut or num_tokens < num_allowed
+            if not num_tokens:
+                break
+            num_blocks = -1
+            if request.own is None:
                 assert request.holding is not None
                 if cache.settles:
                     cache.settle(request.holding, start)
@@ -101,19 +160,30 @@ class Prefill:
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if num_most > cache.num_free:
+                    if planned and running.is_in_order:  # those planned are certain to be computed
+                        if publishes:
+                            self.publish_filled(1)
+                            publishes = False
+                        budget -= self._compute_planned(planned, chunks)
                     num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
             planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
-        if self._running.num_sharing:
+        if publishes and running.num_sharing:
             self.publish_filled(1)  # all of them still compute, and of equal pages theirs come first
+        budget -= self._compute_planned(planned, chunks)
+        return 0 if is_cut else budget
+
+    def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
+        """Compute the chunks in `planned`, and remove them; return the number of their tokens."""
+        num_tokens = 0
         for chunk in planned.values():
             request = chunk.request
-            num_known = request.num_prompt_tokens + request.num_output_tokens
-            num_left += num_known - chunk.end
-            budget -= chunk.end - request.num_computed
-            self._compute(request, chunk.end - request.num_computed, num_known, chunks)
-        return 0 if num_left else budget
+            num_new = chunk.end - request.num_computed
+            num_tokens += num_new
+            self._compute(request, num_new, request.num_prompt_tokens + request.num_output_tokens, chunks)
+        planned.clear()
+        return num_tokens
 
     def complete(self, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
         """Count the sampled token of each request that computed its last known token; return those that have ended.
@@ -192,10 +262,24 @@ class Prefill:
             running.chunked.append(request)
         if self._batch is not None:
             chunks.append(self._batch.chunk(request, start, num_tokens, num_known))
-        elif own is None and not request.computes_only:
-            chunks.append(Chunk(start, num_tokens, request.num_prompt_tokens, num_known))
         else:
-            keeps = None if own is None else own.keeps
-            samples = not request.computes_only
-            chunk = Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps)
-            chunks.append(chunk.as_seen())
+            chunks.append(_chunk_of(request, start, num_tokens, num_known))
+
+
+def _chunks_of(planned: dict[int, Planned]) -> list[Chunk]:
+    """Return planned chunks as a cost model should see them."""
+    chunks = []
+    for one in planned.values():
+        request, start = one.request, one.request.num_computed
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        chunks.append(_chunk_of(request, start, one.end - start, num_known))
+    return chunks
+
+
+def _chunk_of(request: Request, start: int, num_tokens: int, num_known: int) -> Chunk:
+    """Return a chunk as a cost model should see it."""
+    if request.own is None and not request.computes_only:
+        return Chunk(start, num_tokens, request.num_prompt_tokens, num_known)
+    keeps = None if request.own is None else request.own.keeps
+    samples = not request.computes_only
+    return Chunk(start, num_tokens, request.num_prompt_tokens, num_known, samples=samples, keeps=keeps).as_seen()

@@ -58,6 +58,17 @@ class RunningOrder:
         lowest = self._by_priority[min(self._by_priority)]
         return lowest[next(reversed(lowest))]
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether none was admitted after a less important one, so that none is preempted for a later one."""
+        last = -1
+        for priority in sorted(self._by_priority, reverse=True):
+            same = self._by_priority[priority]
+            if next(iter(same)) < last:
+                return False
+            last = next(reversed(same))
+        return True
+
     def __iter__(self) -> Iterator[Request]:
         for priority in sorted(self._by_priority):
             yield from self._by_priority[priority].values()
@@ -141,6 +152,12 @@ class Running(RunningOrder):
                 self.num_sharing -= 1
         else:
             self.chunked.remove(request)
+
+    def has_decodes_after(self, admission: int) -> bool:
+        """Return whether a decode that takes pages was admitted after `admission`."""
+        return any(
+            request.admission > admission and request.state is DECODING and request.own is None for request in self
+        )
 
     def stall_after(self, admission: int, now_ns: int) -> None:
         """Let the decodes that were admitted after `admission` compute nothing in this step.

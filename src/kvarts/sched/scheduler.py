@@ -12,6 +12,7 @@ The scheduler reads no clock and no random number: `schedule` and `commit` recei
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from msgspec.structs import replace
@@ -19,9 +20,10 @@ from msgspec.structs import replace
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import Tell
-from kvarts.events import Admitted, Blocked, Finished, HeadBlocked, Preemption
+from kvarts.events import Admitted, Blocked, DecodesStalled, Finished, HeadBlocked, Preemption
 from kvarts.kv.cache import Cache, Leap, Mark
 from kvarts.kv.pins import Pins
+from kvarts.limits import MOST_COUNT
 from kvarts.request import NEXT_STATES, Request, RequestState
 from kvarts.sched.drafts import Drafter, Drafts
 from kvarts.sched.handoffs import Handoffs
@@ -33,13 +35,14 @@ from kvarts.sched.page_source import PageSource
 from kvarts.sched.plan import Batch, Chunk, DraftRows, StepPlan, StepResult
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.preemption import Preemptor, holding_of
-from kvarts.sched.prefill import Prefill
+from kvarts.sched.prefill import ItlBound, Prefill
 from kvarts.sched.running import Running
 from kvarts.sched.wheel import DecodeWheel
 
 __all__ = ["Scheduler"]
 
 S = RequestState
+StepNs = Callable[[Batch], int]
 # Enum members that every step or request reads have module-level names, because enum attributes are looked up each
 # time.
 NOT_BLOCKED: Final = Blocked.NOT
@@ -62,8 +65,8 @@ class Scheduler:
     queue; its policy chooses the next request. `loads`: requests that wait for a tier below the device, or None.
     `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
     then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
-    page at which a token no longer needs a page that the token before it needed. `tell` receives page and request
-    events.
+    page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
+    step, for `max_itl_ms` of the config. `tell` receives page and request events.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Scheduler:
         pins: Pins | None = None,
         drafter: Drafter | None = None,
         settle_places: tuple[int, ...] = (),
+        step_ns: StepNs | None = None,
     ) -> None:
         self.config = config
         self.pins = pins
@@ -95,7 +99,7 @@ class Scheduler:
         self.loads = loads
         self.handoffs = handoffs
         if handoffs is not None:
-            handoffs.connect(self.running, waiting)
+            handoffs.connect(self.running, waiting, loads)
         self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = Mark()
         self.mark.parts = cache.counts()
@@ -112,8 +116,13 @@ class Scheduler:
         """The head that last lacked memory, its values of these two numbers, and its budget."""
         self._num_published = -1
         """`num_published` of the cache at that time; -1 if the head must be matched again."""
+        itl: ItlBound | None = None
+        if config.max_itl_ms is not None:
+            assert step_ns is not None, "a bound of latency needs the duration of steps"
+            most_ns, pool_tokens = round(config.max_itl_ms * 1e6), config.pool_tokens
+            itl = ItlBound(most_ns, step_ns, self.wheel, page_size=config.page_size, pool_tokens=pool_tokens)
         self._prefill = Prefill(
-            self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell
+            self.running, cache, self.own_pages, self.preemptor, loads=self.loads, batch=batch, tell=tell, itl=itl
         )
         self._horizon = Horizon(self.running, self.waiting, cache, pages, self.loads, orders_matter=tell is not None)
         self._batch = batch
@@ -124,6 +133,9 @@ class Scheduler:
             self.drafts = Drafts(drafter, self.wheel, cache, batch, loads=self.loads, tell=tell)
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
+        self._long_prefill = config.long_prefill_token_threshold
+        # As in vLLM, the block that stands for missing ones counts as memory here.
+        self._watermark = int(config.watermark * (cache.pool.total + 1))
         self._pool_tokens = config.pool_tokens
         self._settle_places = settle_places
         self._tell = tell
@@ -192,7 +204,7 @@ class Scheduler:
             self.running.leave(request)
             self.running.release(request)
             request.become(RequestState.CANCELLED)
-        elif request.state in LOADING and self.handoffs is not None:
+        elif self.handoffs is not None and self.handoffs.has_pages_of(request):
             self.handoffs.give_up(request)
             request.become(RequestState.CANCELLED)
         elif request.state in LOADING:
@@ -236,6 +248,11 @@ class Scheduler:
         num_loading = 0 if self.loads is None else self.loads.num_waiting
         return self.waiting.num_waiting + len(self.waiting_with_pages) + num_loading
 
+    @property
+    def num_seated(self) -> int:
+        """The number of requests that take a place: running ones, and those whose load is under way or has ended."""
+        return self.running.num_running + (0 if self.loads is None else self.loads.num_requests)
+
     def side_counts(self) -> tuple[int, ...]:
         """Return the used and cached counts of each tier below the device, then of each KV group, in pairs."""
         counts = self.cache.counts()
@@ -269,8 +286,7 @@ class Scheduler:
         """
         if self.pages.is_draining:
             return 0
-        num_loading = 0 if self.loads is None else self.loads.num_requests
-        if self.running.num_running + num_loading >= self._max_num_seqs:
+        if self.num_seated >= self._max_num_seqs:
             return 0
         return self.waiting.num_waiting_blocks
 
@@ -289,7 +305,12 @@ class Scheduler:
         self.num_pages_wanted = self._least_wanted = 0
         if loads is not None:
             loads.take_ended()
-            loads.tiers.plan_stores(now_ns)
+            loads.tiers.begin_step(now_ns)
+        if self._long_prefill:
+            is_alone = self.running.num_running + self.num_waiting == 1
+            self._prefill.most_tokens = MOST_COUNT if is_alone else self._long_prefill
+            if self.running.chunked:
+                self._order_turns(now_ns)
         goes_on = True
         if unsettled := self._unsettled:
             self._unsettled = []
@@ -313,6 +334,8 @@ class Scheduler:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
             admitted += self._admit(now_ns, budget, chunks)
+        if loads is not None:
+            loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self.handoffs is not None:
@@ -352,20 +375,23 @@ class Scheduler:
                 stopped = frozenset(request for row in result.stopped_rows if (request := rows[row]) is not None)
             if self.drafts is not None:
                 self.drafts.judge(result)
-        finished = self.commit_many(1, end_ns, stopped)
+        finished = self._end_decodes(1, end_ns, stopped)
+        completing = self._prefill.completing
+        in_turn = bool(self._long_prefill and completing)
+        if not in_turn:
+            self._finish_all(finished, end_ns)
         if self.tiers is not None and result is not None and result.transfer_reports:
             self.tiers.report(result.transfer_reports, end_ns)
             self.blocked = NOT_BLOCKED
         if self.own_pages.computed:
             self.own_pages.settle()
-        completing = self._prefill.completing
         if completing:
-            for request in self._prefill.complete(end_ns, stopped):
-                finished.append(request)
-                if request.is_handed_over and self.handoffs is not None:
-                    self.handoffs.hold(request, end_ns)
-                else:
-                    self._finish(request, end_ns)
+            completed = self._prefill.complete(end_ns, stopped)
+            if in_turn:
+                finished = completed = sorted([*finished, *completed], key=lambda request: request.admission)
+            else:
+                finished += completed
+            self._finish_all(completed, end_ns)
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
         if finished:
@@ -395,7 +421,7 @@ class Scheduler:
         cache = self.cache
         if cache.follows_decodes:
             is_lacking = self.waiting.num_waiting and self.blocked is FOR_PAGES
-            return cache.leap(num_steps, self._least_wanted if is_lacking else 0)
+            return cache.leap(num_steps, self._least_wanted - self.pages.num_lent() if is_lacking else 0)
         due = self.wheel.pages_due_by_step(num_steps)
         num_due = sum(due)
         if num_due and not is_taken:
@@ -412,8 +438,14 @@ class Scheduler:
             self._settle([])
         return finished
 
-    def commit_many(self, num_steps: int, end_ns: int, stopped: frozenset[Request] = NONE) -> list[Request]:
-        """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order.
+    def commit_many(self, num_steps: int, end_ns: int) -> list[Request]:
+        """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
+        finished = self._end_decodes(num_steps, end_ns, NONE)
+        self._finish_all(finished, end_ns)
+        return finished
+
+    def _end_decodes(self, num_steps: int, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
+        """End the last of the advanced steps for decodes; return those that finished, in admission order.
 
         `stopped`: requests that end with the token of this step, whether it is their last or not.
         """
@@ -425,14 +457,22 @@ class Scheduler:
             self.loads.confirm()
         if stopped:
             finished = self._with_stopped(finished, stopped)
-        if finished:
-            running = self.running
+        running = self.running
+        if running.num_sharing:
             for request in finished:
-                if running.num_sharing and running.shares(request):
+                if running.shares(request):
                     running.num_sharing -= 1
-                self._finish(request, end_ns)
-            self.blocked = NOT_BLOCKED
         return finished
+
+    def _finish_all(self, ended: list[Request], end_ns: int) -> None:
+        """Finish requests that have generated their last token, or hand them over."""
+        for request in ended:
+            if request.is_handed_over and self.handoffs is not None:
+                self.handoffs.hold(request, end_ns)
+            else:
+                self._finish(request, end_ns)
+        if ended:
+            self.blocked = NOT_BLOCKED
 
     # Inside: admissions --------------------------------------------------------------------------------------
 
@@ -445,7 +485,10 @@ class Scheduler:
         waiting, running, loads = self.waiting_with_pages, self.running, self.loads
         num_loading = 0 if loads is None else loads.num_requests
         while waiting and budget > 0 and running.num_running + num_loading < self._max_num_seqs:
-            request = waiting.popleft()
+            request = waiting[0]
+            if not self._prefill.has_room(request, request.start, chunks):
+                return tuple(admitted), 0
+            waiting.popleft()
             if self._tell is not None:
                 self._tell(Admitted(request.index, request.content, 0))
             budget -= self._prefill.start(request, request.start, budget, now_ns, chunks)
@@ -456,11 +499,15 @@ class Scheduler:
         """Admit loaded requests, then the head of the waiting queue while `max_num_seqs`, budget and pages allow."""
         waiting, cache, running, loads, pages = self.waiting, self.cache, self.running, self.loads, self.pages
         page_size, max_num_seqs, tell, pins = self._page_size, self._max_num_seqs, self._tell, self.pins
-        handoffs = self.handoffs
+        handoffs, most_tokens = self.handoffs, self._prefill.most_tokens
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
         while loads is not None and loads.loaded and budget > 0:
-            request, loaded = loads.loaded.pop(0)
+            request, loaded = loads.loaded[0]
+            if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
+                budget = 0
+                break
+            del loads.loaded[0]
             self._num_published = -1
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:
@@ -494,17 +541,26 @@ class Scheduler:
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
             match = cache.match(request.content, (num_known - 1) // page_size)
-            num_wanted = cache.num_to_admit(match, num_known, budget)
-            if num_wanted > pages.num_free_to_admit(num_wanted):
+            watermark = self._watermark if running.num_running else 0
+            num_wanted = cache.num_to_admit(match, num_known, min(budget, most_tokens), watermark)
+            num_short = num_wanted - pages.num_free_to_admit(num_wanted)
+            if num_short > 0:
+                num_matched = 0 if cache.lender is None else cache.num_lent_of(match)
+                if pages.reclaim(num_short, num_matched):
+                    continue  # what it shared with stores it may have to take now
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
                     self.blocked = FOR_PAGES
                     self.num_pages_wanted = num_wanted
-                    self._least_wanted = cache.least_to_admit(match, num_known, budget)
+                    least = cache.least_to_admit(match, num_known, min(budget, most_tokens))
+                    self._least_wanted = least + watermark + num_matched
                     self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
+            if not self._prefill.has_room(request, match.num_pages * page_size, chunks):
+                self.blocked = FOR_BUDGET
+                break
             waiting.remove(request)
             self._num_published = -1
             if tell is not None:
@@ -520,11 +576,12 @@ class Scheduler:
             admitted.append(request.index)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
             # These have their pages; a request that lacks some gets them sooner if these run.
+            num_loading = 0 if loads is None else loads.num_requests
             for ready in handoffs.ready():
-                if running.num_running >= max_num_seqs or budget <= 0:
+                if running.num_running + num_loading >= max_num_seqs or budget <= 0:
                     break
                 budget -= self._join(ready, now_ns, admitted)
-            if running.num_running >= max_num_seqs:
+            if running.num_running + num_loading >= max_num_seqs:
                 self.blocked = FOR_SEQS  # as the next step would find
         if self.blocked is not NOT_BLOCKED:
             self.blocked_head = request
@@ -544,6 +601,26 @@ class Scheduler:
         self._prefill.completing.append(request)
         admitted.append(request.index)
         return handoffs.join_tokens
+
+    def _order_turns(self, now_ns: int) -> None:
+        """Let decodes that were admitted after a chunked request take their turns after it, if that can matter.
+
+        It matters if memory may be short, or if parts are released at a turn. Otherwise decodes come first.
+        """
+        running, cache = self.running, self.cache
+        first = running.chunked[0]
+        if not cache.settles:
+            most_tokens = self._prefill.most_tokens
+            num_pages = self.wheel.pages_due()
+            for request in running.chunked:
+                num_left = request.num_prompt_tokens + request.num_output_tokens - request.num_computed
+                num_pages += min(num_left, most_tokens) // self._page_size + 2
+            if num_pages * cache.page_blocks <= cache.num_free:
+                return
+        if running.has_decodes_after(first.admission):
+            running.stall_after(first.admission, now_ns)
+            if self._tell is not None:
+                self._tell(DecodesStalled(first.index))
 
     def _resume_stalled(self, budget: int, now_ns: int) -> int:
         """Return stalled decodes to the wheel; return the number of tokens that they compute of `budget`."""
@@ -576,6 +653,8 @@ class Scheduler:
             return False
         if self.pins is not None and self.pins.num_pins:
             return False
+        if self._watermark and not self.running.num_running:
+            return False  # the memory that it was to leave free is for others
         self.num_pages_wanted, self._least_wanted = num_wanted, least_wanted
         return True
 
@@ -598,7 +677,11 @@ class Scheduler:
         """
         cache, wheel = self.cache, self.wheel
         cache.count()  # others may have taken what was free
-        if wheel.pages_due() * cache.page_blocks > cache.num_free:
+        takes_turns = False
+        if self._long_prefill:
+            others = self.running.chunked + joined
+            takes_turns = any(self.running.has_decodes_after(request.admission) for request in others)
+        if takes_turns or wheel.pages_due() * cache.page_blocks > cache.num_free + self.pages.num_lent():
             self._unsettled = self._settling(joined)
         if cache.follows_decodes:
             if self._unsettled:

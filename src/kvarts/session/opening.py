@@ -15,7 +15,7 @@ from kvarts.combines import check_combination
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.executor.page_bytes import NoPageBytes
 from kvarts.executor.roofline import RooflineCost
@@ -61,16 +61,17 @@ def mock_host(
 ) -> ModelHost:
     """Return a mock model that takes the time given by `cost`, by default that of llama-3.1-8b on an H100."""
     clock = WallClock() if clock is None else clock
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb") if cost is None else cost
     executor = MockExecutor(
         config,
-        RooflineCost(llm="llama-3.1-8b", device="h100-80gb") if cost is None else cost,
+        cost,
         clock,
         vocab_size=vocab_size,
         seed=seed,
         speedup=speedup,
     )
     detokenizing = DetokenizingExecutor(executor, max_num_seqs=config.max_num_seqs, clock=clock)
-    core = build_engine(config, detokenizing, readers=readers, audit=audit)
+    core = build_engine(config, detokenizing, readers=readers, audit=audit, step_ns=cost.step_ns)
     engine = LLMEngine(core, executor, detokenizing, clock, page_size=config.page_size)
     return ModelHost(
         loop=EngineLoop(engine),
@@ -103,6 +104,8 @@ def open_sessions(
     page_size: int = 16,
     max_batched_tokens: int = 2048,
     max_seqs: int = 256,
+    max_itl_ms: float | None = None,
+    kv_dtype: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
@@ -139,6 +142,8 @@ def open_sessions(
     )
     if mock and kv_groups not in (None, "off"):
         raise ConfigError("a mock counts whole pages", field="kv_groups", hint="Leave it off.")
+    if mock and kv_dtype != "auto":
+        raise ConfigError("a mock has no KV", field="kv_dtype", hint="Leave it to auto.")
     if mock and host_memory is not None:
         raise ConfigError("a mock has no host memory", field="host_memory", hint="Leave it out.")
     if mock:
@@ -150,6 +155,7 @@ def open_sessions(
             page_size=page_size,
             max_num_batched_tokens=max_batched_tokens,
             max_num_seqs=min(max_seqs, max_batched_tokens),
+            max_itl_ms=max_itl_ms,
         )
         host = (mock_host if make_mock is None else make_mock)(engine, clock=clock, speedup=speedup)
         tiers: Mapping[str, int] = {}
@@ -160,6 +166,7 @@ def open_sessions(
             page_size=page_size,
             max_num_batched_tokens=max_batched_tokens,
             max_num_seqs=max_seqs,
+            max_itl_ms=max_itl_ms,
             dtype=dtype,
             device=device,
             attention=_attention(attention, device),
@@ -167,6 +174,7 @@ def open_sessions(
             quantization=quantization,
             trust_remote_code=trust_remote_code,
             kv_groups=kv_groups,
+            kv_dtype=kv_dtype,
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.report.report import Report
 from kvarts.report.requests import COMPLETED
 from kvarts.sched.plan import Batch

@@ -59,6 +59,7 @@ class DevicePart:
         "claim",
         "claimed_bytes",
         "guaranteed_bytes",
+        "has_given_back",
         "is_alone",
         "is_draining",
         "memory",
@@ -93,6 +94,8 @@ class DevicePart:
         """The number of the claim; earlier claims are served first."""
         self.token_budget = 0
         self.is_draining = False
+        self.has_given_back = False
+        """Whether stores were given up for another model and its loop has not noticed yet."""
         self.is_alone = False
         self._ages = ages
         self._device = device
@@ -151,6 +154,28 @@ class DevicePart:
         # In bytes: the rest of a page may be enough for the others.
         kept = self._device.kept_for_others(self.name)
         return (self.memory.num_free_bytes - kept) // self.page_bytes if kept else self.cache.num_free
+
+    def num_lent(self) -> int:
+        """Return the idle pages that stores hold, of all models."""
+        return self._lent_bytes() // self.page_bytes
+
+    def _lent_bytes(self) -> int:
+        return sum(part.cache.num_lent() * part.page_bytes for part in self.memory.parts.values())
+
+    def reclaim(self, num_pages: int, num_matched: int = 0) -> bool:
+        """Give up stores for `num_pages` pages, if that is enough: its own first."""
+        short_bytes = num_pages * self.page_bytes
+        if short_bytes + num_matched * self.page_bytes > self._lent_bytes():
+            return False
+        for part in (self, *(other for other in self.memory.parts.values() if other is not self)):
+            num_lent = part.cache.num_lent()
+            part.cache.give_back(min(num_lent, -(-short_bytes // part.page_bytes)))
+            short_bytes -= (num_lent - part.cache.num_lent()) * part.page_bytes
+            part.has_given_back |= part is not self and part.cache.num_lent() < num_lent
+            if short_bytes <= 0:
+                break
+        self.refresh()
+        return True
 
     def make_way(self, request: Request, num_pages: int, *, to_admit: bool) -> bool:
         """Preempt requests of other models until `num_pages` can be taken for `request`; return success."""

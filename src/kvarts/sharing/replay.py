@@ -10,7 +10,7 @@ import numpy as np
 
 from kvarts.build import build_engine, open_group_cache
 from kvarts.event_log import EventLog, EventReader
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog

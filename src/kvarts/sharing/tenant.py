@@ -103,6 +103,7 @@ class Tenant:
         loads = self.scheduler.loads
         assert loads is not None
         loads.take_ended()
+        loads.tiers.begin_step(now_ns)
         loads.tiers.plan_stores(now_ns)
 
     def decode_ns(self, num_steps: int) -> list[int]:

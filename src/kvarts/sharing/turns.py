@@ -269,8 +269,10 @@ class TurnLoop:
         self._wanting = self.contest.wanting()
         has_begun = engine.begin(self.now_ns)
         for other in self._tenants:
-            if other.scheduler.preemptor.gave_way:
+            if other.scheduler.preemptor.gave_way or other.part.has_given_back:
                 other.settle(start_ns)
+                other.is_fresh |= other.part.has_given_back
+                other.part.has_given_back = False
         if has_begun:
             self._stepping = tenant
             self._since_ns = self.now_ns
@@ -297,11 +299,11 @@ class TurnLoop:
             self._store(tenant)
 
     def _store(self, tenant: Tenant) -> None:
-        """End transfers of `tenant` that are due after its turn, and begin to store the pages that it completed."""
+        """End transfers of `tenant` that are due after its turn; if it has no next turn, begin to store its pages."""
         tiers = tenant.tiers
         assert tiers is not None
         self._end_transfers(tenant, tiers)
-        if tiers.is_due:
+        if tiers.is_due and tenant.is_stalled:
             tenant.store(self.now_ns)
 
     def _look_below(self, tenant: Tenant, tiers: LowerTiers) -> None:

@@ -21,7 +21,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
     from kvarts.event_log import EventReader, Tell
-    from kvarts.executor.cost import CostModel
+    from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
     from kvarts.kv.group_pages import GroupPages
@@ -134,7 +134,7 @@ class SessionSettings(Protocol):
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.cost import PolynomialCost  # not needed to print a help text
+    from kvarts.executor.mocker_formula import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 
@@ -484,7 +484,10 @@ class ReplayConfig(
         values["offload"] = msgspec.to_builtins(values["offload"])
         if self.cost_factor == 1.0:
             del values["cost_factor"]
-        for field in ("engine", "async_scheduling", "frontend_ms", "client_timeout_s", "retries", "retry_after_s"):
+        for field in (
+            *("max_itl_ms", "long_prefill_token_threshold", "watermark", "engine", "async_scheduling", "frontend_ms"),
+            *("client_timeout_s", "retries", "retry_after_s"),
+        ):
             if values[field] in ("none", False, 0.0, None):
                 del values[field]
         placement = values.pop("placement")

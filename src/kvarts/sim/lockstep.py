@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.request import Request
 from kvarts.sched.plan import Batch, StepPlan, StepResult
 from kvarts.sim.replica import MOST_STEPS, NEVER_NS, Replica

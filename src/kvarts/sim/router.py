@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mypy_extensions import mypyc_attr
 
 from kvarts.config import EngineConfig
+from kvarts.content import Content
 from kvarts.event_log import EventLog, EventReader
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from kvarts.sim.asked import AskedCaches
     from kvarts.sim.config import ReplayConfig
 
 __all__ = [
@@ -290,6 +290,21 @@ class WithinGroups(RoundRobin):
         self._loads[worker] = 4 * waiting + running
 
 
+class AskedCaches:
+    """A router's index that reads the caches of its workers, without lag, where their events do not describe pages.
+
+    That is so with KV groups, and of several models on one device. It covers the device tier only.
+    """
+
+    def __init__(self, engines: Sequence[Routed]) -> None:
+        self._engines = engines
+
+    def matches(self, content: Content, limit: int) -> dict[int, tuple[int, ...]]:
+        """Return the pages of the longest prefix that each engine could resume from."""
+        found = ((index, each.scheduler.cache.match(content, limit)) for index, each in enumerate(self._engines))
+        return {index: (match.num_pages,) for index, match in found if match.num_pages}
+
+
 def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int = 1, tells_pages: bool = True) -> Router:
     """Return a new router for a replay of `config`, with `engines` as its workers.
 
@@ -299,8 +314,6 @@ def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int =
         return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)
     directory = None
     if not tells_pages:
-        from kvarts.sim.asked import AskedCaches  # few replays need it
-
         directory = AskedCaches(engines)
     below = () if config.offload is None or not tells_pages else config.offload.tiers(config.page_size)
     return config.routing_settings.open(

@@ -15,6 +15,7 @@ Conversion to requests of a trace:
 - Lines with `isSidechain` are requests of sub-agents, identified by `agentId`, or else by the line that began them. A
   sub-agent is a separate session; so are requests of another model than most of the session. Dependencies between
   requests are inferred from the times, see `traffic/graph.py`.
+- A request whose answer calls a tool has the hint `tool` with its name; if it calls several, the last one.
 - Requests that failed are left out, as are those that another file also contains, where a session was resumed.
 """
 
@@ -29,7 +30,8 @@ import msgspec
 
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
-from kvarts.traffic.graph import Recorded, linked
+from kvarts.hints import MOST_TOOL_CHARS, Hints
+from kvarts.traffic.graph import RecordedTimes, linked
 from kvarts.traffic.rows import SKIP_HINT, by_arrival, date_ns, nothing_left
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
@@ -40,7 +42,9 @@ __all__ = ["load_claude_code"]
 COMMON = 1 << 60
 """First id of tokens that sessions share, 2**40 per model; ids of single sessions are below."""
 CHAIN_BITS = 36
-INFERRED = "the files do not say what prompts have in common: it is inferred from their lengths and from cache reads"
+INFERRED = (
+    "the files do not identify prefixes that prompts share: these are inferred from their lengths and from cache reads"
+)
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -56,10 +60,25 @@ class _Usage(msgspec.Struct, gc=False):
         return self.input_tokens + (self.cache_creation_input_tokens or 0) + (self.cache_read_input_tokens or 0)
 
 
+class _Block(msgspec.Struct, gc=False):
+    """A part of an answer; `name` is that of a tool if the part is a call."""
+
+    type: str = ""
+    name: str | None = None
+
+
 class _Message(msgspec.Struct, gc=False):
     id: str | None = None
     model: str | None = None
     usage: _Usage | None = None
+    content: str | list[_Block] | None = None
+
+    @property
+    def tool(self) -> str | None:
+        """The tool that the answer calls, the last one if it calls several; None if it calls none."""
+        blocks = self.content if isinstance(self.content, list) else []
+        names = [block.name for block in blocks if block.type == "tool_use" and block.name]
+        return names[-1][:MOST_TOOL_CHARS] if names else None
 
 
 class _Line(msgspec.Struct, gc=False, rename="camel"):
@@ -83,6 +102,8 @@ class _Call(msgspec.Struct):
     usage: _Usage
     chain: tuple[str, str, str]
     """The session, the sub-agent or "", and the model."""
+    tool: str | None = None
+    """The tool that the client runs after the answer."""
 
 
 def load_claude_code(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
@@ -146,6 +167,7 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
             repeated.add(name)
         elif name in of_file:
             of_file[name].end_ns = max(of_file[name].end_ns, time_ns)
+            of_file[name].tool = message.tool or of_file[name].tool
             if message.usage.output_tokens >= of_file[name].usage.output_tokens:
                 of_file[name].usage = message.usage
         elif message.usage.num_prompt_tokens:
@@ -155,6 +177,7 @@ def _read(file: TraceFile, calls: dict[str, _Call], left_out: Counter[str], *, s
                 end_ns=time_ns,
                 usage=message.usage,
                 chain=(line.session_id or file.path.stem, agent, message.model or ""),
+                tool=message.tool,
             )
         else:
             left_out["without a prompt"] += 1
@@ -213,6 +236,7 @@ def _requests(calls: list[_Call]) -> list[TraceRequest]:
                 session_id=names[call.chain],
                 delay_ns=0 if after else None,
                 after=after,
+                hints=None if call.tool is None else Hints(tool=call.tool),
             )
         )
     return requests
@@ -228,7 +252,7 @@ def _linked(
     names, waits = {}, {}
     for session, of_session in sessions.items():
         recorded = {
-            chain: [Recorded(row, calls[row].start_ns, calls[row].end_ns) for row in chains[chain]]
+            chain: [RecordedTimes(row, calls[row].start_ns, calls[row].end_ns) for row in chains[chain]]
             for chain in of_session
         }
         main = max(of_session, key=lambda chain: (not chain[1], len(chains[chain])))

@@ -37,7 +37,7 @@ def sliced(
     ]
     found = found[first:] if count is None else found[first : first + count]
     if not found:
-        raise ConfigError("has no request there", field="slice", hint="`kvarts trace info` says how long it is.")
+        raise ConfigError("has no request there", field="slice", hint="`kvarts trace info` prints its duration.")
     return _like(trace, found)
 
 

@@ -9,7 +9,7 @@ from kvarts.errors import ConfigError, InputError
 from kvarts.files import reading
 from kvarts.samples import sample_of
 from kvarts.traffic.deltas import broken_sessions
-from kvarts.traffic.forms import FORMS, Form, form_of, nearest
+from kvarts.traffic.forms import FORMS, TraceForm, form_of, nearest
 from kvarts.traffic.mooncake import Turns
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_file import TraceFile
@@ -62,7 +62,7 @@ def load_trace(
     return trace
 
 
-def _form(file: TraceFile) -> Form:
+def _form(file: TraceFile) -> TraceForm:
     """Return the form of a file. Raise InputError, listing the known forms and the nearest one."""
     if file.is_directory:
         return _form_of_directory(file)
@@ -72,7 +72,9 @@ def _form(file: TraceFile) -> Form:
     if file.is_json and not file.first_fields:
         raise file.malformed()
     if not file.is_json and not any(file.header):
-        raise InputError("has no requests", path=file.path, hint="`kvarts trace forms` lists what can be read.")
+        raise InputError(
+            "has no requests", path=file.path, hint="`kvarts trace forms` lists the forms that can be read."
+        )
     names = list(file.header or sorted(file.first_fields[0]))
     shown = ", ".join(name[:MOST_SHOWN] for name in names[:MOST_NAMES])
     more = ", ..." if len(names) > MOST_NAMES else ""
@@ -87,7 +89,7 @@ def _form(file: TraceFile) -> Form:
     )
 
 
-def _form_of_directory(directory: TraceFile) -> Form:
+def _form_of_directory(directory: TraceFile) -> TraceForm:
     """Return the form of the first candidate file. Raise InputError without one, or if its form is a single file."""
     with reading(directory.path):
         files = sorted(path for path in directory.path.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())

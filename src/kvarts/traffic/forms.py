@@ -14,14 +14,14 @@ import msgspec
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_file import TraceFile
 
-__all__ = ["FORMS", "Form", "form_of", "is_stream", "nearest"]
+__all__ = ["FORMS", "TraceForm", "form_of", "is_stream", "nearest"]
 
 NO_IDS = "the trace has no hash ids"
 SAYS_ITSELF = "the trace says it itself"
 SKIPPING, BLOCK_SIZE, TURNS = "skip_bad_lines", "trace_block_size", "session_turns"
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
+class TraceForm(msgspec.Struct, frozen=True, kw_only=True):
     """One form of traces.
 
     `signs`: sets of field names; the form is recognised if all fields of one set are present. `example`: the first
@@ -55,8 +55,8 @@ def _columns(*names: str) -> tuple[frozenset[str], ...]:
     return (frozenset(names),)
 
 
-FORMS: tuple[Form, ...] = (
-    Form(
+FORMS: tuple[TraceForm, ...] = (
+    TraceForm(
         name="recorded",
         title="what a live engine of kvarts recorded",
         signs=_signs("arrival_ns prompt num_output_tokens"),
@@ -64,7 +64,7 @@ FORMS: tuple[Form, ...] = (
         reader="recorded:load_recorded",
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="dynamo",
         title="request traces of NVIDIA Dynamo (dynamo.request.trace.v1)",
         signs=_signs("schema event_type"),
@@ -75,7 +75,7 @@ FORMS: tuple[Form, ...] = (
         refuses={BLOCK_SIZE: SAYS_ITSELF},
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="aiperf",
         title="profile_export.jsonl of AIPerf",
         signs=_signs("metadata metrics", "metadata error"),
@@ -85,7 +85,7 @@ FORMS: tuple[Form, ...] = (
         '{"value":255.9,"unit":"ms"},"request_latency":{"value":297.5,"unit":"ms"}},"error":null}',
         reader="results:load_results",
     ),
-    Form(
+    TraceForm(
         name="bench",
         title="results of vllm bench serve --save-detailed, and of SGLang's bench_serving --output-details",
         signs=_signs("input_lens output_lens"),
@@ -95,7 +95,7 @@ FORMS: tuple[Form, ...] = (
         takes=frozenset(),
         refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a line is a whole run"},
     ),
-    Form(
+    TraceForm(
         name="guidellm",
         title="reports of GuideLLM, with details of requests",
         signs=_signs("benchmarks"),
@@ -105,7 +105,7 @@ FORMS: tuple[Form, ...] = (
         takes=frozenset(),
         refuses={BLOCK_SIZE: NO_IDS, SKIPPING: "a report is one object"},
     ),
-    Form(
+    TraceForm(
         name="kv-cache-tester",
         title="sessions of coding agents of kv-cache-tester, a file each, and AgentX, one per line",
         signs=_signs(
@@ -122,7 +122,7 @@ FORMS: tuple[Form, ...] = (
         reads_directories=True,
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="agentic-mooncake",
         title="agentic traces of NVIDIA Dynamo: requests that wait for requests",
         signs=_signs("schema version block_size", "request_id play_id not_before_ms"),
@@ -134,7 +134,7 @@ FORMS: tuple[Form, ...] = (
         refuses={BLOCK_SIZE: SAYS_ITSELF, SKIPPING: "a play without one of its requests is another play"},
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="bailian",
         title="usage traces of Qwen-Bailian",
         signs=_signs("chat_id hash_ids"),
@@ -144,14 +144,14 @@ FORMS: tuple[Form, ...] = (
         takes=frozenset({SKIPPING, BLOCK_SIZE}),
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="openai",
         title="a log of OpenAI-style responses",
         signs=_signs("created usage"),
         example='{"id":"chatcmpl-1","created":1700000000,"usage":{"prompt_tokens":30,"completion_tokens":7}}',
         reader="logs:load_usage_log",
     ),
-    Form(
+    TraceForm(
         name="litellm",
         title="spend logs of LiteLLM",
         signs=_signs("startTime prompt_tokens completion_tokens"),
@@ -159,7 +159,7 @@ FORMS: tuple[Form, ...] = (
         '"startTime":"2025-01-01T10:00:00.000Z","endTime":"2025-01-01T10:00:03.000Z"}',
         reader="logs:load_spend_log",
     ),
-    Form(
+    TraceForm(
         name="claude-code",
         title="session files of Claude Code, one or a directory of them; prefixes are inferred",
         signs=_signs("type sessionId message timestamp"),
@@ -170,7 +170,7 @@ FORMS: tuple[Form, ...] = (
         reads_directories=True,
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="llmservingsim",
         title="workloads of LLMServingSim, with requests or sessions",
         signs=_signs("input_toks arrival_time_ns", "arrival_time_ns sub_requests"),
@@ -179,14 +179,14 @@ FORMS: tuple[Form, ...] = (
         reader="workloads:load_llmservingsim",
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="servegen",
         title="requests that ServeGen made, as JSON",
         signs=_signs("timestamp data"),
         example='{"request_id":0,"timestamp":0.25,"data":{"input_tokens":1200,"output_tokens":30}}',
         reader="workloads:load_servegen",
     ),
-    Form(
+    TraceForm(
         name="lmcache",
         title="lookup logs of LMCache (lmcache server --lookup-hash-log-dir), a file or a directory of them",
         signs=_signs("chunk_hashes seq_len"),
@@ -197,7 +197,7 @@ FORMS: tuple[Form, ...] = (
         reads_directories=True,
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="tair-tokens",
         title="token ids that the tokenizer of Tair KVCache wrote",
         signs=_signs("timestamp token_ids"),
@@ -206,7 +206,7 @@ FORMS: tuple[Form, ...] = (
         reader="token_logs:load_token_ids",
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="tair",
         title="traces of the optimizer of Tair KVCache",
         signs=_signs("timestamp_us keys"),
@@ -216,7 +216,7 @@ FORMS: tuple[Form, ...] = (
         takes=frozenset({SKIPPING, BLOCK_SIZE}),
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="mooncake",
         title="Mooncake's traces; --session-turns deltas for sessions whose later turns have only what is new",
         signs=_signs("input_length"),
@@ -225,7 +225,7 @@ FORMS: tuple[Form, ...] = (
         takes=frozenset({SKIPPING, BLOCK_SIZE, TURNS}),
         tells_prefixes=True,
     ),
-    Form(
+    TraceForm(
         name="azure",
         title="Azure's LLM inference traces of 2023 and 2024",
         signs=_columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
@@ -233,7 +233,7 @@ FORMS: tuple[Form, ...] = (
         reader="tables:load_azure",
         is_table=True,
     ),
-    Form(
+    TraceForm(
         name="burstgpt",
         title="BurstGPT",
         signs=_columns("Timestamp", "Request tokens", "Response tokens"),
@@ -242,7 +242,7 @@ FORMS: tuple[Form, ...] = (
         reader="tables:load_burstgpt",
         is_table=True,
     ),
-    Form(
+    TraceForm(
         name="vidur",
         title="traces of Vidur",
         signs=_columns("num_prefill_tokens", "num_decode_tokens"),
@@ -250,7 +250,7 @@ FORMS: tuple[Form, ...] = (
         reader="tables:load_vidur",
         is_table=True,
     ),
-    Form(
+    TraceForm(
         name="splitwise-sim",
         title="traces of splitwise-sim",
         signs=_columns("arrival_timestamp", "prompt_size", "token_size"),
@@ -262,7 +262,7 @@ FORMS: tuple[Form, ...] = (
 )
 
 
-def form_of(file: TraceFile) -> Form | None:
+def form_of(file: TraceFile) -> TraceForm | None:
     """Return the form of a file, or of a directory's first file; None if unknown."""
     records = _names(file)
     for form in FORMS:
@@ -281,7 +281,7 @@ def is_stream(file: TraceFile) -> bool:
     return all("hash_ids" in names and "session_id" not in names for names in file.first_fields)
 
 
-def nearest(file: TraceFile) -> tuple[Form, frozenset[str]] | None:
+def nearest(file: TraceFile) -> tuple[TraceForm, frozenset[str]] | None:
     """Return the form with the largest share of its fields present, and its missing fields; None without a match."""
     found = [
         (-len(sign & names) / len(sign), form, sign - names)

@@ -13,10 +13,10 @@ import msgspec
 
 from kvarts.traffic.trace_request import After, TraceRequest
 
-__all__ = ["Recorded", "components", "linked"]
+__all__ = ["RecordedTimes", "components", "linked"]
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class RecordedTimes(msgspec.Struct, frozen=True):
     """Times at which a request was sent and ended, in nanoseconds of the recording. The end is None if unknown.
 
     `wait_ns`: delay by the client after the previous request, if the recording contains it explicitly.
@@ -33,7 +33,7 @@ class Recorded(msgspec.Struct, frozen=True):
         return self.start_ns if self.end_ns is None else self.end_ns
 
 
-def linked(main: Sequence[Recorded], children: Iterable[Sequence[Recorded]]) -> dict[int, tuple[After, ...]]:
+def linked(main: Sequence[RecordedTimes], children: Iterable[Sequence[RecordedTimes]]) -> dict[int, tuple[After, ...]]:
     """Return the dependencies of each request, by row, inferred from recorded times. First requests may have none.
 
     `main` and each of `children` are requests that were sent one after the other. The first request of a child waits
@@ -43,7 +43,7 @@ def linked(main: Sequence[Recorded], children: Iterable[Sequence[Recorded]]) -> 
     """
     after: dict[int, tuple[After, ...]] = {}
     starts = [request.start_ns for request in main]
-    joined: dict[int, list[Recorded]] = {}
+    joined: dict[int, list[RecordedTimes]] = {}
     for child in children:
         parent = bisect_right(starts, child[0].start_ns) - 1
         if parent >= 0:
@@ -57,7 +57,7 @@ def linked(main: Sequence[Recorded], children: Iterable[Sequence[Recorded]]) -> 
     return after
 
 
-def _after(before: Recorded, request: Recorded) -> After:
+def _after(before: RecordedTimes, request: RecordedTimes) -> After:
     """Return the dependency of `request` on `before`: on its end if that was earlier, else on its arrival."""
     if before.known_end_ns <= request.start_ns:
         return After(before.row, request.start_ns - before.known_end_ns)
@@ -65,7 +65,7 @@ def _after(before: Recorded, request: Recorded) -> After:
 
 
 def _chain(
-    requests: Sequence[Recorded], joined: dict[int, list[Recorded]], after: dict[int, tuple[After, ...]]
+    requests: Sequence[RecordedTimes], joined: dict[int, list[RecordedTimes]], after: dict[int, tuple[After, ...]]
 ) -> None:
     """Make each request wait for the one before it, and for the requests in `joined` at its index."""
     for place in range(1, len(requests)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ class TraceInfo(msgspec.Struct, frozen=True):
         return f"<TraceInfo {', '.join(f'{name} {text}' for name, text in self._rows())}>"
 
     def _repr_html_(self) -> str:
+        from html import escape
+
         rows = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in self._rows())
         said = "".join(f"<p>{escape(warning)}</p>" for warning in self.warnings)
         return f"<table>{rows}</table>{said}"

@@ -2,9 +2,9 @@
 
 A session has `id`, `block_size`, `hash_id_scope` and `requests`. kv-cache-tester writes one file per session, AgentX
 one line. A request has `t` (seconds from the start of the session), `type` (`s` or `n`: streamed or not), `in`, `out`
-and `hash_ids`, one for each whole block of `block_size` prompt tokens, and may have `api_time` and `think_time`. An
-entry of type `subagent` contains the requests of an agent that ran concurrently with the session. Other fields are
-ignored.
+and `hash_ids`, one for each whole block of `block_size` prompt tokens, and may have `api_time`, `think_time` and
+`stop`. An entry of type `subagent` contains the requests of an agent that ran concurrently with the session. Other
+fields are ignored.
 
 Conversion to requests of a trace:
 
@@ -17,6 +17,7 @@ Conversion to requests of a trace:
 - Ids of scope `local` are only valid in their session. They are prefixed with its number: sessions share nothing.
 - The prompt tokens after the last whole block have no id, so no other prompt can hit them. Generated tokens can be hit
   only once they are part of a later prompt.
+- A request with the `stop` `tool_use` has the hint `tool`: the client runs a tool, whose name the files do not hold.
 - An `out` of 0 (an aborted request) is read as 1, because computing a prompt yields a token.
 """
 
@@ -33,7 +34,8 @@ import numpy as np
 
 from kvarts.errors import InputError, parts_of
 from kvarts.files import reading
-from kvarts.traffic.graph import Recorded, linked
+from kvarts.hints import Hints
+from kvarts.traffic.graph import RecordedTimes, linked
 from kvarts.traffic.rows import NO_ID
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
@@ -47,6 +49,9 @@ NS_PER_MS = 1_000_000
 ID_BITS = 40
 """Ids in the file are below 2**40; the session's number is put in the bits above."""
 
+TOOL_USE = "tool_use"
+RUNS_TOOL = Hints(tool=TOOL_USE)
+
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 HashId = Annotated[int, msgspec.Meta(ge=0, lt=1 << ID_BITS)]
@@ -59,6 +64,7 @@ class _Turn(msgspec.Struct, gc=False, tag_field="type", tag="s"):
     hash_ids: list[HashId]
     api_time: Seconds | None = None
     think_time: Seconds | None = None
+    stop: str | None = None
 
 
 class _TurnNotStreamed(_Turn, gc=False, tag_field="type", tag="n"):
@@ -241,7 +247,7 @@ class _Session:
 
     def _append(
         self, requests: list[TraceRequest], session_id: str, turns: list[tuple[str, _Turn]], *, begin_ns: int
-    ) -> list[Recorded]:
+    ) -> list[RecordedTimes]:
         """Append a session that begins at `begin_ns`; return its recorded times. Turns carry field names for errors."""
         before: _Turn | None = None
         recorded = []
@@ -266,10 +272,11 @@ class _Session:
                     max(turn.num_output, 1),
                     session_id=session_id,
                     delay_ns=delay_ns,
+                    hints=RUNS_TOOL if turn.stop == TOOL_USE else None,
                 )
             )
             end_ns = None if turn.api_time is None else start_ns + _ns(turn.api_time)
-            recorded.append(Recorded(row, start_ns, end_ns, delay_ns))
+            recorded.append(RecordedTimes(row, start_ns, end_ns, delay_ns))
             before = turn
         return recorded
 

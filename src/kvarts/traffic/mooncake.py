@@ -212,7 +212,7 @@ def _refuse_deltas(requests: list[TraceRequest], path: Path) -> None:
         f"{'s' if num_sessions > 1 else ''} with several turns",
         path=path,
         field="hash_ids",
-        hint="Pass --session-turns deltas if a later turn has only what is new since the turn before it, or "
+        hint="Pass --session-turns deltas if a later turn has only the part after the turn before it, or "
         "--session-turns whole if it has its whole prompt.",
     )
 
@@ -263,7 +263,7 @@ def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceReq
             if before is None:
                 what = f"the first turn of session {request.session_id!r}, has no time"
                 if request.after:
-                    what = "waits for rows that come later, and has no time"
+                    what = "waits for later rows, and has no time"
                 raise InputError(
                     f"row {request.row + 1}, {what}",
                     path=path,

@@ -33,7 +33,7 @@ NO_ID = 1 << 63
 """NO_ID plus the row number is a unit that no other prompt has."""
 SKIP_HINT = "Mend the line, or pass --skip-bad-lines to leave such lines out and count them."
 
-TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+TIME = r"(?a)(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9})\d*)?(Z|[+-]\d\d:?\d\d)?"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 RowT = TypeVar("RowT")
@@ -127,7 +127,7 @@ def by_arrival(requests: Sequence[TraceRequest], file: TraceFile) -> list[TraceR
 
 def date_ns(text: str, field: str) -> int:
     """Return nanoseconds since 1970 for a date and time, in UTC unless it has an offset. Raise InputError."""
-    match = TIME.fullmatch(text)
+    match = re.fullmatch(TIME, text)
     try:
         if match is None:
             raise ValueError

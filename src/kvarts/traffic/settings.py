@@ -24,11 +24,11 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
         AtLeastOne | None,
         setting("Tokens that a hash id of the trace stands for.", metavar="TOKENS", default="512"),
     ] = None
-    skip_bad_lines: Annotated[bool, setting("Leave out lines that cannot be read; the report says how many.")] = False
+    skip_bad_lines: Annotated[bool, setting("Skip lines that cannot be read; the report has their number.")] = False
     session_turns: Annotated[
         Literal["whole", "deltas"] | None,
         setting(
-            "Whether later turns of sessions in Mooncake's form have whole prompts, or only what is new.",
+            "Whether later turns of sessions in Mooncake's form have whole prompts, or only their new part.",
             metavar="KIND",
             default="whole, refused if they look like deltas",
         ),
@@ -36,8 +36,7 @@ class TrafficSettings(msgspec.Struct, frozen=True, kw_only=True):
     answers: Annotated[
         Literal["recorded", "implied"],
         setting(
-            "Whether answers that the trace does not have are taken from the next turn's prompt, where that tells "
-            "them.",
+            "Whether answers that the trace lacks are taken from the next turn's prompt, if it contains them.",
             metavar="KIND",
         ),
     ] = "recorded"
@@ -59,7 +58,7 @@ def load_given(given: Given, trace: Path | str | None = None) -> Trace | None:
     """
     if "workload" in given:
         if trace is not None or "trace" in given:
-            raise given.error("workload", "is given beside a trace", hint="Keep one of them.")
+            raise given.error("workload", "cannot be combined with a trace", hint="Keep one of them.")
         return _workload(given)
     if trace is None and "trace" in given:
         trace = given.path_of("trace")

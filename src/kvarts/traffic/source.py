@@ -213,7 +213,7 @@ class _Loop:
                 raise InputError(
                     f"row {request.row + 1} belongs to a session, or waits for others",
                     field="session_id" if request.session_id is not None else "after",
-                    hint="Say has_sessions=True where the Trace is made, or pass its requests as a list.",
+                    hint="Make the Trace with has_sessions=True, or pass its requests as a list.",
                 )
             if before is not None and request.arrival_ns < before.arrival_ns:
                 raise InputError(

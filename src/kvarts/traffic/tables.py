@@ -125,7 +125,11 @@ def _load(file: TraceFile, columns: _Columns, *, skip_bad_lines: bool) -> Trace:
         raise InputError(f"is not CSV: {error}", path=file.path, line=lines.line_num) from error
     if not requests:
         raise nothing_left(file, left_out, num_skipped)
-    warnings = [] if columns.time else ["the trace has no times: all requests arrive at 0, or as --concurrency says"]
+    warnings = (
+        []
+        if columns.time
+        else ["the trace has no times: all requests arrive at 0, or in the closed loop of --concurrency"]
+    )
     return Trace(
         by_arrival(requests, file),
         unit_tokens=UNIT_TOKENS,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from kvarts.content import UNIT_BYTES, Content
@@ -19,7 +18,8 @@ from kvarts.units import as_duration
 __all__ = ["Trace", "TraceRequest"]
 
 NO_PREFIXES = (
-    "the trace does not tell what prompts have in common: no two of them share a page, and hit ratios are lower bounds"
+    "the trace does not identify prefixes that prompts share: no two of them share a page, and hit ratios are lower "
+    "bounds"
 )
 
 
@@ -85,6 +85,8 @@ class Trace:
 
     def _repr_html_(self) -> str:
         rows = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in self._facts())
+        from html import escape
+
         return f"<h4>Trace {escape(self.name)}</h4><table>{rows}</table>"
 
     def _facts(self) -> list[tuple[str, str]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -139,7 +137,9 @@ class TraceFile:
             what = "is nested too deeply"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             what, line = f"is not JSON: {error}", _line_of(error, data)
-        return InputError(what, path=self.path, line=line, hint="`kvarts trace forms` lists what can be read.")
+        return InputError(
+            what, path=self.path, line=line, hint="`kvarts trace forms` lists the forms that can be read."
+        )
 
     @cached_property
     def header(self) -> tuple[str, ...]:
@@ -168,10 +168,10 @@ class TraceFile:
                 self._data = self.path.read_bytes()
             if self._data is not None:
                 data = io.BytesIO(self._data)
-                return cast(BinaryIO, gzip.open(data)) if self._data.startswith(GZIP) else data
+                return _unpacked(data) if self._data.startswith(GZIP) else data
             with self.path.open("rb") as file:
                 is_packed = file.read(2) == GZIP
-            return cast(BinaryIO, gzip.open(self.path)) if is_packed else self.path.open("rb")
+            return _unpacked(self.path) if is_packed else self.path.open("rb")
 
     @contextmanager
     def _unpacking(self) -> Iterator[None]:
@@ -182,6 +182,12 @@ class TraceFile:
             raise InputError(f"cannot be read: {error}", path=self.path) from error
 
 
+def _unpacked(source: Path | BinaryIO) -> BinaryIO:
+    import gzip  # few traces are compressed
+
+    return cast(BinaryIO, gzip.open(source))
+
+
 def _fields(data: bytes) -> frozenset[str] | None:
     """Return the field names of a JSON object; empty for another JSON value; None if `data` is not JSON."""
     try:
@@ -190,6 +196,8 @@ def _fields(data: bytes) -> frozenset[str] | None:
         return frozenset()
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
+    import json
+
     try:
         value = json.loads(data)  # accepts NaN and Infinity, which Python writes but standard JSON lacks
     except (ValueError, RecursionError):

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from kvarts.verify.verifier import Verdict as Verdict
     from kvarts.verify.verifier import verify_file as verify_file
 
-    verify: CallableRoom
+    verify: CallableVerify
 
-__all__ = ["CallableRoom", "Verdict", "verify", "verify_file"]
+__all__ = ["CallableVerify", "Verdict", "verify", "verify_file"]
 
 
-class CallableRoom(ModuleType):
+class CallableVerify(ModuleType):
     """Type of this module, which makes the module callable."""
 
     if TYPE_CHECKING:
@@ -51,4 +51,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-sys.modules[__name__].__class__ = CallableRoom
+sys.modules[__name__].__class__ = CallableVerify

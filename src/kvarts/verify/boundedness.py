@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk, Column
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import Column, RowChunk
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["Boundedness"]
 
 
-class Boundedness(Rule):
+class Boundedness(TimelineRule):
     """Memory stays below `max_bytes` and does not grow after warm-up, which is the first quarter of the rows.
 
     Growth is the slope of a least-squares line through the mean use of up to 1024 stretches of equal length. It is a
@@ -35,7 +35,7 @@ class Boundedness(Rule):
         self._partial_rows = 0
         self._num_rows = 0
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Compare the bytes of each row with the bound, and add its use to the stretches."""
         used = chunk.columns["used_blocks"]
         self._num_rows += len(used)

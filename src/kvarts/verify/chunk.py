@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
 import msgspec
@@ -16,11 +17,12 @@ __all__ = [
     "NUMBERS",
     "PARTS",
     "TOP_FIELDS",
-    "Ask",
-    "Chunk",
     "Column",
     "Complaint",
-    "Step",
+    "Recording",
+    "RequestedBlocks",
+    "RowChunk",
+    "TimelineRow",
     "brief",
     "chunk_of",
     "is_count",
@@ -36,7 +38,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]
 _Real = Annotated[float, msgspec.Meta(ge=0.0, le=LARGEST_REAL)]
 
 
-class Ask(msgspec.Struct, gc=False):
+class RequestedBlocks(msgspec.Struct, gc=False):
     """The blocks that a preempting step asked for, and how many were free."""
 
     blocks: _Count
@@ -45,7 +47,7 @@ class Ask(msgspec.Struct, gc=False):
     model: str | None = None
 
 
-class Step(msgspec.Struct, gc=False):
+class TimelineRow(msgspec.Struct, gc=False):
     """One row. The first seven fields are required; an optional number that is missing is -1."""
 
     step: _Count
@@ -65,14 +67,14 @@ class Step(msgspec.Struct, gc=False):
     disk_used_blocks: _Count = -1
     disk_cached_blocks: _Count = -1
     reserved_blocks: _Count = -1
-    asked: list[Ask] | None = None
+    asked: list[RequestedBlocks] | None = None
     group_used_parts: list[_Count] | None = None
     group_cached_parts: list[_Count] | None = None
 
 
-REQUIRED = Step.__struct_fields__[:7]
-OPTIONAL = Step.__struct_fields__[7:-3]
-PARTS = Step.__struct_fields__[-2:]
+REQUIRED = TimelineRow.__struct_fields__[:7]
+OPTIONAL = TimelineRow.__struct_fields__[7:-3]
+PARTS = TimelineRow.__struct_fields__[-2:]
 """Lists with one number per KV group."""
 REALS = ("t_ms", "used_pct")
 NUMBERS = REQUIRED + OPTIONAL
@@ -96,8 +98,8 @@ TOP_FIELDS = frozenset(
 )
 """Top-level fields that rules and readers use."""
 
-_step = msgspec.json.Decoder(Step)
-_steps = msgspec.json.Decoder(list[Step])
+_step = msgspec.json.Decoder(TimelineRow)
+_steps = msgspec.json.Decoder(list[TimelineRow])
 
 Column = npt.NDArray[Any]
 
@@ -110,7 +112,7 @@ class Complaint(msgspec.Struct, frozen=True):
     what: str
 
 
-class Chunk(msgspec.Struct):
+class RowChunk(msgspec.Struct):
     """Consecutive well-formed rows. Optional columns hold -1 where a row lacks the field.
 
     `asked`: the asks of a row, by its place in this chunk.
@@ -122,26 +124,26 @@ class Chunk(msgspec.Struct):
 
     rows: Column
     columns: dict[str, Column]
-    asked: dict[int, list[Ask]]
+    asked: dict[int, list[RequestedBlocks]]
     complaints: list[Complaint]
     parts: dict[str, list[list[int] | None]]
 
 
-def chunk_of(rows: list[Any], first_row: int) -> Chunk:
-    """Return the well-formed rows as columns. Each of `rows` is a Step, or the value found where a Step should be."""
+def chunk_of(rows: list[Any], first_row: int) -> RowChunk:
+    """Return the well-formed rows as columns. Each of `rows` is a TimelineRow, or the value found in its place."""
     numbers = list(range(first_row, first_row + len(rows)))
     complaints: list[Complaint] = []
-    if set(map(type, rows)) - {Step}:
+    if set(map(type, rows)) - {TimelineRow}:
         good: list[Any] = []
         good_numbers = []
         for number, row in zip(numbers, rows, strict=True):
-            wrong = [] if type(row) is Step else _wrong_with(row)
+            wrong = [] if type(row) is TimelineRow else _wrong_with(row)
             if wrong:
                 step = row.get("step") if isinstance(row, Mapping) else None
                 step = step if type(step) is int else None
                 complaints += [Complaint(number, step, what) for what in wrong]
             else:
-                good.append(row if type(row) is Step else _as_step(row))
+                good.append(row if type(row) is TimelineRow else _as_step(row))
                 good_numbers.append(number)
         rows, numbers = good, good_numbers
     columns: dict[str, Column] = {
@@ -150,11 +152,11 @@ def chunk_of(rows: list[Any], first_row: int) -> Chunk:
     }
     asked = {index: row.asked for index, row in enumerate(rows) if row.asked}
     parts = {name: [getattr(row, name) for row in rows] for name in PARTS}
-    return Chunk(np.array(numbers, np.int64), columns, asked, complaints, parts)
+    return RowChunk(np.array(numbers, np.int64), columns, asked, complaints, parts)
 
 
 def rows_of(text: bytes) -> list[Any]:
-    """Return the elements of a piece of an array, each a Step or the value found in its place. Raise JSON_ERRORS."""
+    """Return the elements of a piece of an array, each a TimelineRow or the value in its place. Raise JSON_ERRORS."""
     text = b"[" + text + b"]"
     try:
         rows = _steps.decode(text)
@@ -179,7 +181,7 @@ def line_rows_of(lines: Sequence[bytes]) -> list[Any]:
     return list(map(any_value, lines))
 
 
-def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
+def _are_unambiguous(text: bytes, rows: list[TimelineRow]) -> bool:
     """Return whether no row in `text` can repeat a field, by comparing the number of field names with that of fields.
 
     Decoding silently keeps the last of two values. A field name outside its place, or any escape, also makes this
@@ -195,7 +197,7 @@ def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
         num_fields += sum((row.group_used_parts is not None) + (row.group_cached_parts is not None) for row in rows)
         if text.count(b":") == num_fields:
             return True
-    asks: list[Ask] = []
+    asks: list[RequestedBlocks] = []
     if text.count(b'"asked"'):
         lists = [row.asked for row in rows if row.asked is not None]
         asks = [ask for asked in lists for ask in asked]
@@ -219,9 +221,9 @@ def _are_unambiguous(text: bytes, rows: list[Step]) -> bool:
     return True
 
 
-def _as_step(row: Mapping[str, Any]) -> Step:
-    known = {name: row[name] for name in Step.__struct_fields__ if row.get(name) is not None}
-    return msgspec.convert(known, Step)
+def _as_step(row: Mapping[str, Any]) -> TimelineRow:
+    known = {name: row[name] for name in TimelineRow.__struct_fields__ if row.get(name) is not None}
+    return msgspec.convert(known, TimelineRow)
 
 
 def _wrong_with(row: Any) -> list[str]:
@@ -230,7 +232,7 @@ def _wrong_with(row: Any) -> list[str]:
         return [f"must be an object, is {brief(row)}"]
     wrong = [f"{name} is missing" for name in REQUIRED if name not in row]
     if isinstance(row, Twice):
-        wrong += [f"{name} is given twice" for name in row.names if name in Step.__struct_fields__]
+        wrong += [f"{name} is given twice" for name in row.names if name in TimelineRow.__struct_fields__]
     for name in NUMBERS:
         if name in row and not (name in OPTIONAL and row[name] is None):
             complaint = _wrong_number(row[name], is_real=name in REALS)
@@ -245,10 +247,12 @@ def _wrong_with(row: Any) -> list[str]:
     asked = row.get("asked")
     for ask in asked if isinstance(asked, list) else ():
         if isinstance(ask, Twice):
-            wrong += [f"asked: {name} is given twice" for name in ask.names if name in Ask.__struct_fields__]
+            wrong += [
+                f"asked: {name} is given twice" for name in ask.names if name in RequestedBlocks.__struct_fields__
+            ]
     if asked is not None:
         try:
-            msgspec.convert(asked, list[Ask])
+            msgspec.convert(asked, list[RequestedBlocks])
         except (msgspec.ValidationError, RecursionError, OverflowError) as error:
             wrong.append(f"asked: {error}")
     return wrong
@@ -281,3 +285,33 @@ def is_count(value: Any) -> TypeGuard[int]:
 def is_real(value: Any) -> TypeGuard[float]:
     """Return whether `value` is a number from 0 to LARGEST_REAL, small enough to be a time or a share."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_REAL
+
+
+class Recording:
+    """A timeline that can be read more than once.
+
+    After `chunks` is exhausted, `top` holds the other keys of the body, `twice` its repeated keys, and `notes` remarks
+    on how it was read.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.path = path
+        self.top: dict[str, Any] = {}
+        self.twice: list[str] = []
+        self.notes: list[str] = []
+        self.has_timeline = False
+        self.is_cut = False
+        """Whether the recording ended before its totals."""
+
+    def chunks(self) -> Iterator[RowChunk]:
+        """Iterate over the rows, in order."""
+        self.top, self.twice, self.notes, self.is_cut = {}, [], [], False
+        self.has_timeline = False
+        num_rows = 0
+        for rows in self._slabs():
+            chunk = chunk_of(rows, num_rows)
+            num_rows += len(rows)
+            yield chunk
+
+    def _slabs(self) -> Iterator[list[Any]]:
+        raise NotImplementedError

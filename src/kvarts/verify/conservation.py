@@ -6,13 +6,13 @@ from functools import partial
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["BlockConservation"]
 
 
-class BlockConservation(Rule):
+class BlockConservation(TimelineRule):
     """used + free = total in every step; cached blocks are among the free, and reserved blocks among the used.
 
     Withheld blocks were not used before the step.
@@ -28,7 +28,7 @@ class BlockConservation(Rule):
         self._total = total
         self._tiers = tiers
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Add up used and free blocks of each row, and compare cached blocks with free ones."""
         used, free = chunk.columns["used_blocks"], chunk.columns["free_blocks"]
         total = self._total

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["Flux"]
 
 
-class Flux(Rule):
+class Flux(TimelineRule):
     """Used blocks change from row to row by allocated - freed."""
 
     name = "flux"
@@ -21,7 +21,7 @@ class Flux(Rule):
         self._row_before = -1
         self.why_not = "no two rows say what was allocated and freed"
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Compare each row with the row before it, where both are present."""
         if not len(chunk.rows):
             return

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk, brief, is_count
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk, brief, is_count
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["GroupParts"]
 
 
-class GroupParts(Rule):
+class GroupParts(TimelineRule):
     """Used and cached parts of all groups add up to used and cached blocks, in every row that lists parts.
 
     Up to the number of reserved blocks, used blocks may lie outside parts. `groups`: the entries of the body's
@@ -45,7 +45,7 @@ class GroupParts(Rule):
             self._sizes.append(blocks)
         self.why_not = "no row says the parts of its groups"
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Add up the parts of each row."""
         if not self._sizes:
             return
@@ -57,7 +57,7 @@ class GroupParts(Rule):
                 self._add_up(chunk, what, places, said)
         self._move(chunk)
 
-    def _move(self, chunk: Chunk) -> None:
+    def _move(self, chunk: RowChunk) -> None:
         """Compare the used parts of each group with the row before: changes are bounded by allocated and freed.
 
         Rows with reserved blocks are skipped: a part taken from the reserve was used already.
@@ -88,7 +88,7 @@ class GroupParts(Rule):
             self._before = None if wrong[-1] else said[-1]
             self._row_before, self._reserved_before = int(chunk.rows[-1]), int(reserved[-1])
 
-    def _add_up(self, chunk: Chunk, what: str, places: list[int], said: list[list[int] | None]) -> None:
+    def _add_up(self, chunk: RowChunk, what: str, places: list[int], said: list[list[int] | None]) -> None:
         blocks = chunk.columns[f"{what}_blocks"].tolist()
         sizes = self._sizes
         beside = [0] * len(blocks)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["Leak"]
 
 
-class Leak(Rule):
+class Leak(TimelineRule):
     """At rest, with no active sequence, only reserved blocks are used. A floor that keeps rising is reported."""
 
     name = "leak"
@@ -24,7 +24,7 @@ class Leak(Rule):
         self._last = 0
         self._num_idle = self._num_rises = self._num_falls = 0
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Judge rows at rest, and count rises and falls of their use."""
         columns = chunk.columns
         idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)

@@ -7,10 +7,10 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.verify.chunk import brief, is_count, is_real
 
-__all__ = ["Limits"]
+__all__ = ["TimelineLimits"]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on a timeline that the caller sets, beyond those in the body."""
 
     preempt_threshold: float = 0.95
@@ -18,7 +18,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int | None = None
 
     @classmethod
-    def checked(cls, preempt_threshold: float, max_bytes: int | None, block_bytes: int | None) -> Limits:
+    def checked(cls, preempt_threshold: float, max_bytes: int | None, block_bytes: int | None) -> TimelineLimits:
         """Return the limits. Raise ConfigError for a threshold outside [0, 1] or a size below 1."""
         if not (is_real(preempt_threshold) and preempt_threshold <= 1.0):
             what = f"must be a number from 0 to 1, got {brief(preempt_threshold)}"

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import NUMBERS, PARTS
-from kvarts.verify.reader import Recording
-from kvarts.verify.text import Source
+from kvarts.verify.chunk import NUMBERS, PARTS, Recording
+from kvarts.verify.text import ByteSource
 from kvarts.verify.values import JSON_ERRORS, any_value
 
 __all__ = ["ParquetRecording"]
@@ -20,7 +19,7 @@ LARGEST_FOOTER_BYTES = 1 << 24
 class ParquetRecording(Recording):
     """A Parquet file, optionally gzipped. Requires pyarrow."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 

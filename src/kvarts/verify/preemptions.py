@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvarts.verify.chunk import Chunk
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["PreemptionNeeded", "PreemptionTrigger"]
 
 
-class PreemptionTrigger(Rule):
+class PreemptionTrigger(TimelineRule):
     """Preemption happens only under memory pressure: used_pct at or above the threshold.
 
     A step that lists its asks is judged by `preemption_needed` instead.
@@ -20,7 +20,7 @@ class PreemptionTrigger(Rule):
         super().__init__()
         self._threshold = threshold
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Judge rows that preempted and do not list their asks."""
         columns, threshold = chunk.columns, self._threshold
         bad = (columns["preempted_seqs"] > 0) & ~(columns["used_pct"] >= threshold)
@@ -36,7 +36,7 @@ class PreemptionTrigger(Rule):
         )
 
 
-class PreemptionNeeded(Rule):
+class PreemptionNeeded(TimelineRule):
     """Where a preempting step lists its asks: no ask fitted, and there is one per preemption."""
 
     name = "preemption_needed"
@@ -46,7 +46,7 @@ class PreemptionNeeded(Rule):
         self._total = total
         self.why_not = "no step says what was asked for"
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Judge rows that list their asks."""
         for place, asks in chunk.asked.items():
             self.why_not = None

@@ -11,45 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import Chunk, brief, chunk_of
+from kvarts.verify.chunk import Recording, brief
 from kvarts.verify.json_text import JsonText
 from kvarts.verify.lines_text import LinesText
-from kvarts.verify.text import Broken, Source, bytes_blocks, shortened
+from kvarts.verify.text import Broken, ByteSource, bytes_blocks, shortened
 from kvarts.verify.values import JSON_ERRORS, any_value
 
-__all__ = ["SLAB_ROWS", "BodyRecording", "Recording", "TextRecording", "open_recording"]
+__all__ = ["SLAB_ROWS", "BodyRecording", "TextRecording", "open_recording"]
 
 SLAB_ROWS = 1 << 16
-
-
-class Recording:
-    """A timeline that can be read more than once.
-
-    After `chunks` is exhausted, `top` holds the other keys of the body, `twice` its repeated keys, and `notes` remarks
-    on how it was read.
-    """
-
-    def __init__(self, path: Path | str | None = None) -> None:
-        self.path = path
-        self.top: dict[str, Any] = {}
-        self.twice: list[str] = []
-        self.notes: list[str] = []
-        self.has_timeline = False
-        self.is_cut = False
-        """Whether the recording ended before its totals."""
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Iterate over the rows, in order."""
-        self.top, self.twice, self.notes, self.is_cut = {}, [], [], False
-        self.has_timeline = False
-        num_rows = 0
-        for rows in self._slabs():
-            chunk = chunk_of(rows, num_rows)
-            num_rows += len(rows)
-            yield chunk
-
-    def _slabs(self) -> Iterator[list[Any]]:
-        raise NotImplementedError
 
 
 def open_recording(path: Path | str) -> Recording:
@@ -60,7 +30,7 @@ def open_recording(path: Path | str) -> Recording:
     cannot be opened.
     """
     path = Path(path)
-    source = Source(path)
+    source = ByteSource(path)
     suffixes = path.suffixes[:-1] if path.suffixes[-1:] == [".gz"] else path.suffixes
     suffix = suffixes[-1] if suffixes else ""
     if source.head(4) == b"PAR1" or suffix == ".parquet":
@@ -72,7 +42,7 @@ def open_recording(path: Path | str) -> Recording:
     return _JsonRecording(source)
 
 
-def _is_lines(source: Source) -> bool:
+def _is_lines(source: ByteSource) -> bool:
     """Return whether the first line is a whole object and another line begins like one."""
     for block in shortened(source.blocks(), source.broken, keeps_lines=True):
         first, _, more = block.lstrip().partition(b"\n")
@@ -132,7 +102,7 @@ def _json_rows(recording: Recording, blocks: Iterator[bytes], broken: Broken) ->
 
 
 class _JsonRecording(Recording):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 
@@ -143,7 +113,7 @@ class _JsonRecording(Recording):
 
 
 class _LinesRecording(Recording):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         super().__init__(source.path)
         self._source = source
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from kvarts.verify.chunk import Chunk, Column
+from kvarts.verify.chunk import Column, RowChunk
 
-__all__ = ["MAX_LISTED", "Rule", "RuleResult", "Status", "Violation"]
+__all__ = ["MAX_LISTED", "RuleResult", "Status", "TimelineRule", "Violation"]
 
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
 
@@ -37,7 +37,7 @@ class RuleResult(msgspec.Struct, frozen=True):
     why: str | None = None
 
 
-class Rule:
+class TimelineRule:
     """Base of all rules. A rule alone writes its violations and its status."""
 
     name = ""
@@ -52,7 +52,7 @@ class Rule:
         self.notes: list[str] = []
         """Remarks that are not violations."""
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Judge the next rows."""
 
     def finish(self, top: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Rule:
             self.violations.append(Violation(self.name, step, row, what, numbers))
 
     def add_where(
-        self, bad: Column, chunk: Chunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
+        self, bad: Column, chunk: RowChunk, names: tuple[str, ...], say: Callable[..., str], **more: Column
     ) -> None:
         """Add a violation for every row where `bad` is true. Its text is made from the numbers, passed by name."""
         places = np.flatnonzero(bad)

@@ -13,9 +13,9 @@ from kvarts.verify.conservation import BlockConservation
 from kvarts.verify.flux import Flux
 from kvarts.verify.group_parts import GroupParts
 from kvarts.verify.leak import Leak
-from kvarts.verify.limits import Limits
+from kvarts.verify.limits import TimelineLimits
 from kvarts.verify.preemptions import PreemptionNeeded, PreemptionTrigger
-from kvarts.verify.rule import Rule
+from kvarts.verify.rule import TimelineRule
 from kvarts.verify.step_order import StepOrder
 from kvarts.verify.totals import PeakConsistency, UsedPctArithmetic
 
@@ -24,7 +24,7 @@ __all__ = ["make_rules"]
 TIERS = ("host", "disk")
 
 
-def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[Rule]:
+def make_rules(total: int | None, top: dict[str, Any], limits: TimelineLimits) -> list[TimelineRule]:
     """Return all rules except the schema's. `total`: blocks of the device; None if the body does not give them."""
 
     def said(name: str) -> int | None:
@@ -32,7 +32,7 @@ def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[R
 
     tiers = {tier: blocks for tier in TIERS if (blocks := said(f"{tier}_total_blocks")) is not None}
     every = said("every")
-    rules: list[Rule] = [
+    rules: list[TimelineRule] = [
         _without_total(BlockConservation) if total is None else BlockConservation(total, tiers),
         _without_total(UsedPctArithmetic) if total is None else UsedPctArithmetic(total),
         PeakConsistency(),
@@ -49,8 +49,8 @@ def make_rules(total: int | None, top: dict[str, Any], limits: Limits) -> list[R
     return rules
 
 
-def _without_total(of_total: type[Rule]) -> Rule:
-    rule = Rule()
+def _without_total(of_total: type[TimelineRule]) -> TimelineRule:
+    rule = TimelineRule()
     rule.name = of_total.name
     rule.why_not = "total_blocks is not known"
     return rule

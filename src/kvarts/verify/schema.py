@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarts.verify.chunk import Chunk, brief, is_count, is_real
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk, brief, is_count, is_real
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["Schema"]
 
 
-class Schema(Rule):
+class Schema(TimelineRule):
     """The five keys of the body and the seven of every row are present, with the right type and sign."""
 
     name = "schema"
     POSITIVE = ("block_size_tokens", "total_blocks")
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Add the complaints about the form of the next rows."""
         for complaint in chunk.complaints:
             self.add(complaint.what, step=complaint.step, row=complaint.row)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["StepOrder"]
 
 
-class StepOrder(Rule):
+class StepOrder(TimelineRule):
     """Steps and times never decrease; no step is repeated and none is missing.
 
     A row at rest has the number of the step before it. It may be followed by another such row with another time or
@@ -31,7 +31,7 @@ class StepOrder(Rule):
         self._num_missing = 0
         self._first_missing: int | None = None
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Compare each row with the row before it."""
         if not len(chunk.rows):
             return

@@ -19,7 +19,7 @@ import msgspec
 
 from kvarts.errors import InputError, MissingFileError
 
-__all__ = ["BLOCK_BYTES", "LONGEST_STRING", "SPACE", "Broken", "Source", "bytes_blocks", "shortened", "unescaped"]
+__all__ = ["BLOCK_BYTES", "LONGEST_STRING", "SPACE", "Broken", "ByteSource", "bytes_blocks", "shortened", "unescaped"]
 
 BLOCK_BYTES = 1 << 20
 LONGEST_STRING = 1 << 16
@@ -41,7 +41,7 @@ class Broken(Protocol):
 _raw = msgspec.json.Decoder(msgspec.Raw)
 
 
-class Source:
+class ByteSource:
     """The bytes of a file, which can be read more than once; a pipe is copied to a temporary file.
 
     Raises MissingFileError and InputError.

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from kvarts.verify.chunk import Chunk, is_count, is_real
-from kvarts.verify.rule import Rule
+from kvarts.verify.chunk import RowChunk, is_count, is_real
+from kvarts.verify.rule import TimelineRule
 
 __all__ = ["PeakConsistency", "UsedPctArithmetic"]
 
 PCT_TOLERANCE = 1e-9
 
 
-class UsedPctArithmetic(Rule):
+class UsedPctArithmetic(TimelineRule):
     """used_pct = used / total."""
 
     name = "used_pct_arithmetic"
@@ -23,7 +23,7 @@ class UsedPctArithmetic(Rule):
         super().__init__()
         self._total = total
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Divide used blocks by the total in each row."""
         total = self._total
         used, used_pct = chunk.columns["used_blocks"], chunk.columns["used_pct"]
@@ -37,7 +37,7 @@ class UsedPctArithmetic(Rule):
         )
 
 
-class PeakConsistency(Rule):
+class PeakConsistency(TimelineRule):
     """peak_used_pct is the maximum of used_pct, preemption_count the sum of preempted_seqs."""
 
     name = "peak_consistency"
@@ -47,7 +47,7 @@ class PeakConsistency(Rule):
         self._peak = 0.0
         self._num_preempted = 0
 
-    def feed(self, chunk: Chunk) -> None:
+    def feed(self, chunk: RowChunk) -> None:
         """Keep the maximum and the sum so far."""
         self._peak = max(self._peak, float(chunk.columns["used_pct"].max(initial=0.0)))
         self._num_preempted += sum(chunk.columns["preempted_seqs"][chunk.columns["preempted_seqs"] > 0].tolist())

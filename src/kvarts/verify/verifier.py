@@ -11,14 +11,14 @@ from typing import Any, Literal
 import msgspec
 
 from kvarts.errors import InputError
-from kvarts.verify.chunk import Chunk, is_count
-from kvarts.verify.limits import Limits
-from kvarts.verify.reader import BodyRecording, Recording, TextRecording, open_recording
-from kvarts.verify.rule import Rule, RuleResult, Violation
+from kvarts.verify.chunk import Recording, RowChunk, is_count
+from kvarts.verify.limits import TimelineLimits
+from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
+from kvarts.verify.rule import RuleResult, TimelineRule, Violation
 from kvarts.verify.rules import make_rules
 from kvarts.verify.schema import Schema
 
-__all__ = ["Limits", "RuleResult", "Verdict", "Violation", "verify", "verify_file"]
+__all__ = ["RuleResult", "TimelineLimits", "Verdict", "Violation", "verify", "verify_file"]
 
 EXIT_CODES = {"ok": 0, "violated": 5, "inconclusive": 6}
 
@@ -76,7 +76,7 @@ def verify(
     `max_bytes` enables `boundedness`; `block_bytes` is the size of a block where the body lacks it. Raise ConfigError
     for a value out of range, InputError for a body that is not an object or a text that is not JSON.
     """
-    limits = Limits.checked(preempt_threshold, max_bytes, block_bytes)
+    limits = TimelineLimits.checked(preempt_threshold, max_bytes, block_bytes)
     if not isinstance(body, str | bytes | bytearray):
         return _judge(BodyRecording(body), limits)
     try:
@@ -94,11 +94,11 @@ def verify_file(
     block_bytes: int | None = None,
 ) -> Verdict:
     """Judge a file in bounded memory, as `verify` judges a body. Raise MissingFileError and InputError."""
-    limits = Limits.checked(preempt_threshold, max_bytes, block_bytes)
+    limits = TimelineLimits.checked(preempt_threshold, max_bytes, block_bytes)
     return _judge(open_recording(path), limits)
 
 
-def _judge(recording: Recording, limits: Limits) -> Verdict:
+def _judge(recording: Recording, limits: TimelineLimits) -> Verdict:
     # Top-level fields may follow the rows. Until they are read, the first row supplies the total; if it was wrong,
     # the rows are read again.
     reading = _Reading(None, limits)
@@ -112,10 +112,10 @@ def _judge(recording: Recording, limits: Limits) -> Verdict:
 class _Reading:
     """One pass over the rows. `top`: the top-level fields of the body, if known beforehand."""
 
-    def __init__(self, top: dict[str, Any] | None, limits: Limits) -> None:
+    def __init__(self, top: dict[str, Any] | None, limits: TimelineLimits) -> None:
         self._limits = limits
         self._schema = Schema()
-        self._rules: list[Rule] | None = None if top is None else make_rules(_total(top), top, limits)
+        self._rules: list[TimelineRule] | None = None if top is None else make_rules(_total(top), top, limits)
         self._assumed: tuple[Any, ...] = () if top is None else _relied_on(top)
         self._num_rows = 0
         self._num_left_out = 0
@@ -134,7 +134,7 @@ class _Reading:
             for rule in self._rules:
                 rule.feed(chunk)
 
-    def _guess(self, chunk: Chunk, top: dict[str, Any]) -> list[Rule]:
+    def _guess(self, chunk: RowChunk, top: dict[str, Any]) -> list[TimelineRule]:
         """Make rules from the fields before the rows, with the total of the first row where it is not given."""
         guess = dict(top)
         guess.setdefault("total_blocks", int(chunk.columns["used_blocks"][0] + chunk.columns["free_blocks"][0]))

@@ -19,16 +19,23 @@ from typing import Any, Protocol
 import msgspec
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
-__all__ = ["ATTENTION", "Attention", "AttentionCall", "PagedAttention", "attending", "paged_attention"]
+__all__ = [
+    "ATTENTION",
+    "Attention",
+    "AttentionCall",
+    "PagedAttention",
+    "attending",
+    "is_attending",
+    "paged_attention",
+    "register",
+]
 
 ATTENTION = "kvarts_paged"
-"""The name under which `paged_attention` is registered in transformers."""
+"""The name under which `register` adds `paged_attention` to transformers."""
 
 
 class AttentionCall(msgspec.Struct):
@@ -98,6 +105,11 @@ def attending(attention: Attention) -> Iterator[None]:
         _thread.attention, _thread.num_calls = before
 
 
+def is_attending() -> bool:
+    """Return whether this thread runs models with an Attention of `attending`."""
+    return _thread.attention is not None
+
+
 class PagedAttention:
     """Attention over pages: writes keys and values to their slots, then has a backend attend.
 
@@ -140,9 +152,7 @@ class PagedAttention:
         """
         table = self._tables[layer]
         if self._pools.layers[layer].owner == layer:
-            slots = self._slots[table]
-            self._pools.keys_flat[layer].index_copy_(0, slots, keys)
-            self._pools.values_flat[layer].index_copy_(0, slots, values)
+            self._pools.write(layer, self._slots[table], keys, values)
         return self._backends[table].forward(layer, queries, params)
 
 
@@ -168,5 +178,10 @@ def _mask(*_: Any, **asked: Any) -> Any:
     return None if _thread.attention is None else _thread.attention.mask(**asked)
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
+def register() -> None:
+    """Let transformers' models attend by `paged_attention`. Imports the models' code, which takes two seconds."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+    AttentionMaskInterface.register(ATTENTION, _mask)

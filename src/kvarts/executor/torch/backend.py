@@ -33,13 +33,19 @@ def backend_name(pools: KVPools, *more: KVPools, name: str = "auto") -> str:
     every = (pools, *more)
     if name == "auto":
         meant = ON_CUDA if pools.device.type == "cuda" else ON_OTHERS
-        return next(name for name in meant if all(BACKENDS[name][1](one) is None for one in every))
+        return next(name for name in meant if all(_refusal(name, one) is None for one in every))
     if name not in BACKENDS:
         raise ConfigError(f"{name!r} is not known", field="attention", hint=f"Known: auto, {', '.join(BACKENDS)}.")
     for one in every:
-        if reason := BACKENDS[name][1](one):
+        if reason := _refusal(name, one):
             raise ConfigError(f"{name} cannot be had: {reason}", field="attention", hint="Leave it to auto.")
     return name
+
+
+def _refusal(name: str, pools: KVPools) -> str | None:
+    if pools.kv_dtype != "auto" and name != "sdpa":
+        return f"it reads no KV in {pools.kv_dtype}"
+    return BACKENDS[name][1](pools)
 
 
 def choose_backend(pools: KVPools, name: str = "auto") -> AttentionBackend:

@@ -19,7 +19,7 @@ from kvarts.executor.state_tables import StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
 from kvarts.executor.torch.backend import backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
-from kvarts.executor.torch.fingerprint import fingerprint
+from kvarts.executor.torch.fingerprint import kv_fingerprint
 from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
@@ -43,7 +43,7 @@ class TorchExecutor:
     `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, the target of stores and
     source of loads; `files`: pages below those. `attention`: name of the attention backend; `layers`: name of the
     implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, where plans name the blocks
-    of every page table. `clock` times the steps.
+    of every page table. `kv_dtype`: the format of KV in pages. `clock` times the steps.
     """
 
     needs_page_ids = True
@@ -60,6 +60,7 @@ class TorchExecutor:
         layers: str = "auto",
         cut: BlockCut | None = None,
         num_blocks: int = 0,
+        kv_dtype: str = "auto",
         clock: Clock | None = None,
     ) -> None:
         self._model = model
@@ -75,6 +76,7 @@ class TorchExecutor:
             device=model.device,
             places=None if cut is None else cut.places,
             page_sizes=None if cut is None else cut.page_sizes,
+            kv_dtype=kv_dtype,
         )
         self._tables = (0,) * len(self._facts.layers) if cut is None else cut.tables
         pools = [self.pools.of_layers(numbers) for numbers in _layers_by_table(self._tables)]
@@ -97,7 +99,7 @@ class TorchExecutor:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of everything that pages depend on except the tokens."""
-        return fingerprint(self._model)
+        return kv_fingerprint(self._model, self.pools.kv_dtype)
 
     @property
     def layers(self) -> str:

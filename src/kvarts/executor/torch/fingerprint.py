@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "kv_fingerprint"]
 
 NUM_SAMPLES = 1024
 """Elements sampled from each weight."""
@@ -34,6 +34,11 @@ def fingerprint(model: Any, changed: str = "") -> str:
                 digest.update(samples.tobytes())
         _known[model] = digest.hexdigest()
     return _known[model]
+
+
+def kv_fingerprint(model: Any, kv_dtype: str) -> str:
+    """Return the fingerprint of a model's pages with KV in `kv_dtype`."""
+    return fingerprint(model) if kv_dtype == "auto" else f"{fingerprint(model)}-{kv_dtype}"
 
 
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

@@ -1,5 +1,6 @@
-"""Models of GGUF files as transformers models: the config that a file describes, and its weights by transformers'
-names.
+"""Models of GGUF files: the config that a file describes, and its weights by transformers' names.
+
+A standard decoder is read without transformers; any other model into transformers' code.
 
 llama.cpp's converter changes some weights, and each change is undone here: it permutes the rows of Llama's queries and
 keys, and adds 1 to Gemma's norms. It stores the factors of a rotation as a tensor, which is applied to the model's
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvarts.errors import ConfigError, InputError
+from kvarts.executor.torch.decoder import Decoder, DecoderConfig
 from kvarts.executor.torch.gguf_file import GgufFile
 
 __all__ = ["KNOWN", "read_model"]
@@ -61,15 +63,12 @@ GEMMA_PATTERN = 6
 GEMMA_LOCAL_BASE = 10_000.0
 
 
-def read_model(file: GgufFile, dtype: torch.dtype | None) -> Any:
+def read_model(file: GgufFile, dtype: torch.dtype | None, *, model_impl: str = "auto") -> Any:
     """Return the model of a file, in evaluation mode. `dtype`: None for that of the file's matrices if 16-bit, else
-    float32.
+    float32. `model_impl`: `auto` for a Decoder where the file is one, `transformers` for transformers' code always.
 
     Raise ConfigError for an unknown architecture, InputError for a file with missing or unexpected tensors.
     """
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     describe = KNOWN.get(file.architecture)
     if describe is None:
         raise ConfigError(
@@ -78,13 +77,12 @@ def read_model(file: GgufFile, dtype: torch.dtype | None) -> Any:
             hint="Give the model's directory with config.json and safetensors.",
         )
     settings = _common(file) | describe(file)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    weights = _weights(file, config)
+    weights = _weights(file, settings)
     if dtype is None:
         dtype = next((one.dtype for one in weights.values() if one.dtype in (torch.float16, torch.bfloat16)), None)
-    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype or torch.float32, output_loading_info=True
-    )
+    is_standard = settings["model_type"] in HEAD_NORMS and settings["rope_parameters"]["rope_type"] != "yarn"
+    load = _load_decoder if is_standard and model_impl == "auto" else _load_transformers
+    model, report = load(settings, weights, dtype or torch.float32)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(what):
             names = ", ".join(sorted(map(str, report[what]))[:3])
@@ -92,6 +90,43 @@ def read_model(file: GgufFile, dtype: torch.dtype | None) -> Any:
     _rotate(model, file)
     model.generation_config.eos_token_id = _ends(file)
     return model.eval()
+
+
+def _load_transformers(
+    settings: dict[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model of transformers, and the names of weights that do not fit, by kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.for_model(**settings)
+    loaded: tuple[Any, dict[str, Any]] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    return loaded
+
+
+def _load_decoder(
+    settings: dict[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[Decoder, dict[str, Any]]:
+    """Return a Decoder, and the names of weights that do not fit, by kind; without weights if some do not."""
+    config = DecoderConfig(
+        **settings, has_head_norms=HEAD_NORMS[settings["model_type"]], qkv_bias=settings["model_type"] == "qwen2"
+    )
+    model = Decoder(config)
+    expected = {name: weight.shape for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    both = expected.keys() & weights.keys()
+    report = {
+        "missing_keys": expected.keys() - both,
+        "unexpected_keys": weights.keys() - both,
+        "mismatched_keys": {name for name in both if weights[name].shape != expected[name]},
+    }
+    if not any(report.values()):
+        model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, strict=False, assign=True)
+        model.tie_weights()
+    return model, report
 
 
 # Configs of files ---------------------------------------------------------------------------------------------
@@ -192,10 +227,14 @@ KNOWN: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
 """Known architectures by llama.cpp's names; llama includes Mistral 7B, SmolLM2 and others of that shape."""
 
 
+HEAD_NORMS = {"llama": False, "qwen2": False, "qwen3": True}
+"""Model types that a Decoder computes, and whether they norm queries and keys per head."""
+
+
 # Weights ------------------------------------------------------------------------------------------------------
 
 
-def _weights(file: GgufFile, config: Any) -> dict[str, torch.Tensor]:
+def _weights(file: GgufFile, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a file by their names in transformers."""
     of_layer = OF_GEMMA_LAYER if file.architecture.startswith("gemma") else OF_LAYER
     weights = {}
@@ -207,12 +246,12 @@ def _weights(file: GgufFile, config: Any) -> dict[str, torch.Tensor]:
             raise InputError(f"has a tensor {tensor.name!r}, which {file.architecture} has not", path=file.path)
         numbers = tensor.numbers()
         if file.architecture == "llama" and ".attn_q." in tensor.name:
-            numbers = _in_halves(numbers, config.num_attention_heads)
+            numbers = _in_halves(numbers, settings["num_attention_heads"])
         elif file.architecture == "llama" and ".attn_k." in tensor.name:
-            numbers = _in_halves(numbers, config.num_key_value_heads)
+            numbers = _in_halves(numbers, settings["num_key_value_heads"])
         elif file.architecture.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers - np.float32(1.0)
-        made = torch.from_numpy(np.array(numbers))  # a copy: the file is read-only
+        made = torch.from_numpy(numbers if numbers.flags.writeable else np.array(numbers))  # the file is read-only
         weights[name] = made.bfloat16() if tensor.kind == 30 else made
     return weights
 
@@ -242,7 +281,8 @@ def _rotate(model: Any, file: GgufFile) -> None:
     rotation = model.model.rotary_emb
     divided = rotation.inv_freq.double() / torch.from_numpy(np.array(factors.numbers(), np.float64))
     rotation.inv_freq = divided.float()
-    rotation.original_inv_freq = rotation.inv_freq.clone()
+    if hasattr(rotation, "original_inv_freq"):  # a copy in transformers' models
+        rotation.original_inv_freq = rotation.inv_freq.clone()
 
 
 def _ends(file: GgufFile) -> list[int]:

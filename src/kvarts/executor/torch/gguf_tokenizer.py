@@ -1,13 +1,15 @@
-"""The tokenizer of a GGUF file as a transformers tokenizer, with the file's chat template."""
+"""The tokenizer of a GGUF file, with the file's chat template."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.gguf_file import GgufFile
 
-__all__ = ["read_tokenizer"]
+__all__ = ["GgufTokenizer", "read_tokenizer"]
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -28,6 +30,48 @@ SPLITS: dict[str, tuple[str, ...]] = {
 """Patterns that split a text before merging, applied one after the other, by llama.cpp's name."""
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 SPACE = "\u2581"
+
+
+class GgufTokenizer:
+    """The tokenizer of a file, with the methods of transformers' tokenizers that kvarts calls, and their results.
+
+    `backend_tokenizer`: the tokenizer of the library `tokenizers`. `settings`: arguments of PreTrainedTokenizerFast,
+    which renders conversations: its import takes half a second, and text alone does not need it.
+    """
+
+    def __init__(self, backend: Any, *, chat_template: str | None, **settings: Any) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self._settings = settings
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """Return a mapping with `input_ids`."""
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        text: str = self.backend_tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens by their text."""
+        vocab: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **settings: Any) -> Any:
+        """Return what the method of PreTrainedTokenizerFast returns."""
+        return self._of_transformers.apply_chat_template(conversation, **settings)
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.backend_tokenizer,
+            chat_template=self.chat_template,
+            clean_up_tokenization_spaces=False,
+            **self._settings,
+        )
 
 
 def read_tokenizer(file: GgufFile) -> Any:
@@ -108,7 +152,6 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
 
 def _wrapped(file: GgufFile, backend: Any, tokens: list[str]) -> Any:
     from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
 
     values = file.values
     kinds = values.get("tokenizer.ggml.token_type") or ()
@@ -134,12 +177,11 @@ def _wrapped(file: GgufFile, backend: Any, tokens: list[str]) -> Any:
             single=[*before, "$A", *after],
             special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+    return GgufTokenizer(
+        backend,
+        chat_template=values.get("tokenizer.chat_template"),
         bos_token=first,
         eos_token=last,
         unk_token=named("unknown"),
         pad_token=named("padding"),
-        chat_template=values.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.executor.torch.fingerprint import fingerprint
@@ -32,6 +31,7 @@ def load_model(
     device: str = "auto",
     quantization: str | None = None,
     trust_remote_code: bool = False,
+    model_impl: str = "auto",
 ) -> Any:
     """Return the model in `path`: a directory with config.json and safetensors, a GGUF file or a directory with one, or
     a name in the hub's cache.
@@ -39,7 +39,7 @@ def load_model(
     `dtype`: `auto` for that of the weights, or float32 if a file has them quantized; or float32, bfloat16, float16.
     `device`: `auto`, or a name that torch accepts. `quantization`: int8 or int4, the bits per weight, done by
     kvarts.executor.torch.quantized. `trust_remote_code`: run Python code that ships with the weights, with the
-    caller's permissions.
+    caller's permissions. `model_impl`: `transformers` for transformers' code even where a GGUF file is read without it.
 
     Raise MissingFileError for a missing path, InputError for weights that cannot be read or do not fit the config,
     ConfigError for an architecture with layers other than attention over earlier tokens.
@@ -52,7 +52,7 @@ def load_model(
     if gguf is None:
         model = _read_directory(path, dtype, trust_remote_code=trust_remote_code)
     else:
-        model = _read_gguf(gguf, None if dtype == "auto" else getattr(torch, dtype))
+        model = _read_gguf(gguf, None if dtype == "auto" else getattr(torch, dtype), model_impl)
     model.requires_grad_(False)
     model.eval()
     model = model.to(target)
@@ -65,6 +65,8 @@ def load_model(
 
 
 def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     directory = Path(path)
     if not directory.is_dir() and (directory.suffix or directory.is_absolute() or str(path).startswith(".")):
         raise MissingFileError(
@@ -107,12 +109,12 @@ def _read_directory(path: str | Path, dtype: str, *, trust_remote_code: bool) ->
     return model
 
 
-def _read_gguf(path: Path, dtype: torch.dtype | None) -> Any:
+def _read_gguf(path: Path, dtype: torch.dtype | None, model_impl: str) -> Any:
     try:
         import gguf  # noqa: F401  # the types of quantized tensors
     except ImportError as error:
         raise ConfigError("needs gguf, which is not installed", path=path, hint="pip install gguf") from error
-    return read_model(GgufFile(path), dtype)
+    return read_model(GgufFile(path), dtype, model_impl=model_impl)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -123,6 +125,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     gguf = find_gguf(path)
     if gguf is not None:
         return read_tokenizer(GgufFile(gguf))
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):

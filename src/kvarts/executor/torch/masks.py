@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.masking_utils import causal_mask_function, eager_mask
 
 __all__ = ["AskedMasks"]
 
@@ -21,6 +20,8 @@ class AskedMasks:
 
     def make(self, asked: dict[str, Any]) -> torch.Tensor:
         """Return the additive mask that `asked` describes, in the keywords of transformers' mask functions."""
+        from transformers.masking_utils import causal_mask_function, eager_mask
+
         reason, window = self._window(asked.get("mask_function", causal_mask_function))
         mask: torch.Tensor = eager_mask(
             **{**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

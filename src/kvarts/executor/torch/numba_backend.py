@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -20,8 +19,6 @@ from kvarts.executor.torch.team import num_threads, team
 __all__ = ["DecodeWork", "NumbaBackend", "numba_fits", "telling"]
 
 logger = logging.getLogger("kvarts.attention")
-TELL_AFTER_S = 3.0
-"""Compilation that takes longer than this is logged."""
 SOME_TOKENS = 64
 """Assumed length of a sequence, to estimate the amount of work."""
 
@@ -39,14 +36,21 @@ def numba_fits(pools: KVPools) -> str | None:
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Log `what` if the body takes longer than TELL_AFTER_S."""
-    word = threading.Timer(TELL_AFTER_S, logger.info, (what,))
-    word.daemon = True
-    word.start()
-    try:
+    """Log `what` if Numba compiles anything in the body, which it does not if the code is found on disk."""
+    from numba.core.event import Event, Listener, install_listener
+
+    class _Compiling(Listener):  # type: ignore[misc]  # Numba has no types
+        def on_start(self, event: Event) -> None:
+            nonlocal what
+            if what:
+                logger.info("%s", what)
+                what = ""
+
+        def on_end(self, event: Event) -> None:
+            """Do nothing."""
+
+    with install_listener("numba:compile", _Compiling()):
         yield
-    finally:
-        word.cancel()
 
 
 class DecodeWork:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from kvarts.executor.torch.kv_format import LayerShape, decode, encode, stored_as
 
 __all__ = ["KVPools", "LayerShape", "page_bytes_of"]
 
@@ -18,26 +19,12 @@ ALIGNMENT_BYTES = 64
 """A CPU's cache line, the alignment that PyTorch uses as well."""
 
 
-class LayerShape(msgspec.Struct, frozen=True):
-    """The KV of a layer per token: `num_kv_heads` keys and values, of `head_dim` elements each, read by `num_heads`
-    heads.
-
-    `owner`: the layer that stores the keys and values it reads; a layer that is not its own owner stores nothing.
-    `window`: the number of last tokens that it attends to, None for all.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    owner: int
-    window: int | None = None
-
-
-def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:
+def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype, kv_dtype: str = "auto") -> int:
     """Return the bytes of a page over all layers that store KV.
 
-    Per layer: page_size x 2 x kv_heads x head_dim x bytes per element.
+    Per layer: page_size x 2 x kv_heads x stored elements of a head x bytes per element.
     """
+    layers, dtype = stored_as(layers, dtype, kv_dtype)
     kept = (layer for place, layer in enumerate(layers) if layer.owner == place)
     numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in kept)
     return page_size * numbers * int(dtype.itemsize)
@@ -45,6 +32,8 @@ def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.
 
 class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
+
+    `dtype`: the number format of the model. With `kv_dtype` int8, heads are stored as kv_format.encode returns them.
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
     is its page's id times the page size, plus its place in the page. Layers that share KV have the same tensors.
@@ -66,6 +55,7 @@ class KVPools:
         device: torch.device | str = "cpu",
         places: Sequence[int] | None = None,
         page_sizes: Sequence[int] | None = None,
+        kv_dtype: str = "auto",
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
@@ -74,7 +64,9 @@ class KVPools:
         self.device = torch.device(device)
         self.numbers = tuple(range(len(self.layers)))
         sizes = [page_size] * len(self.layers) if page_sizes is None else page_sizes
-        shapes = [(size, one.num_kv_heads, one.head_dim) for size, one in zip(sizes, layers, strict=True)]
+        self.kv_dtype = kv_dtype
+        stored, stored_dtype = stored_as(layers, dtype, kv_dtype)
+        shapes = [(size, one.num_kv_heads, one.head_dim) for size, one in zip(sizes, stored, strict=True)]
         tensor_of = [one.owner for one in layers] if places is None else list(places)
         largest: dict[int, int] = {}
         """By tensor number: the first of the layers with the largest pages in it."""
@@ -85,14 +77,14 @@ class KVPools:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for tensors in (self.keys, self.values):
-            made = {number: _zeros((num_pages, *shapes[number]), dtype, self.device) for number in self._firsts}
+            made = {number: _zeros((num_pages, *shapes[number]), stored_dtype, self.device) for number in self._firsts}
             seen = {(tensor, shapes[number]): made[number] for tensor, number in largest.items()}
             for tensor, shape in zip(tensor_of, shapes, strict=True):
                 if (tensor, shape) not in seen:
                     seen[tensor, shape] = made[largest[tensor]].view(-1, *shape)
                 tensors.append(seen[tensor, shape])
         kept = sum(2 * math.prod(shapes[first]) for first in self._firsts)
-        self.page_bytes = kept * int(dtype.itemsize)
+        self.page_bytes = kept * int(stored_dtype.itemsize)
         """Bytes of a page, or of a block, over all tensors."""
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
         self.values_flat = [values.flatten(0, 1) for values in self.values]
@@ -103,6 +95,17 @@ class KVPools:
         seen.numbers = tuple(numbers)
         seen.num_pages, seen.page_size = self.keys[numbers[0]].shape[:2]
         return seen
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write `keys` and `values` [tokens, kv_heads, head_dim] of a layer to the slots of their tokens."""
+        if self.kv_dtype != "auto":
+            keys, values = encode(keys), encode(values)
+        self.keys_flat[layer].index_copy_(0, slots, keys)
+        self.values_flat[layer].index_copy_(0, slots, values)
+
+    def decoded(self, layer: int, stored: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of stored heads [..., stored elements] of a layer, in `dtype`."""
+        return stored if self.kv_dtype == "auto" else decode(stored, self.layers[layer].head_dim, self.dtype)
 
     def read_pages(self, page_ids: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Return the contents of pages by tensor, as bytes of shape [pages, bytes]."""
@@ -117,7 +120,7 @@ class KVPools:
         chosen = torch.tensor(list(page_ids), dtype=torch.long, device=self.device)
         for number, tensor in enumerate(self.tensors):
             saved = torch.from_numpy(arrays[f"{number:04}"].copy()).to(self.device)
-            tensor[chosen] = saved.view(self.dtype).view(len(page_ids), *tensor.shape[1:])
+            tensor[chosen] = saved.view(tensor.dtype).view(len(page_ids), *tensor.shape[1:])
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page to another, in all tensors."""

@@ -18,7 +18,8 @@ import torch
 from msgspec.structs import replace
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import ATTENTION, attending
+from kvarts.executor.torch.attention import ATTENTION, attending, register
+from kvarts.executor.torch.decoder import Decoder
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.rope_switch import RopeSwitch, find_switch
 from kvarts.executor.torch.states import StateShape, find_states, keeping
@@ -56,6 +57,8 @@ def examine(model: Any) -> Facts:
 
     Raise ConfigError, with the reason, for a model that cannot run in pages.
     """
+    if isinstance(model, Decoder):
+        return Facts(model.layer_shapes, keeps_logits=True, switch=None)
     if model not in _known:
         _take_attention(model)
         with torch.inference_mode():
@@ -79,6 +82,7 @@ def _take_attention(model: Any) -> None:
     """Have `model` call this package for attention."""
     if not model._can_set_attn_implementation():
         raise refused(model, "its layers do not ask for attention through transformers' AttentionInterface")
+    register()
     model.set_attn_implementation(ATTENTION)
 
 

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.grammars import Grammars, Matcher
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 
-__all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler"]
+__all__ = ["BatchSampler", "Sampler", "SamplingParams", "TokenSampler", "processors_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -256,23 +248,11 @@ class Sampler:
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-        self._processors = LogitsProcessorList()
-        if params.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        self._processors = processors_of(params)
         self._generator: torch.Generator | None = None
         if params.temperature > 0.0:
             self._generator = torch.Generator(device=device)
             self._generator.manual_seed(index if params.seed is None else params.seed)
-            if params.temperature != 1.0:
-                is_usual = USUAL_TEMPERATURES[0] <= params.temperature <= USUAL_TEMPERATURES[1]
-                warper = TemperatureLogitsWarper if is_usual else _AnyTemperature
-                self._processors.append(warper(params.temperature))
-            if params.top_k:
-                self._processors.append(TopKLogitsWarper(params.top_k))
-            if params.top_p < 1.0:
-                self._processors.append(TopPLogitsWarper(params.top_p))
-            if params.min_p > 0.0:
-                self._processors.append(MinPLogitsWarper(params.min_p))
 
     def choose(self, logits: torch.Tensor, known: torch.Tensor) -> tuple[int, float, TopLogprobs]:
         """Return a token, its log-probability before any processing, and the likeliest tokens with theirs.
@@ -292,7 +272,8 @@ class Sampler:
         if params.presence_penalty or params.frequency_penalty:
             seen, counts = generated.unique(return_counts=True)
             scores[seen] -= params.presence_penalty + params.frequency_penalty * counts
-        scores = self._processors(known[None], scores[None])[0]
+        for process in self._processors:
+            scores = process(known[None], scores[None])[0]
         if not bool(torch.isfinite(scores.max())):
             scores = _finite(scores, logits if matcher is None else logits.masked_fill(~allowed, -torch.inf))
         if self._generator is None:
@@ -308,6 +289,34 @@ class Sampler:
             found = logprobs.topk(min(params.top_logprobs, len(logprobs)))
             top = tuple(zip(found.indices.tolist(), found.values.tolist(), strict=True))
         return token, float(logprobs[token]), top
+
+
+def processors_of(params: SamplingParams) -> list[Any]:
+    """Return the processors of scores that `params` need, as transformers' `generate` orders them.
+
+    The first one imports a part of transformers, which takes half a second.
+    """
+    made = []
+    if params.repetition_penalty != 1.0:
+        made.append(_processor("RepetitionPenaltyLogitsProcessor", params.repetition_penalty))
+    if params.temperature > 0.0:
+        if not USUAL_TEMPERATURES[0] <= params.temperature <= USUAL_TEMPERATURES[1]:
+            made.append(_AnyTemperature(params.temperature))
+        elif params.temperature != 1.0:
+            made.append(_processor("TemperatureLogitsWarper", params.temperature))
+        if params.top_k:
+            made.append(_processor("TopKLogitsWarper", params.top_k))
+        if params.top_p < 1.0:
+            made.append(_processor("TopPLogitsWarper", params.top_p))
+        if params.min_p > 0.0:
+            made.append(_processor("MinPLogitsWarper", params.min_p))
+    return made
+
+
+def _processor(name: str, value: float) -> Any:
+    from transformers.generation import logits_process
+
+    return getattr(logits_process, name)(value)
 
 
 class _AnyTemperature:

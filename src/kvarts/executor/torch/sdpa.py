@@ -155,7 +155,7 @@ class SdpaBackend:
                     self._room[number] = torch.empty(size, dtype=pool.dtype, device=pool.device)
                 read = self._room[number][:size].view(pages.count, *pool.shape[1:])
                 torch.index_select(pool, 0, pages.ids, out=read)
-            found.append(read.flatten(0, 1)[pages.first : pages.last])
+            found.append(self._pools.decoded(layer, read.flatten(0, 1)[pages.first : pages.last]))
         return found
 
     def _pages(self, page_ids: Ints, first: int, last: int) -> _Pages:

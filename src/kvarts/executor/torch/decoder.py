@@ -1,0 +1,253 @@
+"""The standard decoder, the shape of Llama and Qwen, in PyTorch alone: importing transformers takes two seconds.
+
+Modules have the names of transformers' models, and each operation is theirs in their order, so results have the same
+bits. GGUF files of this shape are read into it; tests compare it with transformers' models.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from kvarts.executor.torch.attention import is_attending, paged_attention
+from kvarts.executor.torch.pools import LayerShape
+
+__all__ = ["Decoder", "DecoderConfig", "apply_rotary_pos_emb"]
+
+
+class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The config of a Decoder, with transformers' names.
+
+    `rope_parameters`: `rope_type` is `default` or `linear`. `attention_bias`: on all of the four matrices of attention;
+    `qkv_bias`: on the first three. `has_head_norms`: queries and keys are normed per head.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_parameters: dict[str, Any]
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    has_head_norms: bool = False
+
+    def get_text_config(self, **_: Any) -> DecoderConfig:
+        """Return the config itself, as for any model of text alone."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}
+
+
+class Decoder(torch.nn.Module):  # type: ignore[misc]  # PyTorch's types are not checked, see pyproject.toml
+    """A standard decoder with its output head, without weights until `load_state_dict(..., assign=True)`.
+
+    Attends as `attending` says, or else over each row of the batch.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.generation_config = SimpleNamespace(eos_token_id=config.eos_token_id)
+        self.model = _Layers(config)
+        self.lm_head = _linear(config.hidden_size, config.vocab_size)
+
+    def tie_weights(self) -> None:
+        """Let the head share the embedding's weight if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        *,
+        logits_to_keep: int | torch.Tensor = 0,
+        use_cache: bool = False,
+        **_: Any,
+    ) -> Any:
+        """Return an object with `logits` [rows, tokens, vocabulary], as transformers' models do. There is no cache."""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden = self.model(input_ids, position_ids)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return SimpleNamespace(logits=self.lm_head(hidden[:, kept, :]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the weights."""
+        return self.model.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.model.norm.weight.device
+
+    @property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The KV of each layer."""
+        one = self.config
+        return tuple(
+            LayerShape(one.num_attention_heads, one.num_key_value_heads, one.head_dim, owner=number)
+            for number in range(one.num_hidden_layers)
+        )
+
+    def get_decoder(self) -> Any:
+        """Return the model without its head."""
+        return self.model
+
+    def get_input_embeddings(self) -> Any:
+        """Return the embedding of tokens."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        """Return the head."""
+        return self.lm_head
+
+
+class _Layers(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(1, 1)
+        self.embed_tokens.weight = torch.nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.embed_tokens.num_embeddings, self.embed_tokens.embedding_dim = self.embed_tokens.weight.shape
+        self.layers = torch.nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = _Rotary(config)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_tokens(input_ids)
+        rotation = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation)
+        return self.norm(hidden)
+
+
+class _Layer(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config)
+        self.mlp = _MLP(config)
+        self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class _Attention(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        has_bias = config.attention_bias or config.qkv_bias
+        self.q_proj = _linear(config.hidden_size, size, has_bias=has_bias)
+        self.k_proj = _linear(config.hidden_size, kv_size, has_bias=has_bias)
+        self.v_proj = _linear(config.hidden_size, kv_size, has_bias=has_bias)
+        self.o_proj = _linear(size, config.hidden_size, has_bias=config.attention_bias)
+        if config.has_head_norms:
+            self.q_norm = _Norm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = _Norm(config.head_dim, config.rms_norm_eps)
+        self._has_head_norms = config.has_head_norms
+
+    def forward(self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        queries, keys, values = (one(hidden).view(shape) for one in (self.q_proj, self.k_proj, self.v_proj))
+        if self._has_head_norms:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
+        queries, keys = apply_rotary_pos_emb(queries, keys, *rotation)
+        scaling = self.head_dim**-0.5
+        if is_attending():
+            read, _ = paged_attention(self, queries, keys, values, scaling=scaling)
+        else:
+            each = queries.shape[1] // keys.shape[1]
+            keys, values = (states.repeat_interleave(each, dim=1) for states in (keys, values))
+            read = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling).transpose(1, 2)
+        return self.o_proj(read.reshape(*hidden.shape[:-1], -1))
+
+
+class _MLP(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        sizes = config.hidden_size, config.intermediate_size
+        self.gate_proj = _linear(*sizes, has_bias=config.mlp_bias)
+        self.up_proj = _linear(*sizes, has_bias=config.mlp_bias)
+        self.down_proj = _linear(*reversed(sizes), has_bias=config.mlp_bias)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def _linear(inputs: int, outputs: int, *, has_bias: bool = False) -> torch.nn.Linear:
+    """Return a linear layer with weights of no value: PyTorch would draw random ones."""
+    made = torch.nn.Linear(1, 1, bias=has_bias)
+    made.in_features, made.out_features = inputs, outputs
+    made.weight = torch.nn.Parameter(torch.empty(outputs, inputs))
+    if has_bias:
+        made.bias = torch.nn.Parameter(torch.empty(outputs))
+    return made
+
+
+class _Norm(torch.nn.Module):  # type: ignore[misc]
+    """A root-mean-square norm, computed in float32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(size))
+        self.variance_epsilon = epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class _Rotary(torch.nn.Module):  # type: ignore[misc]
+    """Cosines and sines of positions. `inv_freq` may be replaced, and stays in float32."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        rope, size = config.rope_parameters, config.head_dim
+        inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+        self.register_buffer("inv_freq", inv_freq / rope.get("factor", 1.0), persistent=False)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def apply_rotary_pos_emb(
+    queries: torch.Tensor, keys: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys [rows, heads, tokens, head_dim], rotated. `cosines` and `sines` [rows, tokens, head_dim].
+
+    TorchRotation finds this function by the name that it has in transformers' models.
+    """
+    cosines, sines = cosines[:, None], sines[:, None]
+    return queries * cosines + _turned(queries) * sines, keys * cosines + _turned(keys) * sines
+
+
+def _turned(states: torch.Tensor) -> torch.Tensor:
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

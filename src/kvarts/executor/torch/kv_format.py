@@ -1,0 +1,70 @@
+"""Number formats of KV in pages: that of the model, or int8 with a scale per head and token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from kvarts.errors import ConfigError
+
+__all__ = ["KV_DTYPES", "LayerShape", "decode", "encode", "stored_as"]
+
+KV_DTYPES = ("auto", "int8")
+SCALE_BYTES = 4
+"""Bytes of a scale, which follows the numbers of its head."""
+LARGEST = 127
+
+
+class LayerShape(msgspec.Struct, frozen=True):
+    """The KV of a layer per token: `num_kv_heads` keys and values, of `head_dim` elements each, read by `num_heads`
+    heads.
+
+    `owner`: the layer that stores the keys and values it reads; a layer that is not its own owner stores nothing.
+    `window`: the number of last tokens that it attends to, None for all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    owner: int
+    window: int | None = None
+
+
+def stored_as(
+    layers: Sequence[LayerShape], dtype: torch.dtype, kv_dtype: str
+) -> tuple[tuple[LayerShape, ...], torch.dtype]:
+    """Return the shapes and the format in which the KV of a model with `dtype` is stored.
+
+    In int8, a head has as many more elements as its scale has bytes. Raise ConfigError for an unknown `kv_dtype`.
+    """
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"must be {' or '.join(KV_DTYPES)}, got {kv_dtype!r}", field="kv_dtype")
+    if kv_dtype == "auto":
+        return tuple(layers), dtype
+    return tuple(replace(layer, head_dim=_width(layer.head_dim)) for layer in layers), torch.int8
+
+
+def encode(states: torch.Tensor) -> torch.Tensor:
+    """Return keys or values [..., head_dim] in int8, with their scales, [..., stored elements].
+
+    Each head of a token is divided by its largest magnitude, so the error of an element is at most 1/254 of that.
+    """
+    wide = states.float()
+    scales = (wide.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    missing = _width(states.shape[-1]) - SCALE_BYTES - states.shape[-1]
+    numbers = torch.nn.functional.pad((wide / scales).round().to(torch.int8), (0, missing))
+    return torch.cat((numbers, scales.view(torch.int8)), dim=-1)
+
+
+def decode(stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the [..., head_dim] that `encode` stored, in `dtype`."""
+    scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (stored[..., :head_dim] * scales).to(dtype)
+
+
+def _width(head_dim: int) -> int:
+    """Return the stored elements of a head: whole scales, so that each is aligned."""
+    return -(-head_dim // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES

@@ -1,0 +1,296 @@
+"""A store that engines share: one index of pages, and for each engine a tier and its channels to it.
+
+A page is in the store once, whoever stored it. It can be found by all engines when its store has ended, and pages stay
+while any of them reads or writes them. What one engine evicts does not concern the store: it keeps pages whose
+predecessors only some engines have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvarts.config import EngineConfig
+from kvarts.content import Content
+from kvarts.event_log import Tell
+from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.group_pages import GroupPages
+from kvarts.kv.page_cache import PageCache
+from kvarts.kv.transfer import PrefillTimes
+from kvarts.offload.channel import Channel
+from kvarts.offload.config import OffloadConfig
+from kvarts.offload.index import TierIndex
+from kvarts.offload.index_laws import check_index
+from kvarts.offload.offloader import Offloader
+from kvarts.offload.opening import TiersToOpen
+from kvarts.offload.part_offloader import PartOffloader
+from kvarts.offload.tier import ConnectedTier, MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
+from kvarts.offload.tier_run import ALL, TierRun
+from kvarts.offload.transfers import NEVER_NS
+
+__all__ = ["STORE", "SharedStore", "StoreView"]
+
+STORE = "store"
+
+
+class LinksToStore(Protocol):
+    """The links between the store and the engines. They tell the tiers of an engine when a transfer ends."""
+
+    def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None:
+        """Begin transfer `number` of `worker`."""
+
+    def within_ns(self, worker: int, num_bytes: int, *, is_read: bool) -> int:
+        """Return how long one more transfer would take if no other began or ended."""
+
+
+class SharedStore:
+    """A store of `num_pages` pages. `links`: carry the pages, of `page_bytes` bytes each."""
+
+    def __init__(self, num_pages: int, page_bytes: int, links: LinksToStore) -> None:
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self.links = links
+        self.index = TierIndex(num_pages, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
+        self.views: dict[int, StoreView] = {}
+
+    def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore:
+        """Return the settings of the tiers of `worker`: those of `offload`, and the store below them.
+
+        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` says it.
+        """
+        if offload is None:
+            offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
+        view = self.views[worker] = StoreView(self, worker)
+        page_bytes = self.page_bytes
+        write = StoreChannel("store_write", self.links, worker, page_bytes=page_bytes, is_read=False)
+        read = StoreChannel("store_read", self.links, worker, page_bytes=page_bytes, is_read=True)
+        return TiersWithStore(offload, view, write, read)
+
+    def _on_stored(self, run: TierRun) -> None:
+        parent = run.parent
+        before = None if parent is None or not run.start else parent.content
+        on_stored = self.views[run.writer].on_stored
+        if on_stored is not None:
+            on_stored(run.content, run.start, run.end, before)
+
+    def _on_removed(self, content: Content, start: int, end: int) -> None:
+        on_removed = self.views[self.index.removed_of].on_removed
+        if on_removed is not None:
+            on_removed(content, start, end)
+
+
+class StoreView(MemoryTier):
+    """The store as a tier of one engine, `worker`. Its counts and events are those of what this engine does."""
+
+    def __init__(self, store: SharedStore, worker: int) -> None:
+        self.on_stored: OnStored | None = None
+        self.on_removed: OnRemoved | None = None
+        super().__init__(STORE, store.num_pages)
+        self.worker = worker
+        self.index = store.index
+        self.find = self.index.find
+        self.lose = _keep
+        self.num_pages_from: dict[int, int] = {}
+        """Pages that were loaded, by the engine that had stored them."""
+        self._num_moving = 0
+        self._num_evicted = 0
+
+    def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
+        """Set the callbacks for runs of this engine that become findable or stop being findable."""
+        self.on_stored, self.on_removed = on_stored, on_removed
+
+    @property
+    def num_used(self) -> int:
+        """Pages of the store that transfers of this engine read or write."""
+        return self._num_moving
+
+    @property
+    def num_cached(self) -> int:
+        """0: what is cached is of all engines."""
+        return 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages that were evicted to make room for pages of this engine."""
+        return self._num_evicted
+
+    @property
+    def has_holes(self) -> bool:
+        """False: the store keeps pages whose predecessors are elsewhere."""
+        return False
+
+    def prepare_store(
+        self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
+    ) -> TierStore | None:
+        """Make room for the missing pages of [start, end)."""
+        self.index.writer = self.worker
+        num_evicted = self.index.num_evicted
+        store = super().prepare_store(content, start, end, deepest_first=deepest_first, limit=limit)
+        self._num_evicted += self.index.num_evicted - num_evicted
+        if store is not None:
+            self._num_moving += store.num_pages
+        return store
+
+    def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
+        """End a store; return False if it had ended before."""
+        is_first = super().complete_store(store, is_stored=is_stored)
+        if is_first:
+            self._num_moving -= store.num_pages
+        return is_first
+
+    def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
+        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
+        start, run = self._pins[holder].start, self._pins[holder].run
+        load = super().prepare_load(holder, num_pages)
+        self._num_moving += load.num_pages
+        (segment,) = load.segments
+        node: TierRun | None = run
+        while node is not None and node.end > start:
+            count = min(node.end, segment.end) - max(node.start, start)
+            if count > 0:
+                self.num_pages_from[node.writer] = self.num_pages_from.get(node.writer, 0) + count
+            node = node.parent
+        return load
+
+    def complete_load(self, load: TierLoad, num_good_pages: int | None = None) -> bool:
+        """End a load; return False if it had ended before. Pages that did not arrive are still in the store."""
+        is_first = super().complete_load(load)
+        if is_first:
+            self._num_moving -= load.num_pages
+        return is_first
+
+    def reset(self) -> None:
+        """Do nothing: the store outlives an engine that fails."""
+
+    def check(self, is_above: Callable[[Content, int], bool]) -> None:
+        """Assert laws L1 and L2; L3 does not hold, as pages before those of the store may be with any engine."""
+        check_index(self.index, lambda _content, _num_pages: True)
+
+
+def _keep(content: Content, start: int, end: int) -> None:
+    """Do nothing: other engines may still have these pages."""
+
+
+class StoreChannel(Channel):
+    """A Channel between one engine and the store. It shares the links, so that ends are not known beforehand.
+
+    Pages have `page_bytes` bytes there, those of all devices of the engine. `tiers` must be set before its first use.
+    """
+
+    __slots__ = ("_is_read", "_links", "_num_under_way", "_page_bytes", "_worker", "tiers")
+
+    def __init__(self, name: str, links: LinksToStore, worker: int, *, page_bytes: int, is_read: bool) -> None:
+        super().__init__(name, latency_us=0.0, bytes_per_s=1)
+        self._links = links
+        self._worker = worker
+        self._page_bytes = page_bytes
+        self._is_read = is_read
+        self._num_under_way = 0
+        """Bytes of transfers that have not ended."""
+        self.tiers: Offloader
+
+    def wait_ns(self, now_ns: int) -> int:
+        """Return how long the transfers of this engine that are under way would take alone."""
+        if not self._num_under_way:
+            return 0
+        return self._links.within_ns(self._worker, self._num_under_way, is_read=self._is_read)
+
+    def within_ns(self, now_ns: int, num_bytes: int) -> int:
+        """Return how long a transfer of `num_bytes` submitted now would take if no other began or ended."""
+        return self._links.within_ns(self._worker, self._bytes_there(num_bytes), is_read=self._is_read)
+
+    def num_within(self, now_ns: int, bound_ns: int, unit_bytes: int) -> int:
+        """Return how many units of `unit_bytes` could be carried within `bound_ns`, after those under way."""
+        wait_ns = self.wait_ns(now_ns)
+        latency_ns = self.within_ns(now_ns, 0)
+        unit_ns = self.within_ns(now_ns, unit_bytes * MANY) - latency_ns
+        left_ns = bound_ns - wait_ns - latency_ns
+        num_units = left_ns * MANY // max(1, unit_ns) if left_ns > 0 else 0
+        return num_units if wait_ns or num_units else 1
+
+    def submit(self, now_ns: int, num_bytes: int) -> int:
+        """Begin the next transfer of `tiers`; return NEVER_NS: when it ends is not known."""
+        num_bytes = self._bytes_there(num_bytes)
+        self.num_bytes += num_bytes
+        self.num_transfers += 1
+        self._num_under_way += num_bytes
+        self._links.begin(self._worker, self.tiers.num_transfers, num_bytes, now_ns, is_read=self._is_read)
+        return NEVER_NS
+
+    def ended(self, num_bytes: int, duration_ns: int | None) -> None:
+        """Note that a transfer has ended."""
+        self._num_under_way -= self._bytes_there(num_bytes)
+
+    def _bytes_there(self, num_bytes: int) -> int:
+        """Return what the pages of `num_bytes` bytes here weigh in the store."""
+        return num_bytes // self.tiers.page_bytes * self._page_bytes
+
+
+MANY = 1000
+"""Units for which a duration is asked, so that rounding to nanoseconds does not matter."""
+
+
+class TiersWithStore:
+    """Settings of tiers below a device, see TierSettings: those of `offload`, and below them a shared store."""
+
+    is_lazy = False
+
+    def __init__(self, offload: OffloadConfig, view: StoreView, write: StoreChannel, read: StoreChannel) -> None:
+        self._offload = offload
+        self._view = view
+        self._write = write
+        self._read = read
+
+    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> TiersToOpen:
+        """Prepare the tiers below an engine of `config`."""
+        return StoreToOpen(self._offload, config, make_order, [ConnectedTier(self._view, self._write, self._read)])
+
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return nothing: a store keeps whole pages."""
+        return {}
+
+    def open_group_tiers(
+        self,
+        config: EngineConfig,
+        cache: GroupPages,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None = None,
+        prefill: PrefillTimes | None = None,
+    ) -> PartOffloader:
+        """Never called, as there are no such tiers."""
+        raise NotImplementedError
+
+
+class StoreToOpen(TiersToOpen):
+    """TiersToOpen with a store below them."""
+
+    def __init__(
+        self,
+        offload: OffloadConfig,
+        config: EngineConfig,
+        make_order: Callable[[], EvictionOrder],
+        store: Sequence[ConnectedTier],
+    ) -> None:
+        super().__init__(offload, config, make_order, more=store)
+        self._store = store
+
+    def open_below(
+        self,
+        cache: PageCache,
+        *,
+        with_page_ids: bool,
+        tell: Tell | None,
+        prefill: PrefillTimes | None = None,
+        fingerprint: Callable[[], str] | None = None,
+    ) -> Offloader:
+        """Open the tiers below `cache`."""
+        opened = super().open_below(
+            cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill, fingerprint=fingerprint
+        )
+        for connected in self._store:
+            for channel in (connected.write, connected.read):
+                assert isinstance(channel, StoreChannel)
+                channel.tiers = opened
+        return opened

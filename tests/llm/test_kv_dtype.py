@@ -1,0 +1,118 @@
+"""KV in int8: an element's error is bounded, a step's result depends on the tokens alone, and memory is counted as it
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarts.config import EngineConfig
+from kvarts.errors import ConfigError
+from kvarts.executor.torch.attention import AttentionCall, attending
+from kvarts.executor.torch.kv_format import decode, encode
+from kvarts.executor.torch.probe import examine
+from kvarts.executor.torch.watching import Packed
+from kvarts.llm.llm import LLM
+from kvarts.offload.config import OffloadConfig
+
+from builders.real_models import GREEDY, PAGE_SIZE, prompts_with_prefixes
+
+
+@pytest.mark.laws
+@given(st.integers(1, 80), st.floats(1e-30, 1e30), st.integers(0, 1 << 20), st.sampled_from(["float32", "bfloat16"]))
+def test_an_element_is_off_by_a_254th_of_the_largest_of_its_head(
+    head_dim: int, scale: float, seed: int, name: str
+) -> None:
+    dtype = getattr(torch, name)
+    states = torch.randn(3, 2, head_dim, generator=torch.Generator().manual_seed(seed)).mul(scale).to(dtype)
+    stored = encode(states)
+    assert stored.dtype == torch.int8 and stored.shape[-1] % 4 == 0 and stored.shape[-1] <= head_dim + 7
+    largest = states.float().abs().amax(-1, keepdim=True)
+    error = (decode(stored, head_dim, torch.float32) - states.float()).abs()
+    assert bool((error <= largest / 253).all())
+    assert decode(stored, head_dim, dtype).dtype == dtype
+    assert not decode(encode(torch.zeros(1, 1, head_dim)), head_dim, dtype).any()
+
+
+class Quantized(Packed):
+    """Attention to keys and values as int8 holds them."""
+
+    def answer(self, call: AttentionCall) -> torch.Tensor:
+        def stored(states: torch.Tensor) -> torch.Tensor:
+            return decode(encode(states), states.shape[-1], states.dtype)
+
+        call.key, call.value = stored(call.key), stored(call.value)
+        return super().answer(call)
+
+
+def chosen(model: Any, tokens: list[int], num_prompt_tokens: int) -> list[int]:
+    """The likeliest token at each place after the prompt, as one pass over all tokens computes them."""
+    sequences, positions = torch.zeros(len(tokens), dtype=torch.long), torch.arange(len(tokens))
+    with torch.inference_mode(), attending(Quantized(sequences, positions, examine(model).layers)):
+        logits = model(input_ids=torch.tensor([tokens]), position_ids=positions[None], use_cache=False).logits[0]
+    best: list[int] = logits.argmax(-1).tolist()
+    return best[num_prompt_tokens - 1 : -1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_pages": 40, "max_num_batched_tokens": 16},
+        {"num_pages": 40, "offload": OffloadConfig(host_pages=100, policy="eager"), "kv_groups": "off"},
+        {"speculative_config": "ngram"},
+    ],
+    ids=["plain", "preempted", "host memory", "guessed"],
+)
+def test_tokens_are_those_of_attention_to_rounded_numbers(
+    models: Callable[[str], tuple[Any, Any]], family: str, settings: dict[str, Any]
+) -> None:
+    model, _ = models(family)
+    settings = dict(settings)
+    config = EngineConfig(
+        num_pages=settings.pop("num_pages", 256),
+        page_size=PAGE_SIZE,
+        max_num_batched_tokens=settings.pop("max_num_batched_tokens", 64),
+        max_num_seqs=4,
+    )
+    llm = LLM(model, None, config, audit=True, kv_dtype="int8", **settings)
+    prompts = prompts_with_prefixes()
+    for _ in range(2):  # the second time, prefixes are found
+        told = llm.generate(prompts, GREEDY)
+        for prompt, one in zip(prompts, told, strict=True):
+            assert list(one.tokens) == chosen(model, [*prompt, *one.tokens], len(prompt))
+    if config.num_pages == 256:
+        assert sum(one.cached_tokens for one in told) > 0
+    assert llm.attention == "sdpa" and llm.kv_live_bytes() == 0
+    llm.check()
+
+
+def test_memory_is_counted_as_it_is(models: Callable[[str], tuple[Any, Any]]) -> None:
+    """With heads of 16 elements: 20 bytes and not 64."""
+    model, _ = models("qwen3")
+    plain, small = (LLM(model, None, kv_memory="1MiB", page_size=4, kv_dtype=name) for name in ("auto", "int8"))
+    assert plain.host().token_bytes == 4 * 2 * 2 * 16 * 4 and small.host().token_bytes == 4 * 2 * 2 * 20
+    assert small.config.num_pages == (1 << 20) // (small.host().token_bytes * 4)
+    assert 0.99 * (1 << 20) < small.kv_bytes() == small._executor.pools.num_bytes <= 1 << 20
+    assert plain.host().fingerprint() != small.host().fingerprint()
+
+
+def test_what_is_not_supported_says_so(models: Callable[[str], tuple[Any, Any]], tiny: Callable[[str], Path]) -> None:
+    model, _ = models("qwen3")
+    with pytest.raises(ConfigError, match="auto or int8, got 'fp8'"):
+        LLM(model, None, kv_dtype="fp8")
+    with pytest.raises(ConfigError, match="numba cannot be had: it reads no KV in int8"):
+        LLM(model, None, kv_dtype="int8", attention="numba")
+    with pytest.raises(ConfigError, match="layers that keep a state"):
+        LLM(tiny("qwen3-next"), kv_dtype="int8")
