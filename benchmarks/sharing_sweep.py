@@ -76,7 +76,7 @@ def cases_of(data: Path) -> Iterator[Case]:
     azure, mooncake = {"first": conv, "second": code}, {"first": chat, "second": synthetic}
     for kv_memory, weights in (("4GiB", (1, 1)), ("8GiB", (1, 1)), ("8GiB", (1, 3)), ("16GiB", (3, 1))):
         yield Case(f"Azure, {kv_memory}, {weights[0]}:{weights[1]}", azure, kv_memory, weights)
-    for kv_memory, weights in (("40GiB", (1, 1)), ("40GiB", (1, 3)), ("30GiB", (1, 3))):
+    for kv_memory, weights in (("40GiB", (1, 1)), ("40GiB", (1, 3)), ("40GiB", (3, 1)), ("30GiB", (1, 3))):
         yield Case(f"Mooncake x 0.25, {kv_memory}, {weights[0]}:{weights[1]}", mooncake, kv_memory, weights, 0.25)
     yield Case("Azure x 0.5, 8GiB, 1:1", azure, "8GiB", (1, 1), 0.5)
     yield Case("Azure x 2, 8GiB, 1:1", azure, "8GiB", (1, 1), 2.0)

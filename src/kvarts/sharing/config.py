@@ -16,7 +16,6 @@ from kvarts.errors import ConfigError
 from kvarts.limits import MOST_BYTES_PER_TOKEN, MOST_COUNT, check_number, check_whole
 from kvarts.settings import AtLeastOne, Given, Section, SettingError, parts_of_error, setting, settings_of
 from kvarts.sharing.health import HealthChange, parse_health
-from kvarts.sharing.shares import shares_of
 from kvarts.sim.config import KvGroupsName, ReplayConfig, build_replay
 from kvarts.sim.hardware import (
     DeviceSettings,
@@ -177,6 +176,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     @cached_property
     def shares(self) -> dict[str, Fraction]:
         """The part of the time of the device that each model owns; the sum is 1."""
+        from kvarts.sharing.shares import shares_of  # a replay of one model does not need it
+
         models = self.models
         try:
             return shares_of(

@@ -92,14 +92,16 @@ class TurnOrder:
         due = [self.due[tenant] for tenant in active]
         last_turn = [self._last_turn[tenant] for tenant in active]
         scales = [self.scales[tenant] for tenant in active]
-        steps = [iter(durations) for durations in durations_ns]
+        steps = [0] * len(active)
         turn, unit, now = self._num_turns, self.unit, now_ns * self.unit
         while True:
             first = min(due)
             place = due.index(first) if first <= now else last_turn.index(min(last_turn))
             yield place
-            duration_ns = next(steps[place])
-            due[place] = min(due[place], now) + duration_ns * scales[place]
+            duration_ns = durations_ns[place][steps[place]]
+            steps[place] += 1
+            since = due[place]
+            due[place] = (since if since < now else now) + duration_ns * scales[place]
             now += duration_ns * unit
             last_turn[place] = turn
             turn += 1
@@ -108,7 +110,8 @@ class TurnOrder:
         """Count turns of `tenant` among many executed at once. Models are counted in the order of their last turns."""
         due, scale, unit = self.due[tenant], self.scales[tenant], self.unit
         for start_ns, duration_ns in zip(starts_ns, durations_ns, strict=True):
-            due = min(due, start_ns * unit) + duration_ns * scale
+            start = start_ns * unit
+            due = (due if due < start else start) + duration_ns * scale
         self.due[tenant] = due
         self.pass_turn(tenant, starts_ns[-1])
         tenant.step_ns = max(1, durations_ns[-1])
