@@ -126,6 +126,8 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     `by_tier`: the number of pages from each tier, in order. The request has `num_held_pages` pages from now on. With KV
     groups, a load contains all parts that the groups need to resume from there and that the device lacks. The request
     then has as many blocks, or may allocate them when it begins to run.
+
+    `num_front_pages`: pages after those found that are computed meanwhile; the load brings the pages after these.
     """
 
     transfer: int
@@ -134,6 +136,7 @@ class LoadStarted(msgspec.Struct, frozen=True, gc=False):
     num_hit_pages: int
     num_held_pages: int
     by_tier: tuple[tuple[str, int], ...]
+    num_front_pages: int = 0
 
 
 class LoadWeighed(msgspec.Struct, frozen=True, gc=False):

@@ -7,7 +7,7 @@ from kvarts.events import ChunkComputed
 from kvarts.kv.cache import Cache, Holding
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.loads import Loads
+from kvarts.sched.loads import Loads, LoadUnderWay
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.plan import Chunk
 from kvarts.sched.preemption import Planned, Preemptor
@@ -70,6 +70,23 @@ class Prefill:
             num_tokens = request.own.most_tokens(hit_tokens, num_tokens)
         self._compute(request, num_tokens, num_known, chunks)
         return num_tokens if request.num_computed == num_known else budget
+
+    def compute_front(self, load: LoadUnderWay, budget: int, chunks: list[Chunk]) -> int:
+        """Compute pages of a request before those that are loaded for it; return the tokens used of `budget`."""
+        request, holding, loads = load.request, load.request.holding, self._loads
+        assert holding is not None and loads is not None and self._batch is None
+        start, front_end = request.num_computed, load.front_end * self._page_size
+        end = request.num_computed = min(front_end, start + budget)
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        if self._tell is not None:
+            self._tell(ChunkComputed(request.index, start, end, num_known))
+        self._cache.extend(holding, end, is_end=False)
+        self._note_full(request, holding, start, end)
+        chunks.append(Chunk(start, end - start, request.num_prompt_tokens, num_known))
+        if end < front_end:
+            return budget
+        loads.fronts.remove(load)
+        return end - start
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return the rest of `budget`.
