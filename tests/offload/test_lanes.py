@@ -157,6 +157,7 @@ def test_a_request_that_is_cancelled_meanwhile_releases_its_pages_when_the_load_
     assert num_in_front == (2 if after_ms > 1 else 1)
     engine.run_until(1 << 60, [])
     engine.flush()
+    assert sum(isinstance(event, ChunkComputed) and event.request == 2 for event in events) == num_in_front
     assert not engine.has_work
     assert engine.scheduler.cache.num_used == 0
 

@@ -251,8 +251,8 @@ class Loads:
         load.end_ns = tiers.start_load(
             request.index, request.content, front_end, num_loaded, holding, weighed.num_front
         )
+        request.num_computed = start * self._page_size
         if weighed.num_front:
-            request.num_computed = start * self._page_size
             load.end_ns = max(load.end_ns, now_ns + weighed.front_ns)
             self.fronts.append(load)
         return True
@@ -297,14 +297,12 @@ class Loads:
         for load in ended:
             request, result = load.request, load.loaded
             assert result is not None
-            has_front = load in self.fronts
+            has_front = request.num_computed < load.front_end * self._page_size
             if has_front and request.state is not RequestState.ABANDONED:
                 self._ended.append(load)
                 continue
             del self._loading[request.index]
-            if has_front:
-                self.fronts.remove(load)
-            else:
+            if not has_front:
                 self._count_front(load)
             can_go_on = not has_front and self._can_go_on(load, result)
             if request.state is RequestState.ABANDONED:
@@ -360,6 +358,7 @@ class Loads:
         elif request.state is RequestState.LOADING:
             request.become(RequestState.ABANDONED)
             self._num_abandoned += 1
+            self.fronts = [load for load in self.fronts if load.request is not request]
         else:
             self.loaded = [entry for entry in self.loaded if entry[0] is not request]
             self._close(request)

@@ -83,9 +83,8 @@ class Prefill:
         self._cache.extend(holding, end, is_end=False)
         self._note_full(request, holding, start, end)
         chunks.append(Chunk(start, end - start, request.num_prompt_tokens, num_known))
-        if end < front_end:
-            return budget
-        loads.fronts.remove(load)
+        if end == front_end:
+            loads.fronts.remove(load)
         return end - start
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
