@@ -209,11 +209,15 @@ class RemovedBelowLine(Line, tag="removed_below", frozen=True, kw_only=True, gc=
 
 
 class LoadingLine(Line, tag="loading", frozen=True, kw_only=True, gc=False):
-    """A load of the request's pages from tiers below began, after `hit_pages` on the device, as `transfer`."""
+    """A load of the request's pages from tiers below began, as `transfer`.
+
+    It brings those after `hit_pages` on the device and `front_pages` that the request computes meanwhile.
+    """
 
     transfer: Count
     hit_pages: Count
     pages: dict[str, Count]
+    front_pages: Count = 0
 
 
 class LoadedLine(Line, tag="loaded", frozen=True, kw_only=True, gc=False):

@@ -85,6 +85,7 @@ class Request:
         "content",
         "first_admitted_ns",
         "first_token_ns",
+        "front_tokens",
         "furthest_computed",
         "goes_first",
         "hit_tokens",
@@ -165,6 +166,8 @@ class Request:
         self.goes_first = False
         """It has waited for another request's load as head of the queue, so it has precedence within its priority."""
         self.num_preemptions = 0
+        self.front_tokens = 0
+        """Tokens that were computed for the first time while pages after them were loaded, until it runs."""
         self.hit_tokens = 0
         """Tokens hit in the current admission."""
         self.largest_hit_tokens = 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvarts.cli.table import render_table
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.events import Event, LoadAwaited, LoadStarted, LoadWeighed, StoreStarted, TransferEnded
+from kvarts.events import ChunkComputed, Event, LoadAwaited, LoadStarted, LoadWeighed, StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
@@ -54,12 +54,12 @@ class SlowPrefill:
         return (end - start) * NS_PER_S
 
 
-def make_engine(num_pages: int = 32, **offload: object) -> tuple[Replica, list[Event]]:
+def make_engine(num_pages: int = 32, budget: int = 64, **offload: object) -> tuple[Replica, list[Event]]:
     """An engine with pages of one token and a thousand bytes, steps of a millisecond, and prompts said to be slow."""
     kept = Kept()
     settings = {"host_pages": 64, "latency_us": 0.0, "kv_bytes_per_token": 1000, **offload}
     below = OffloadConfig(**settings)  # type: ignore[arg-type]
-    config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=64, max_num_seqs=4)
+    config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=4)
     engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill())
     return engine, kept.events
 
@@ -118,7 +118,7 @@ def test_the_prefix_of_what_is_copied_can_be_evicted_meanwhile() -> None:
 # Loads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("h2d", "num_loads"), [(2 * A_PAGE_A_SECOND, 1), (A_PAGE_A_SECOND // 2, 0)])
+@pytest.mark.parametrize(("h2d", "num_loads"), [(2 * A_PAGE_A_SECOND, 1), (A_PAGE_A_SECOND // 8, 0)])
 def test_what_is_sooner_computed_is_not_loaded(h2d: int, num_loads: int) -> None:
     engine, events = make_engine(h2d=h2d)
     run(engine, request_of(0, range(8)))
@@ -128,7 +128,50 @@ def test_what_is_sooner_computed_is_not_loaded(h2d: int, num_loads: int) -> None
     assert sum(isinstance(event, LoadStarted) and event.request == 2 for event in events) == num_loads
     assert len(weighed) == 1 - num_loads
     for event in weighed:
-        assert (event.num_pages, event.load_ns, event.worth_ns) == (0, 14 * NS_PER_S, 7 * NS_PER_S)
+        assert (event.num_pages, event.load_ns, event.worth_ns) == (0, 56 * NS_PER_S, 7 * NS_PER_S)
+
+
+def test_the_last_pages_are_loaded_while_the_first_are_computed() -> None:
+    engine, events = make_engine(h2d=A_PAGE_A_SECOND)
+    run(engine, request_of(0, range(12)))
+    forget_on_device(engine, 1)
+    prompt = request_of(2, range(13))
+    since_ns = engine.now_ns
+    run(engine, prompt)
+    (load,) = [event for event in events if isinstance(event, LoadStarted)]
+    assert (load.num_hit_pages, load.num_front_pages, load.by_tier) == (1, 6, (("host", 5),))
+    assert 5 * NS_PER_S < prompt.first_token_ns - since_ns < 5.1 * NS_PER_S
+    assert (prompt.cached_tokens, prompt.cached_tokens_below, prompt.recomputed_tokens) == (6, (5,), 0)
+
+
+@pytest.mark.parametrize("after_ms", [1, 3000])
+def test_a_request_that_is_cancelled_meanwhile_releases_its_pages_when_the_load_has_ended(after_ms: int) -> None:
+    engine, events = make_engine(budget=4, h2d=A_PAGE_A_SECOND)
+    run(engine, request_of(0, range(12)))
+    forget_on_device(engine, 1)
+    prompt = request_of(2, range(13))
+    engine.submit(prompt, engine.now_ns)
+    engine.run_until(engine.now_ns + after_ms * NS_PER_S // 1000, [])
+    engine.cancel(prompt)
+    num_in_front = sum(isinstance(event, ChunkComputed) and event.request == 2 for event in events)
+    assert num_in_front == (2 if after_ms > 1 else 1)
+    engine.run_until(1 << 60, [])
+    engine.flush()
+    assert sum(isinstance(event, ChunkComputed) and event.request == 2 for event in events) == num_in_front
+    assert not engine.has_work
+    assert engine.scheduler.cache.num_used == 0
+
+
+def test_what_a_split_load_does_not_bring_is_computed() -> None:
+    engine, _ = make_engine(h2d=A_PAGE_A_SECOND, fail_every=3)
+    run(engine, request_of(0, range(12)))
+    forget_on_device(engine, 1)
+    prompt = request_of(2, range(13))
+    since_ns = engine.now_ns
+    run(engine, prompt)
+    assert offloader_of(engine).counts.num_failed == 1
+    assert 5 * NS_PER_S < prompt.first_token_ns - since_ns < 5.1 * NS_PER_S
+    assert (prompt.cached_tokens, prompt.recomputed_tokens) == (1, 0), "one was on the device"
 
 
 def test_only_the_tier_that_pays_is_loaded_from() -> None:

@@ -295,6 +295,12 @@ class NaiveEngine:
     def begin_step(self, now_ns: int) -> None:
         pass
 
+    def compute_fronts(self, budget: int, before: dict[int, int]) -> int:
+        return budget
+
+    def loading_with_front(self) -> list[NaiveRequest]:
+        return []
+
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         return budget
 
@@ -363,6 +369,7 @@ class NaiveEngine:
             before[request.seq] = request.computed
             self.compute(request, request.computed + want)
         if not num_preempted:
+            budget = self.compute_fronts(budget, before)
             budget = self.admit_loaded(now_ns, budget, before)
         while not num_preempted and self.waiting and self.num_seated() < self.max_num_seqs and budget:
             head = self.choose_head(self.waiting, now_ns)
@@ -376,6 +383,7 @@ class NaiveEngine:
             self.pin(hits)
             head.pages = list(hits)
             if self.starts_load(head, hits, now_ns):
+                budget = self.compute_fronts(budget, before)
                 continue
             before[head.seq] = len(hits) * self.page_size
             budget -= self.enter(head, before[head.seq], budget, now_ns)
@@ -387,7 +395,7 @@ class NaiveEngine:
         if budget == self.max_num_batched_tokens and not num_preempted:
             return self.pause_until()
         batch = Batch([], [])
-        for request in self.running:
+        for request in [*self.running, *self.loading_with_front()]:
             if request.seq not in before:
                 continue
             if before[request.seq] < len(request.tokens):

@@ -8,6 +8,7 @@ Longer than other files: it is read from top to bottom, beside the guide, and is
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,9 @@ class NaiveTransfer:
     sources: list[list[Entry]] = field(default_factory=list)
     # Loads: for each tier, the pinned entries, and which pages they are.
     request: NaiveRequest | None = None
+    # What its request computes meanwhile: from a token, up to another, until when.
+    front: tuple[int, int] = (0, 0)
+    front_ends_ns: int = 0
     loads: list[tuple[NaiveTier, list[Entry], int, int]] = field(default_factory=list)
 
 
@@ -98,6 +102,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.computed_now: list[tuple[NaiveRequest, int]] = []
         self.spills: list[Name] = []
         self.loading: list[NaiveRequest] = []
+        self.leading: list[NaiveTransfer] = []  # loads whose pages cannot be found yet
         self.ended_loads: list[tuple[NaiveRequest, int, list[int]]] = []
         self.ready: list[tuple[NaiveRequest, int, list[int]]] = []
         self.below_tokens: dict[int, list[int]] = {}
@@ -312,7 +317,12 @@ class NaiveOffloadEngine(NaiveEngine):
         return len(self.waiting) + len(self.loading) + len(self.ended_loads) + len(self.ready) + len(self.following)
 
     def begin_step(self, now_ns: int) -> None:
-        for request, num_pages, by_tier in self.ended_loads:
+        ended, self.ended_loads = self.ended_loads, []
+        for request, num_pages, by_tier in ended:
+            if request in self.fronts():
+                self.ended_loads.append((request, num_pages, by_tier))
+                continue
+            self.leading = [transfer for transfer in self.leading if transfer.request is not request]
             for index in range(num_pages):
                 if request.pages[index].name is None:
                     self.give_name(request, index)
@@ -324,7 +334,6 @@ class NaiveOffloadEngine(NaiveEngine):
             self.waiting[:0] = back
             if self.profile == "default":
                 self.waiting.sort(key=lambda r: -r.priority)
-        self.ended_loads = []
 
     def end_transfers(self, now_ns: int) -> None:
         self.now_ns = now_ns
@@ -656,47 +665,93 @@ class NaiveOffloadEngine(NaiveEngine):
             gain_ns = compute_ns - self.prefill_ns(end * self.page_size, head.known)
             return gain_ns * (1 + num_behind) * (self.num_good_loads + 1) // (self.num_loads + 1)
 
-        best, most_ns, load_ns = 0, 0, 0
-        for index, (tier, start, end) in enumerate(offers):
-            lane = "h2d" if tier is self.tiers[0] else "disk_read"
-            moved_ns = self.latency_ns[lane] - (-(end - start) * self.page_bytes * 10**9 // self.rates[lane])
-            load_ns = max(load_ns, max(0, self.lane_free_ns[lane] - self.now_ns) + moved_ns)
-            if worth_ns(end) - load_ns >= most_ns:
-                best, most_ns = index + 1, worth_ns(end) - load_ns
+        def load_ns(first: int, last: int) -> int:
+            most_ns = 0
+            for tier, start, end in offers:
+                lane = "h2d" if tier is self.tiers[0] else "disk_read"
+                if (num_pages := min(end, last) - max(start, first)) > 0:
+                    moved_ns = self.latency_ns[lane] - (-num_pages * self.page_bytes * 10**9 // self.rates[lane])
+                    most_ns = max(most_ns, max(0, self.lane_free_ns[lane] - self.now_ns) + moved_ns)
+            return most_ns
+
+        def front_ns(page: int) -> int:
+            return self.prefill_ns(position * self.page_size, page * self.page_size)
+
+        best, front, most_ns = 0, position, 0
+        for index, (_, _, end) in enumerate(offers):
+            if worth_ns(end) - load_ns(position, end) >= most_ns:
+                best, front, most_ns = index + 1, position, worth_ns(end) - load_ns(position, end)
+            # The last pages are loaded while those before them are computed: as many as take no longer.
+            pages = range(position, end)
+            split = pages[0] + bisect_left(pages, True, key=lambda page: front_ns(page) >= load_ns(page, end))
+            if position < split < end:
+                saved_ns = compute_ns - self.prefill_ns(end * self.page_size, head.known) - front_ns(split)
+                gain_ns = saved_ns * (1 + num_behind) * (self.num_good_loads + 1) // (self.num_loads + 1)
+                gain_ns -= max(0, load_ns(split, end) - front_ns(split))
+                if gain_ns > most_ns:
+                    best, front, most_ns = index + 1, split, gain_ns
         limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
         leader, furthest, leader_ends_ns = None, position, 0
-        for transfer in self.transfers:
-            if transfer.kind != "load":
-                continue
+        for transfer in self.leading:
             assert transfer.request is not None
-            start, end = transfer.loads[0][2], min(limit, transfer.loads[-1][3])
+            start, end = transfer.front[0] // self.page_size, min(limit, transfer.loads[-1][3])
             if not start <= position < transfer.loads[-1][3]:
                 continue
             mine, theirs = self.names(head, end), self.names(transfer.request, end)
             common = next((i for i in range(end) if mine[i] is not theirs[i]), end)
             if common > furthest:
-                leader, furthest, leader_ends_ns = transfer.request, common, transfer.end_ns
+                leader, furthest = transfer.request, common
+                leader_ends_ns = max(transfer.end_ns, transfer.front_ends_ns)
         if leader is not None and worth_ns(furthest) - (leader_ends_ns - self.now_ns) >= most_ns:
             self.following.append((head, leader))
             return True
-        self.chosen_load = [best]
+        self.chosen_load = [best, front, front_ns(front)]
         return False
 
     def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
         if not self.chosen_load or not self.chosen_load[0]:
             return False
         names = self.names(head, head.known // self.page_size)
+        num_tiers, front, front_ns = self.chosen_load
         offers = [
-            (tier, tier.pin(names[:end]), start, end)
-            for tier, start, end in self.offers(head, len(hits))[: self.chosen_load[0]]
+            (tier, tier.pin(names[:end]), max(start, front), end)
+            for tier, start, end in self.offers(head, len(hits))[:num_tiers]
+            if front < end
         ]
         head.pages += [self.take_page() for _ in range(self.pages_for(head.known) - len(hits))]
         ends_ns = []
         for tier, _, start, end in offers:
             ends_ns.append(self.lane("h2d" if tier is self.tiers[0] else "disk_read", end - start))
-        self.begin(NaiveTransfer(-1, max(ends_ns), "load", request=head, loads=offers))
+        transfer = NaiveTransfer(-1, max(ends_ns), "load", request=head, loads=offers)
+        head.computed = len(hits) * self.page_size
+        transfer.front = head.computed, front * self.page_size
+        if front > len(hits):
+            transfer.front_ends_ns = self.now_ns + front_ns
+            head.others_hit_tokens += max(0, head.computed - head.furthest)
+            head.furthest = max(head.furthest, head.computed)
+        self.begin(transfer)
+        self.leading.append(transfer)
         self.loading.append(head)
         return True
+
+    def fronts(self) -> list[NaiveRequest]:
+        """Requests that compute what is before the pages that are loaded for them."""
+        return [transfer.request for transfer in self.leading if transfer.request is not None
+                and transfer.request.computed < transfer.front[1]]  # fmt: skip
+
+    def loading_with_front(self) -> list[NaiveRequest]:
+        return [transfer.request for transfer in self.leading if transfer.request is not None]
+
+    def compute_fronts(self, budget: int, before: dict[int, int]) -> int:
+        for transfer in self.leading:
+            request = transfer.request
+            assert request is not None
+            num_tokens = min(budget, transfer.front[1] - request.computed)
+            if num_tokens > 0:
+                before[request.seq] = request.computed
+                self.compute(request, request.computed + num_tokens)
+                budget -= num_tokens
+        return budget
 
     def end_load(self, transfer: NaiveTransfer, *, is_good: bool) -> None:
         request = transfer.request

@@ -404,7 +404,13 @@ class Auditor:
         for request in loaded:
             known = self._requests[request]
             assert known.load is not None
-            self._held.name(known, known.load.stop)
+            has_front = known.computed < known.load.start * self._page_size
+            if has_front and not known.is_cancelled:
+                self._loaded.append(request)  # what is before the loaded pages is still to be computed
+                continue
+            if not has_front:
+                self._held.name(known, known.load.stop)
+            self._leaders = {transfer: other for transfer, other in self._leaders.items() if other != request}
             if known.is_cancelled:
                 self._close(request, self._requests.pop(request))
 
@@ -539,7 +545,9 @@ class Auditor:
 
     def _compute(self, event: ChunkComputed) -> None:
         known, size = self._requests[event.request], self._page_size
-        if (event.start, event.num_known_tokens) != (known.computed, known.known) or not known.is_running:
+        is_front = known.load is not None and event.end <= known.load.start * size
+        is_next = (event.start, event.num_known_tokens) == (known.computed, known.known)
+        if not (is_next and (known.is_running or is_front)):
             self._find(
                 f"computes tokens from {event.start} of {event.num_known_tokens}, and had {known.computed} of "
                 f"{known.known}",
@@ -646,11 +654,14 @@ class Auditor:
         if known.offer is not None and known.offer[0] == event.num_hit_pages:
             below = known.offer[1]
         known.offer = None
+        below = _after(below, event.num_front_pages)
         self._check_awaited(known, event.request)
         self._leaders[event.transfer] = event.request
         if below != event.by_tier:
             self._find(f"{event.by_tier} pages are loaded, and {below} are below", event.request, event.num_hit_pages)
-        known.load = range(event.num_hit_pages, event.num_hit_pages + sum(count for _, count in event.by_tier))
+        known.front, start = event.num_hit_pages, event.num_hit_pages + event.num_front_pages
+        known.computed = event.num_hit_pages * self._page_size
+        known.load = range(start, start + sum(count for _, count in event.by_tier))
 
     def _weigh(self, event: LoadWeighed) -> None:
         """Record that only a part of the match below is loaded. `offer` holds its first page and its pages per tier."""
@@ -674,7 +685,7 @@ class Auditor:
         known, page = self._requests[event.request], event.num_hit_pages
         leader = self._requests.get(self._leaders.get(event.transfer, -1))
         known.awaited = event.transfer
-        if leader is None or leader.load is None or page not in leader.load:
+        if leader is None or leader.load is None or page not in range(leader.front, leader.load.stop):
             self._find(f"awaits transfer {event.transfer}, which does not bring it", event.request, page)
         elif self._digest(leader.content, page) != self._digest(known.content, page):
             self._find(f"awaits transfer {event.transfer}, which brings another page", event.request, page)
@@ -698,7 +709,6 @@ class Auditor:
     def _end_transfer(self, event: TransferEnded) -> None:
         for kept in self._kept.pop(event.transfer, ()):
             self.ledger.end_keep(kept)
-        self._leaders.pop(event.transfer, None)
         if event.request >= 0:
             known = self._requests[event.request]
             assert known.load is not None
@@ -762,3 +772,14 @@ class Auditor:
 
 def _of(copy: int | None) -> str:
     return "" if copy is None else f" (copy {copy})"
+
+
+def _after(by_tier: tuple[tuple[str, int], ...], num_front: int) -> tuple[tuple[str, int], ...]:
+    """Return the pages of each tier without the first `num_front` of all."""
+    left = []
+    for medium, num_pages in by_tier:
+        num_left = max(0, num_pages - num_front)
+        num_front = max(0, num_front - num_pages)
+        if num_left:
+            left.append((medium, num_left))
+    return tuple(left)

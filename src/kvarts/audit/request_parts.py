@@ -19,7 +19,8 @@ class KnownRequest:
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
     order of admission. `began`: the tokens computed before the last step in which it computed any. `drafted`: tokens
     that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else None; `offer`:
-    from which page on so many pages of each tier are loaded, if not all that is below; `awaited`: the transfer for
+    from which page on so many pages of each tier are loaded, if not all that is below; `front`: the first page that it
+    computes before these, while they are loaded; `awaited`: the transfer for
     another request that it waits for, or -1; `is_cancelled`: it is gone when its load has ended.
     """
 
@@ -30,6 +31,7 @@ class KnownRequest:
         "computed",
         "content",
         "drafted",
+        "front",
         "is_cancelled",
         "is_running",
         "known",
@@ -48,7 +50,7 @@ class KnownRequest:
         self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, LedgerPart] = {}
         self.is_running = False
-        self.admission = self.awaited = -1
+        self.admission = self.awaited = self.front = -1
         self.load: range | None = None
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
         self.is_cancelled = False

@@ -127,7 +127,7 @@ class _BlockStory:
             case RemovedBelowLine() if line.start_page <= self._page < line.end_page:
                 self._below.pop((line.tier, line.group), None)
                 self._say(line, f"gone from {line.tier}{self._in(line.group)}")
-            case LoadingLine() if line.hit_pages <= self._page < line.hit_pages + sum(line.pages.values()):
+            case LoadingLine() if 0 <= self._page - line.hit_pages - line.front_pages < sum(line.pages.values()):
                 self._say(line, f"on its way back to the device, for {name}")
             case RemovedLine() if line.start_page <= self._page < line.end_page:
                 self._removed(line)

@@ -35,6 +35,7 @@ from kvarts.journal import (
     DraftedLine,
     FinishedLine,
     Line,
+    LoadingLine,
     PreemptedLine,
     RemovedLine,
     StoredLine,
@@ -251,6 +252,8 @@ class _Reading:
             return
         size = self._page_size
         match line:
+            case LoadingLine() if line.front_pages:
+                self._find(line, content, line.hit_pages, {})  # it computes before it is admitted
             case AdmittedLine():
                 self._admit(line, content)
             case ComputedLine():
@@ -274,20 +277,24 @@ class _Reading:
             self._seen.mark(content, line.start_page, end_page, mark, group=line.group)
 
     def _admit(self, line: AdmittedLine, content: Content) -> None:
-        size = self._page_size
         for group in line.ended_by:
             self._ended[group][0] += 1
-            self._ended[group][1] += (max(line.reach) - line.hit_pages) * size
+            self._ended[group][1] += (max(line.reach) - line.hit_pages) * self._page_size
+        self._find(line, content, line.hit_pages, line.loaded_pages)
+
+    def _find(self, line: Line, content: Content, num_pages: int, loaded_pages: dict[str, int]) -> None:
+        """Count the first `num_pages` pages of a request as hits, and determine why it misses the others."""
+        size = self._page_size
         arrival = self._journal.arrivals[line.request]
         request = self._requests.get(line.request)
         if request is None:
             request = self._requests[line.request] = _Request(content, arrival.prompt_tokens)
-        hit = line.hit_pages * size
+        hit = num_pages * size
         prompt = request.prompt
-        if line.loaded_pages and hit == prompt and not request.furthest:
+        if loaded_pages and hit == prompt and request.furthest < hit:
             hit -= 1  # after a hit of the whole prompt, its last token is computed again
         end = hit
-        for tier, count in reversed(line.loaded_pages.items()):
+        for tier, count in reversed(loaded_pages.items()):
             start = min(end, (-(-end // size) - count) * size)
             self._has_tiers = True
             request.parts += _new_part(start, min(end, prompt), request.furthest, f"{tier}_hit")
@@ -300,7 +307,7 @@ class _Reading:
         seen_end = self._seen.path(content, prompt)[1]
         findable = min(seen_end, (prompt - 1) // size * size) // size
         request.seen = []
-        first = line.hit_pages
+        first = num_pages
         if first < findable:
             kinds, removed_ms = self._missed(content, first, findable)
             # Runs of pages missed for the same reason.

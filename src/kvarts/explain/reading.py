@@ -22,6 +22,7 @@ from kvarts.journal import (
     GivenBackLine,
     Head,
     JournalGroup,
+    LoadingLine,
     RejectedLine,
     ReleasedLine,
     RemovedBelowLine,
@@ -170,6 +171,8 @@ class _Reading:
         self._num_tokens: dict[int, tuple[int, int]] = {}
         """Known tokens, and the most tokens possible, of each request that arrived."""
         self._admitted: set[int] = set()
+        self._with_front: set[int] = set()
+        """Requests that may compute before they are admitted, while pages are loaded for them."""
 
     def read(self, text: bytes, number: int) -> None:
         if self.head is None:
@@ -212,8 +215,11 @@ class _Reading:
                 return f"hit_pages: request {line.request} has {most_pages} pages at most"
             if line.reach and len(line.reach) != len(self.head.kv_groups):
                 return f"reach: is of {len(line.reach)} KV groups, and there are {len(self.head.kv_groups)}"
+        elif isinstance(line, LoadingLine):
+            if line.front_pages:
+                self._with_front.add(line.request)
         elif isinstance(line, ComputedLine):
-            if line.request not in self._admitted:
+            if line.request not in self._admitted and line.request not in self._with_front:
                 return f"computes for request {line.request}, which was never admitted"
             if not line.start <= line.end <= line.known:
                 return "computes tokens that are not there"

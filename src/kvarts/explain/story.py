@@ -48,6 +48,8 @@ class _RequestStory:
         self._made = 0
         self._decoding_since: int | None = None
         self._lost = 0
+        self._num_front = 0
+        """Pages that it computes while others are loaded, until it is admitted."""
         self._num_drafted = self._num_accepted = 0
         self._gone: dict[tuple[str, int | None], list[RemovedLine | GivenBackLine]] = {}
         """Removals of pages of its sequence since the last line, by kind of removal and KV group."""
@@ -100,7 +102,9 @@ class _RequestStory:
                 self._num_accepted += line.accepted
             case LoadingLine():
                 asked = ", ".join(f"{_pages(count)} from {tier}" for tier, count in line.pages.items() if count)
-                self._say(line, f"waits for {asked}, after {_pages(line.hit_pages)} found on the device")
+                self._num_front = line.front_pages
+                front = f", and computes {_pages(line.front_pages)} before them" if line.front_pages else ""
+                self._say(line, f"waits for {asked}, after {_pages(line.hit_pages)} found on the device{front}")
             case LoadedLine():
                 self._say(line, f"its load ended: {_pages(line.good_pages)} arrived")
             case StoredBelowLine():
@@ -166,7 +170,8 @@ class _RequestStory:
 
     def _admitted(self, line: AdmittedLine) -> None:
         size = self._journal.page_size
-        hit = line.hit_pages * size
+        num_hit, self._num_front = line.hit_pages - self._num_front, 0
+        hit = num_hit * size
         waited = as_duration(line.t_ms - self._since_ms)
         again = " again" if self._lost else ""
         if not hit:
@@ -175,7 +180,7 @@ class _RequestStory:
             last = last_holder(self._journal, line, line.hit_pages - 1)
             by = f", last touched by {last}" if last else ""
             loaded = "".join(f", {count:,} of them from {tier}" for tier, count in line.loaded_pages.items())
-            found = f"hit {hit:,} tokens ({_pages(line.hit_pages)}{loaded}{by})"
+            found = f"hit {hit:,} tokens ({_pages(num_hit)}{loaded}{by})"
         found += self._ended_by(line)
         if self._lost:
             found += f", computes {max(0, self._lost - hit):,} of the {self._lost:,} lost tokens again"

@@ -101,10 +101,11 @@ class Awaited(msgspec.Struct, frozen=True, gc=False):
 
 
 class Weighed(msgspec.Struct, frozen=True, gc=False):
-    """The part of an offer to load: its first `num_pages` pages, by tier. No pages if computing is faster.
+    """The part of an offer to load: its first `num_pages` pages. No pages if computing is faster.
 
-    `is_awaited`: no pages are loaded, since the load of another request brings them sooner. `load_ns`: the time to load
-    the whole offer; `worth_ns`: the most time that it was worth.
+    `num_front`: of these, the first that are computed meanwhile, in `front_ns`; `by_tier`: the others, to
+    be loaded. `is_awaited`: no pages are loaded, since the load of another request brings them sooner. `load_ns`: the
+    time to load the whole offer; `worth_ns`: the most time that it was worth.
     """
 
     num_pages: int
@@ -112,6 +113,8 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
     is_awaited: bool = False
     load_ns: int = 0
     worth_ns: int = 0
+    num_front: int = 0
+    front_ns: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):

@@ -121,9 +121,9 @@ class FileTier(MemoryTier):
                 )
         return is_first
 
-    def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
         """Begin to load pages that were offered to `holder`; their slots are keys."""
-        load = super().prepare_load(holder, num_pages)
+        load = super().prepare_load(holder, num_pages, num_front)
         load.segments = self._named(load.content, load.segments)
         self._reading.update(_keys_of(load))
         return load

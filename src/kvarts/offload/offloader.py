@@ -79,7 +79,7 @@ class Offloader(Transfers):
         lanes = [connected.read for connected in tiers]
         super().__init__(
             lanes,
-            Weigher(lanes, page_bytes, prefill),
+            Weigher(lanes, page_bytes, prefill, splits=prefill is not None and not with_page_ids),
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,
@@ -210,10 +210,12 @@ class Offloader(Transfers):
         for tier in self.tiers:
             tier.forget(request)
 
-    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
+    def start_load(
+        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+    ) -> int:
         """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
 
-        Return when that should end.
+        They follow the first `num_front` pages of the offer. Return when that should end.
         """
         loads = []
         moves = []
@@ -226,10 +228,12 @@ class Offloader(Transfers):
             num_offered = tier.offered(request)
             if not num_offered:
                 continue
-            if not num_left:
+            if not num_left or num_front >= num_offered:
+                num_front -= min(num_front, num_offered)
                 tier.forget(request)
                 continue
-            load = tier.prepare_load(request, min(num_left, num_offered))
+            load = tier.prepare_load(request, min(num_left, num_offered - num_front), num_front)
+            num_front = 0
             count = load.num_pages
             loads.append((tier, load))
             if self._with_page_ids:

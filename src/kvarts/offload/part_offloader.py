@@ -286,11 +286,14 @@ class PartOffloader(Transfers):
         if offered is not None:
             self.tier.unpin(offered.pin)
 
-    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
+    def start_load(
+        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+    ) -> int:
         """Begin to load the offer to `request` into `holding`, which was opened for it.
 
         Return when that should end.
         """
+        assert not num_front, "parts of pages are loaded whole"
         pin = self._offered.pop(request).pin
         loading = cast(PartHolding, holding).parts
         read = self.channels[1]

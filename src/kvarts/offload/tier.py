@@ -121,8 +121,8 @@ class Tier(Protocol):
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
 
-    def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them.
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`, or all.
 
         They must have stayed in the tier since: after `reset`, or when pages were found broken, look up again.
         """
@@ -329,10 +329,11 @@ class MemoryTier:
         self.index.settle(store.ticket, is_stored=is_stored)
         return True
 
-    def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
         pin = self._pins.pop(holder)
         assert pin.run.state is NodeState.STORED, f"what was offered to {holder} has left the tier since"
+        pin.start += num_front
         offered = pin.end - pin.start
         if num_pages is not None and num_pages < offered:
             assert num_pages > 0, "a load of nothing"

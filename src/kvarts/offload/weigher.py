@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from kvarts.kv.transfer import Awaited, Offer, PrefillTimes, Weighed
@@ -14,11 +15,15 @@ __all__ = ["Weigher"]
 class Weigher:
     """Weighs loads over `lanes`, one per tier, against `prefill`; by default, against measured times.
 
-    Owner of the counts of good and failed loads.
+    `splits`: the first pages of an offer may be computed while the others are loaded. Owner of the counts of good and
+    failed loads.
     """
 
-    def __init__(self, lanes: Sequence[Channel], page_bytes: int, prefill: PrefillTimes | None) -> None:
+    def __init__(
+        self, lanes: Sequence[Channel], page_bytes: int, prefill: PrefillTimes | None, *, splits: bool = False
+    ) -> None:
         self._lanes = lanes
+        self._splits = splits
         self._page_bytes = page_bytes
         self._measured = MeasuredPrefill()
         self._prefill: PrefillTimes = self._measured if prefill is None else prefill
@@ -61,7 +66,10 @@ class Weigher:
             left_ns = prefill.prefill_ns((start + num_pages) * page_size, num_known) or 0
             return (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads
 
-        best, best_gain_ns, worth, load_ns = 0, 0, 0, 0
+        def front_ns(num_front: int) -> int:
+            return prefill.prefill_ns(start * page_size, (start + num_front) * page_size) or 0
+
+        best, front, best_gain_ns, worth, load_ns = 0, 0, 0, 0, 0
         position = 0
         for lane, num_pages, num_bytes in zip(self._lanes, offer.by_tier, self._bytes_of(offer), strict=True):
             if num_pages:
@@ -69,19 +77,53 @@ class Weigher:
                 load_ns = max(load_ns, lane.within_ns(now_ns, num_bytes))
                 worth = worth_ns(position)
                 if worth - load_ns >= best_gain_ns:
-                    best, best_gain_ns = position, worth - load_ns
+                    best, front, best_gain_ns = position, 0, worth - load_ns
+                if not self._splits:
+                    continue
+                # Where the load of the last pages takes no longer than the computation of those before it.
+                end = position
+
+                def is_enough(count: int, end: int = end) -> bool:
+                    return front_ns(count) >= self._tail_ns(now_ns, offer, count, end)
+
+                num_front = bisect_left(range(position), True, key=is_enough)
+                if 0 < num_front < position:
+                    wait_ns = max(0, self._tail_ns(now_ns, offer, num_front, position) - front_ns(num_front))
+                    left_ns = front_ns(num_front) + (prefill.prefill_ns((start + position) * page_size, num_known) or 0)
+                    gain_ns = (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads - wait_ns
+                    if gain_ns > best_gain_ns:
+                        best, front, best_gain_ns = position, num_front, gain_ns
         if awaited is not None:
             wait_ns = max(0, awaited.end_ns - now_ns)
             if worth_ns(awaited.num_pages) - wait_ns >= best_gain_ns:
                 return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
-        by_tier = []
-        num_left = best
-        for lane, num_pages in zip(self._lanes, offer.by_tier, strict=True):
-            by_tier.append(min(num_left, num_pages))
-            num_left -= by_tier[-1]
-            if by_tier[-1] < num_pages:
+        by_tier = _between(offer.by_tier, front, best)
+        for lane, num_loaded, num_pages in zip(self._lanes, by_tier, offer.by_tier, strict=True):
+            if num_loaded < num_pages:
                 lane.passed_over()
-        return Weighed(best, tuple(by_tier), load_ns=load_ns, worth_ns=worth)
+        took_ns = front_ns(front) if front else 0
+        return Weighed(best, by_tier, load_ns=load_ns, worth_ns=worth, num_front=front, front_ns=took_ns)
+
+    def _tail_ns(self, now_ns: int, offer: Offer, start: int, end: int) -> int:
+        """Return how long pages [start, end) of `offer` take to load."""
+        return max(
+            (
+                lane.within_ns(now_ns, num_pages * self._page_bytes)
+                for lane, num_pages in zip(self._lanes, _between(offer.by_tier, start, end), strict=True)
+                if num_pages
+            ),
+            default=0,
+        )
 
     def _bytes_of(self, offer: Offer) -> Sequence[int]:
         return offer.num_bytes or [num_pages * self._page_bytes for num_pages in offer.by_tier]
+
+
+def _between(by_tier: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+    """Return how many of pages [start, end) of an offer each tier has."""
+    counts = []
+    position = 0
+    for num_pages in by_tier:
+        counts.append(max(0, min(end, position + num_pages) - max(start, position)))
+        position += num_pages
+    return tuple(counts)

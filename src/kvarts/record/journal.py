@@ -268,6 +268,7 @@ def _loading(_: JournalWriter, event: LoadStarted, place: dict[str, Any]) -> Lin
         transfer=event.transfer,
         hit_pages=event.num_hit_pages,
         pages=dict(event.by_tier),
+        front_pages=event.num_front_pages,
     )
 
 

@@ -1,8 +1,9 @@
 """Requests that wait for pages from a tier below the device.
 
 A waiting request for which a tier has pages is LOADING: it has all pages of its known tokens and a place among the
-running requests, and waits for a transfer to fill the first pages. It is never a victim, since its pages could not be
-reused before the transfer ends. Then it is LOADED, and is admitted before the waiting requests.
+running requests, and waits for a transfer to fill the first pages, or pages after a *front* that it computes meanwhile.
+It is never a victim, since its pages could not be reused before the transfer ends. Then it is LOADED, and is admitted
+before the waiting requests.
 """
 
 from __future__ import annotations
@@ -89,10 +90,12 @@ class LowerTiers(Protocol):
     def forget(self, request: int) -> None:
         """Release the pins of the offer to `request`."""
 
-    def start_load(self, request: int, content: Content, start: int, num_pages: int, holding: Holding) -> int:
+    def start_load(
+        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+    ) -> int:
         """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
 
-        Return when the load should end.
+        They follow the first `num_front` pages of the offer. Return when the load should end.
         """
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
@@ -136,16 +139,21 @@ class LowerTiers(Protocol):
 
 
 class LoadUnderWay:
-    """A load of pages [start, end) for `request`, which should end at `end_ns`."""
+    """A load for `request`, which gets pages [start, end) by it; that should end at `end_ns`.
 
-    __slots__ = ("end", "end_ns", "request", "start", "transfer")
+    The pages before `front_end` are computed meanwhile. `loaded`: the result, once the transfer has ended.
+    """
 
-    def __init__(self, request: Request, transfer: int, start: int, end: int) -> None:
+    __slots__ = ("end", "end_ns", "front_end", "loaded", "request", "start", "transfer")
+
+    def __init__(self, request: Request, transfer: int, start: int, front_end: int, end: int) -> None:
         self.request = request
         self.transfer = transfer
         self.start = start
+        self.front_end = front_end
         self.end = end
         self.end_ns = 0
+        self.loaded: Loaded | None = None
 
 
 class Loads:
@@ -172,6 +180,10 @@ class Loads:
         """Requests that wait for another request's load; they have neither pages nor a place."""
         self.loaded: list[tuple[Request, Loaded]] = []
         """Requests whose loads have ended, with these, in the order of the ends."""
+        self.fronts: list[LoadUnderWay] = []
+        """Loads whose requests have pages to compute before those that are loaded, in the order of admission."""
+        self._ended: list[LoadUnderWay] = []
+        """Loads that have ended, and whose requests have such pages left."""
         self._num_abandoned = 0
         self._confirmed: list[tuple[Content, int, Holding]] = []
         """Contents that get full pages in the scheduled step, their numbers of full pages then, and their holdings."""
@@ -198,7 +210,7 @@ class Loads:
         """Return the requests that wait for another request's load."""
         return [request for requests in self._followers.values() for request in requests]
 
-    def try_start(self, request: Request, match: Match, num_known: int, num_behind: int) -> bool:
+    def try_start(self, request: Request, match: Match, num_known: int, num_behind: int, now_ns: int) -> bool:
         """Begin to load the pages after `match` that the tiers have for `request`, or to wait for a load of them.
 
         Return False if the pages are to be computed: the tiers do not have them, or computing is faster. `num_behind`
@@ -251,13 +263,24 @@ class Loads:
             # Emitted before the evictions that make room for it.
             by_tier = self._named(weighed.by_tier)
             num_held = self._num_held(request, num_known)
-            self._tell(LoadStarted(tiers.num_transfers, request.index, request.content, start, num_held, by_tier))
-        load = self._loading[request.index] = LoadUnderWay(
-            request, tiers.num_transfers, start, start + weighed.num_pages
-        )
+            self._tell(
+                LoadStarted(
+                    tiers.num_transfers, request.index, request.content, start, num_held, by_tier, weighed.num_front
+                )
+            )
+        front_end = start + weighed.num_front
+        load = LoadUnderWay(request, tiers.num_transfers, start, front_end, start + weighed.num_pages)
+        self._loading[request.index] = load
         holding = request.holding = self._open(request, match, num_known)
         request.become(RequestState.LOADING)
-        load.end_ns = tiers.start_load(request.index, request.content, start, weighed.num_pages, holding)
+        num_loaded = weighed.num_pages - weighed.num_front
+        load.end_ns = tiers.start_load(
+            request.index, request.content, front_end, num_loaded, holding, weighed.num_front
+        )
+        request.num_computed = start * self._page_size
+        if weighed.num_front:
+            load.end_ns = max(load.end_ns, now_ns + weighed.front_ns)
+            self.fronts.append(load)
         return True
 
     def _fits(self, request: Request, num_known: int) -> bool:
@@ -292,17 +315,29 @@ class Loads:
 
     def take_ended(self) -> None:
         """Process the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
+        ended, self._ended = self._ended, []
         for loaded in self.tiers.take_loaded():
-            load = self._loading.pop(loaded.request)
-            request = load.request
-            can_go_on = self._can_go_on(load, loaded)
+            load = self._loading[loaded.request]
+            load.loaded = loaded
+            ended.append(load)
+        for load in ended:
+            request, result = load.request, load.loaded
+            assert result is not None
+            has_front = request.num_computed < load.front_end * self._page_size
+            if has_front and request.state is not RequestState.ABANDONED:
+                self._ended.append(load)
+                continue
+            del self._loading[request.index]
+            if not has_front:
+                self._count_front(load)
+            can_go_on = not has_front and self._can_go_on(load, result)
             if request.state is RequestState.ABANDONED:
                 self._num_abandoned -= 1
                 self._close(request)
             elif can_go_on:
                 request.become(RequestState.LOADED)
-                self.loaded.append((request, loaded))
-            self._let_follow(loaded.request)
+                self.loaded.append((request, result))
+            self._let_follow(request.index)
             if not can_go_on and request.state is RequestState.LOADING:
                 self._release(request)
                 request.become(RequestState.WAITING)
@@ -320,6 +355,12 @@ class Loads:
             for follower in reversed(followers):
                 follower.goes_first = True
                 self._waiting.push(follower)
+
+    def _count_front(self, load: LoadUnderWay) -> None:
+        """Count the tokens that were computed before those of a load, which are no hits."""
+        request, start, end = load.request, load.start * self._page_size, load.front_end * self._page_size
+        request.front_tokens = max(0, end - max(start, request.furthest_computed))
+        request.recomputed_tokens += end - start - request.front_tokens
 
     def resume(self, request: Request, loaded: Loaded) -> int:
         """Count the loaded tokens of `request`, which starts to run; return the tokens that need no computing."""
@@ -351,6 +392,7 @@ class Loads:
         elif request.state is RequestState.LOADING:
             request.become(RequestState.ABANDONED)
             self._num_abandoned += 1
+            self.fronts = [load for load in self.fronts if load.request is not request]
         else:
             self.loaded = [entry for entry in self.loaded if entry[0] is not request]
             self._close(request)

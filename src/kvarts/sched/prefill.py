@@ -10,7 +10,7 @@ from kvarts.kv.cache import Cache, Holding
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.input_batch import InputBatch
-from kvarts.sched.loads import Loads
+from kvarts.sched.loads import Loads, LoadUnderWay
 from kvarts.sched.own_pages import OwnPagesInUse
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sched.preemption import Planned, Preemptor
@@ -122,6 +122,22 @@ class Prefill:
             num_tokens = max(1, self._itl.most_tokens(request, hit_tokens, num_tokens, chunks))
         self._compute(request, num_tokens, num_known, chunks)
         return budget if num_tokens < num_allowed else num_tokens
+
+    def compute_front(self, load: LoadUnderWay, budget: int, chunks: list[Chunk]) -> int:
+        """Compute pages of a request before those that are loaded for it; return the tokens used of `budget`."""
+        request, holding, loads = load.request, load.request.holding, self._loads
+        assert holding is not None and loads is not None and self._batch is None
+        start, front_end = request.num_computed, load.front_end * self._page_size
+        end = request.num_computed = min(front_end, start + budget)
+        num_known = request.num_prompt_tokens + request.num_output_tokens
+        if self._tell is not None:
+            self._tell(ChunkComputed(request.index, start, end, num_known))
+        self._cache.extend(holding, end, is_end=False)
+        self._note_full(request, holding, start, end)
+        chunks.append(Chunk(start, end - start, request.num_prompt_tokens, num_known))
+        if end == front_end:
+            loads.fronts.remove(load)
+        return end - start
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return the rest of `budget`.

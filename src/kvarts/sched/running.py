@@ -125,6 +125,9 @@ class Running(RunningOrder):
             request.cached_tokens = hit_tokens
         elif hit_tokens > request.furthest_computed:
             request.cached_tokens += hit_tokens - request.furthest_computed
+        if request.front_tokens:
+            request.cached_tokens -= request.front_tokens
+            request.front_tokens = 0
         if hit_tokens > request.largest_hit_tokens:
             request.largest_hit_tokens = hit_tokens
         request.num_admissions += 1

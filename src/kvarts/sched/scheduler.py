@@ -332,7 +332,9 @@ class Scheduler:
             admitted, budget = self._admit_with_pages(now_ns, budget, chunks)
         if preemptions:
             self.blocked = NOT_BLOCKED
-        elif (self.waiting.num_waiting and not self.pages.is_draining) or (loads is not None and loads.loaded):
+        elif (self.waiting.num_waiting and not self.pages.is_draining) or (
+            loads is not None and (loads.loaded or loads.fronts)
+        ):
             admitted += self._admit(now_ns, budget, chunks)
         if loads is not None:
             loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
@@ -410,6 +412,8 @@ class Scheduler:
         `holds_until_ns` returns.
         """
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
+            return 0
+        if self.loads is not None and self.loads.fronts:
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
@@ -502,6 +506,10 @@ class Scheduler:
         handoffs, most_tokens = self.handoffs, self._prefill.most_tokens
         admitted: list[int] = []
         self.blocked = NOT_BLOCKED
+        if loads is not None and loads.fronts:
+            for load in loads.fronts.copy():
+                if budget > 0:
+                    budget -= self._prefill.compute_front(load, budget, chunks)
         while loads is not None and loads.loaded and budget > 0:
             request, loaded = loads.loaded[0]
             if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
@@ -565,7 +573,9 @@ class Scheduler:
             self._num_published = -1
             if tell is not None:
                 self._told_blocked = None
-            if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting):
+            if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting, now_ns):
+                if loads.fronts and loads.fronts[-1].request is request:
+                    budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
                 continue
             hit_tokens = match.num_pages * page_size
             if tell is not None:
