@@ -1,8 +1,8 @@
 """A store that engines share: one index of pages, and for each engine a tier and its channels to it.
 
-A page is in the store once, whoever stored it. It can be found by all engines when its store has ended, and pages stay
-while any of them reads or writes them. What one engine evicts does not concern the store: it keeps pages whose
-predecessors only some engines have.
+A page is in the store once, even if several engines store it. It can be found by all engines once its store has ended,
+and pages stay while any of them reads or writes them. Evictions of one engine do not concern the store: it keeps pages
+even if only some engines have the pages before them.
 """
 
 from __future__ import annotations
