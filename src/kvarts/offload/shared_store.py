@@ -202,15 +202,14 @@ class StoreView(MemoryTier):
             self._store.end_write(store.ticket, is_stored=is_stored)
         return is_first
 
-    def prepare_load(self, holder: int, num_pages: int | None = None) -> TierLoad:
-        """Begin to load the first `num_pages` pages that were offered to `holder`, or all of them."""
-        start, run = self._pins[holder].start, self._pins[holder].run
-        load = super().prepare_load(holder, num_pages)
+    def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
+        """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""
+        node: TierRun | None = self._pins[holder].run
+        load = super().prepare_load(holder, num_pages, num_front)
         self._num_moving += load.num_pages
         (segment,) = load.segments
-        node: TierRun | None = run
-        while node is not None and node.end > start:
-            count = min(node.end, segment.end) - max(node.start, start)
+        while node is not None and node.end > segment.start:
+            count = min(node.end, segment.end) - max(node.start, segment.start)
             if count > 0:
                 self.num_pages_from[node.writer] = self.num_pages_from.get(node.writer, 0) + count
             node = node.parent

@@ -265,7 +265,13 @@ class Loads:
             num_held = self._num_held(request, num_known)
             self._tell(
                 LoadStarted(
-                    tiers.num_transfers, request.index, request.content, start, num_held, by_tier, weighed.num_front
+                    tiers.num_transfers,
+                    request.index,
+                    request.content,
+                    start,
+                    num_held,
+                    by_tier,
+                    num_front_pages=weighed.num_front,
                 )
             )
         front_end = start + weighed.num_front
