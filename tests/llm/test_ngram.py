@@ -11,7 +11,7 @@ from kvarts.content import Content
 from kvarts.llm.speculation import (
     NgramDrafter,
     SpeculativeConfig,
-    StepTimes,
+    TimesByTokens,
     find_ngram,
     num_to_try,
     num_worthwhile,
@@ -58,11 +58,13 @@ def test_as_many_are_worth_it_as_bring_the_most(rate: float, gain: float, steps:
 
 
 def test_a_step_of_more_tokens_takes_as_long_as_was_measured() -> None:
-    times = StepTimes([(1, 0.1), (2, 0.2), (8, 0.2), (16, 0.36)])
+    times = TimesByTokens([(1, 0.1), (2, 0.2), (8, 0.2), (16, 0.36)])
     assert times.beyond(1, 3).tolist() == pytest.approx([1.0, 1.0, 1.0])
     assert times.beyond(8, 16)[[7, 15]].tolist() == pytest.approx([0.8, 1.6])
     assert times.beyond(16, 16)[-1] == pytest.approx(0.32 / 0.36)
-    assert StepTimes([(1, 0.0), (2, 0.0)]).beyond(0, 1).tolist() == StepTimes().beyond(0, 1).tolist() == [1 / 16]
+    assert (
+        TimesByTokens([(1, 0.0), (2, 0.0)]).beyond(0, 1).tolist() == TimesByTokens().beyond(0, 1).tolist() == [1 / 16]
+    )
 
 
 def request_of(tokens: list[int], index: int = 0, row: int = 0) -> Request:
@@ -101,7 +103,7 @@ def guessed(num_decodes: int, num_steps: int, *, is_right: bool) -> int:
 @pytest.mark.parametrize("num_decodes", [1, 8, 32, 256])
 def test_guesses_that_are_never_right_cost_a_hundredth(num_decodes: int, slope: float) -> None:
     """And eight steps at first, whatever a token costs."""
-    times = StepTimes([(1, 1.0), (2, 1.0 + slope)])
+    times = TimesByTokens([(1, 1.0), (2, 1.0 + slope)])
     drafter = NgramDrafter(SpeculativeConfig(num_speculative_tokens=8), 256, times)
     requests = [request_of([1, 2, 3, 1, 2, 3, 1, 2], index, index) for index in range(num_decodes)]
     cost, num_steps = 0.0, 3000 // num_decodes

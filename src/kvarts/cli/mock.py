@@ -33,7 +33,7 @@ from kvarts.settings import Given
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.recordings import Recordings
+    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = ["mock_command"]
 
@@ -168,7 +168,7 @@ def _family(given: Given) -> str:
     return family_of(str(given["model"]))
 
 
-def _recordings(params: dict[str, Any]) -> Recordings | None:
+def _recordings(params: dict[str, Any]) -> RecordedAnswers | None:
     if params["recordings"] is None and params["record_from"] is None:
         return None
     from kvarts.openai_api.recordings import open_recordings

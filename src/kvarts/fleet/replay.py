@@ -140,7 +140,7 @@ def replay_fleet(
     )
 
 
-class Store(SharedPages, Protocol):
+class WorkersStore(SharedPages, Protocol):
     """A store that workers share."""
 
     num_pages: int
@@ -173,7 +173,7 @@ class ViewOfStore(Protocol):
     """Pages that it has loaded, by the worker that had stored them."""
 
 
-def open_store(config: FleetConfig) -> tuple[Store | None, StoreLinks | None]:
+def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | None]:
     """Return the store that the workers share, and their links to it. Raise ConfigError if its room is missing."""
     settings = config.store
     if settings is None:
@@ -184,7 +184,7 @@ def open_store(config: FleetConfig) -> tuple[Store | None, StoreLinks | None]:
     return make(settings.num_pages(page_bytes), page_bytes, links), links
 
 
-def store_report(store: Store, links: StoreLinks, end_ns: int) -> dict[str, Any]:
+def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[str, Any]:
     """Return the use of a store, as a part of the report."""
     loaded = [
         {"reader": reader, "writer": writer, "pages": num_pages}
@@ -216,7 +216,9 @@ def links_of(config: FleetConfig) -> Links:
     return FixedRate(config.bytes_per_s, latency_ns)
 
 
-def open_worker(pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: Store | None) -> Worker:
+def open_worker(
+    pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: WorkersStore | None
+) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
     is_mocker = config.profile == "mocker"

@@ -28,7 +28,7 @@ from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.loop import EngineLoop
 from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
-from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, StepTimes
+from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
 from kvarts.llm.text import Completion, Generation
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
@@ -204,7 +204,7 @@ class LLM:
             below = self.offload.with_known(files.keys(), self._executor.fingerprint())
         drafter = None
         if speculation is not None:
-            times = StepTimes(self._executor.time_steps(TIMED_STEPS))
+            times = TimesByTokens(self._executor.time_steps(TIMED_STEPS))
             drafter = CarefulDrafter(NgramDrafter(speculation, config.max_num_seqs, times))
         self._core = build_engine(
             config,

@@ -21,7 +21,7 @@ from kvarts.request import Request
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import Batch
 
-__all__ = ["CarefulDrafter", "NgramDrafter", "SpeculativeConfig", "StepTimes", "find_ngram"]
+__all__ = ["CarefulDrafter", "NgramDrafter", "SpeculativeConfig", "TimesByTokens", "find_ngram"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def find_ngram(tokens: Tokens, least: int, most: int) -> tuple[int, int] | None:
     return (int(ends[-1]) + 1, count) if len(ends) and count >= least else None
 
 
-class StepTimes:
+class TimesByTokens:
     """Duration of a step by number of tokens, interpolated between measurements (tokens, seconds) in rising order.
 
     Without measurements, reading the weights is assumed to cost as much as 16 tokens.
@@ -167,9 +167,9 @@ class NgramDrafter:
     hundredth of each step, so guesses never slow the engine down much.
     """
 
-    def __init__(self, config: SpeculativeConfig, max_num_seqs: int, times: StepTimes | None = None) -> None:
+    def __init__(self, config: SpeculativeConfig, max_num_seqs: int, times: TimesByTokens | None = None) -> None:
         self._config = config
-        self._times = StepTimes() if times is None else times
+        self._times = TimesByTokens() if times is None else times
         least, most = config.prompt_lookup_min, config.prompt_lookup_max
         self._rates = [0.0] * least + [FIRST_RATE] * (most + 1 - least)
         """Acceptance rate over all requests, by length of the n-gram."""

@@ -25,7 +25,7 @@ from kvarts.openai_api.tool_calls import call_text
 from kvarts.openai_api.words import WORDS
 
 if TYPE_CHECKING:
-    from kvarts.openai_api.recordings import Recordings
+    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = [
     "CHAT_PATH",
@@ -204,7 +204,7 @@ class Answers:
         *,
         seed: int = 0,
         allows_failures: bool = False,
-        recordings: Recordings | None = None,
+        recordings: RecordedAnswers | None = None,
     ) -> None:
         self.recordings = recordings
         self._rules = tuple(rules)

@@ -27,7 +27,7 @@ from kvarts.sim.config import ReplayConfig
 
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
-    from kvarts.openai_api.recordings import Recordings
+    from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
 
@@ -58,7 +58,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     has_page: bool = True
     access_log: AccessLog | None = None
     answers: tuple[Rule, ...] = ()
-    recordings: Recordings | None = None
+    recordings: RecordedAnswers | None = None
     media: str = ""
 
 

@@ -23,7 +23,7 @@ from kvarts.openai_api.errors import ApiError
 __all__ = [
     "RealServer",
     "RecordedAnswer",
-    "Recordings",
+    "RecordedAnswers",
     "Sent",
     "open_recordings",
 ]
@@ -121,7 +121,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choices: tuple[RecordedAnswer, ...]
 
 
-class Recordings:
+class RecordedAnswers:
     """Recorded answers. Owner of their file, a JSON object per line.
 
     `server`: answers requests without a record; None: they are refused. Raises MissingFileError, InputError and
@@ -202,17 +202,17 @@ class Recordings:
         self._choices[digest] = choices
 
 
-def open_recordings(path: str | Path | None, url: str | None) -> Recordings | None:
+def open_recordings(path: str | Path | None, url: str | None) -> RecordedAnswers | None:
     """Return the recorded answers in `path`, extended from the server at `url` with the key $KVARTS_RECORD_KEY.
 
-    Raise ConfigError, or the errors of Recordings.
+    Raise ConfigError, or the errors of RecordedAnswers.
     """
     if path is None:
         if url is not None:
             raise ConfigError("needs a file for the answers", field="record_from", hint="Give --recordings FILE.")
         return None
     server = None if url is None else RealServer(url, os.environ.get("KVARTS_RECORD_KEY"))
-    return Recordings(Path(path), server)
+    return RecordedAnswers(Path(path), server)
 
 
 # The real server --------------------------------------------------------------------------------------------
