@@ -42,6 +42,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "eviction": ("arc", "arc"),
     "health": ("chat=dead@3", ("chat=dead@3",)),
     "offload.host_memory": ("9GiB", "9GiB"),
+    "store.memory": ("9GiB", "9GiB"),
+    **{f"{pool}.host_memory": ("9GiB", "9GiB") for pool in ("prefill", "decode")},
     "offload.disk_memory": ("9GiB", "9GiB"),
     "offload.h2d": ("7GB/s", "7GB/s"),
     "offload.d2h": ("7GB/s", "7GB/s"),

@@ -22,7 +22,7 @@ ASKED: dict[str, dict[str, tuple[str, ...]]] = {
         "kv_groups": GEMMA,
         "tiers": ("--host-pages", "64"),
         "files": ("--host-pages", "64", "--disk-pages", "64"),
-        "orders": ("--eviction", "workload-aware"),
+        "orders": ("--eviction", "s3-fifo"),
         "mocker": ("--profile", "mocker"),
         "late_events": ("--replicas", "2", "--router", "prefix", "--router-event-lag", "10ms"),
         "ranks": (*EXPERTS, "--data-parallel", "2"),

@@ -54,7 +54,11 @@ def test_what_is_bundled_is_listed_with_its_licence() -> None:
     listed = (ROOT / "THIRD_PARTY.md").read_text()
     paths = [Path(path) for path in re.findall(r"`(src/kvarts/[^`]+)`", listed)]
     assert all((ROOT / path).exists() for path in paths), paths
-    ours = {"README.md", "charts.js", "report.css", "report.html", "report.js"}
+    ours = {
+        "README.md",
+        "charts.js",
+        *(f"{page}.{kind}" for page in ("live", "report") for kind in ("css", "html", "js")),
+    }
     for folder in ("src/kvarts/data", "src/kvarts/report/assets"):
         for path in (ROOT / folder).rglob("*"):
             relative = path.relative_to(ROOT)

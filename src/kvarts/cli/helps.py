@@ -30,7 +30,7 @@ GROUPS = {
 
 SUMMARIES = {
     "calibrate": "Fit a cost model to measured runs.",
-    "chat": "Talk to a server in the terminal: sessions, OpenAI's API, or a mock.",
+    "chat": "Talk to a server in the terminal, by OpenAI's API or in sessions.",
     "compare": "Compare a replay with a measured run.",
     "generate": "Generate text with a real model, its KV in pages.",
     "mock": "Serve OpenAI's API from a mock, without a model.",

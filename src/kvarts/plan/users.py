@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from kvarts.errors import ConfigError
-from kvarts.kv.eviction import LruOrder
 from kvarts.plan.league import find_policy
 from kvarts.plan.replays import share_kept
 from kvarts.rooms import from_room
@@ -94,7 +93,7 @@ class UsersPlan:
         """Yield a replay for each option that the configuration does not have, with the `option`."""
         config = self._config
         more: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        if isinstance(config.eviction(), LruOrder):
+        if "orders" not in config.features:
             more["--eviction auto"] = {"eviction": find_policy("auto", self._trace)}, {"eviction": "auto"}
         if config.replicas > 1:
             for router in ROUTERS:
