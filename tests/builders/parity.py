@@ -47,13 +47,12 @@ def told(event: Event) -> Any:
 
 
 def shifted(events: list[Any], by_ns: int) -> list[Any]:
-    """The same at another time: a replay begins with its first request."""
+    """The same at another time: a replay begins with its first request. A time that is not known stays -1."""
+    times = ("start_ns", "end_ns", "time_ns")
     return [
         (
             kind,
-            tuple(
-                (name, value - by_ns if name in ("start_ns", "end_ns", "time_ns") else value) for name, value in fields
-            ),
+            tuple((name, value - by_ns if name in times and value != -1 else value) for name, value in fields),
         )
         for kind, fields in events
     ]
