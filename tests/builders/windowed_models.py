@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvarts.executor.torch.attention import ATTENTION
+from kvarts.executor.torch.attention import ATTENTION, register
 from kvarts.llm.llm import LLM
 
 from builders.real_models import VOCABULARY
@@ -99,6 +99,7 @@ def models_of(config: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
                     weight.copy_(noise * 1.5 * weight.shape[-1] ** -0.5)
                 else:
                     weight.add_(noise * (1.0 if name.endswith("sinks") else 0.1))
+    register()
     paged = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype).eval()
     paged.load_state_dict(model.state_dict())
     return paged, model

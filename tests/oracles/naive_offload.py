@@ -685,10 +685,13 @@ class NaiveOffloadEngine(NaiveEngine):
             pages = range(position, end)
             split = pages[0] + bisect_left(pages, True, key=lambda page: front_ns(page) >= load_ns(page, end))
             if position < split < end:
-                saved_ns = compute_ns - self.prefill_ns(end * self.page_size, head.known) - front_ns(split)
+                rest_ns = self.prefill_ns(end * self.page_size, head.known)
+                saved_ns = compute_ns - rest_ns - front_ns(split)
                 gain_ns = saved_ns * (1 + num_behind) * (self.num_good_loads + 1) // (self.num_loads + 1)
                 gain_ns -= max(0, load_ns(split, end) - front_ns(split))
-                if gain_ns > most_ns:
+                both_ns = max(load_ns(split, end), front_ns(split)) + rest_ns
+                # It has to be a quarter quicker than loading or computing alone.
+                if gain_ns > most_ns and 5 * both_ns <= 4 * min(load_ns(position, end) + rest_ns, compute_ns):
                     best, front, most_ns = index + 1, split, gain_ns
         limit = (head.known if self.full_prompt_hits else head.known - 1) // self.page_size
         leader, furthest, leader_ends_ns = None, position, 0

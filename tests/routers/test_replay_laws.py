@@ -124,8 +124,7 @@ def test_the_prefix_router_sees_host_memory(order: tuple[int, int]) -> None:
     others = [row(2 + n, 20 * (1 + n // 2) + n % 2 / 100, 2000 + 1000 * n) for n in range(10)]
     trace = Trace([*pair, *others, row(12, 200, 0)], unit_tokens=512)
     config = ReplayConfig(num_pages=2600, replicas=2, router="prefix", offload=OffloadConfig(host_pages=100_000))
-    # The first of its 20,464 tokens are computed while the others are loaded.
-    assert replay(trace, config).summary["num_cached_tokens"] == 18464
+    assert replay(trace, config).summary["num_cached_tokens"] == 20464
 
 
 @pytest.mark.parametrize("router", ["prefix", "dynamo-kv", "llm-d", "session", "power-of-two", "aibrix-prefix"])

@@ -11,6 +11,10 @@ from kvarts.offload.measured import MeasuredPrefill
 
 __all__ = ["Weigher"]
 
+SPLIT_GAIN, PER_GAIN = 5, 4
+"""A load is split only if that is 5/4 as quick as the better of loading and computing: the front takes device time from
+other requests, and its pages are no hits."""
+
 
 class Weigher:
     """Weighs loads over `lanes`, one per tier, against `prefill`; by default, against measured times.
@@ -88,10 +92,12 @@ class Weigher:
 
                 num_front = bisect_left(range(position), True, key=is_enough)
                 if 0 < num_front < position:
-                    wait_ns = max(0, self._tail_ns(now_ns, offer, num_front, position) - front_ns(num_front))
-                    left_ns = front_ns(num_front) + (prefill.prefill_ns((start + position) * page_size, num_known) or 0)
-                    gain_ns = (compute_ns - left_ns) * (1 + num_behind) * num_good // num_loads - wait_ns
-                    if gain_ns > best_gain_ns:
+                    took_ns, tail_ns = front_ns(num_front), self._tail_ns(now_ns, offer, num_front, position)
+                    rest_ns = prefill.prefill_ns((start + position) * page_size, num_known) or 0
+                    both_ns, either_ns = max(took_ns, tail_ns) + rest_ns, min(load_ns + rest_ns, compute_ns)
+                    gain_ns = (compute_ns - took_ns - rest_ns) * (1 + num_behind) * num_good // num_loads
+                    gain_ns -= max(0, tail_ns - took_ns)
+                    if gain_ns > best_gain_ns and both_ns * SPLIT_GAIN <= either_ns * PER_GAIN:
                         best, front, best_gain_ns = position, num_front, gain_ns
         if awaited is not None:
             wait_ns = max(0, awaited.end_ns - now_ns)
