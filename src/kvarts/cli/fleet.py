@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarts.cli import record
+from kvarts.cli import (
+    kv_events,
+    record,
+)
 from kvarts.cli.fleet_table import render_fleet
-from kvarts.cli.kv_events import publishing_of
 from kvarts.cli.parts import CommandPart, ReplayRun
 from kvarts.cli.printing import print_bytes, tell_whole_pages
 from kvarts.errors import ConfigError
@@ -89,7 +91,9 @@ class FleetOutputs:
         self.paths = [*self._reports, *self._requests, *_given(places.get("html_file")), *of_workers]
         for path in self.paths:
             check_writable(path)
-        self._published = publishing_of([worker.pool.each for worker in config.workers], places, {"fleet": "pools"})
+        engines = [worker.pool.each for worker in config.workers]
+        self._published: Any = None
+        self._published = kv_events.publishing_of(engines, places, {"fleet": "pools"})
         self._run_dir: Path | None = places.get("run_dir")
         if self._run_dir is not None:
             self._reports.append(self._run_dir / REPORT)
