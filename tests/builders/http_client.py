@@ -66,6 +66,10 @@ class OpenStream:
         head += [f"content-length: {len(payload)}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
         self._socket.sendall("\r\n".join([*head, "", ""]).encode() + payload)
 
+    def begin(self) -> bytes:
+        """The first part that comes, with the head."""
+        return self._socket.recv(65536)
+
     def read(self) -> bytes:
         """All that comes, head included, until the server closes."""
         parts = []

@@ -50,8 +50,8 @@ def test_every_request_has_a_line_without_its_key_query_and_body(tmp_path: Path)
         with pytest.raises((OSError, HTTPException)):
             call(server.url, COMPLETIONS, body, headers={**key, "x-kvarts-fail": "drop"})
         endless = {"prompt": "a", "max_tokens": 9999, "ignore_eos": True, "stream": True}
-        with OpenStream(server.url, COMPLETIONS, endless, key):
-            wait_for(lambda: server.opened.served.num_live == 1)
+        with OpenStream(server.url, COMPLETIONS, endless, key) as stream:
+            assert stream.begin().startswith(b"HTTP/1.1 200")
         wait_for(lambda: server.opened.served.num_live == 0)
     told = lines_of(path)[1:]
     assert [(line["path"][:20], line["status"], line.get("owner", "")) for line in told] == [
