@@ -109,6 +109,7 @@ class FleetOutputs:
     def observers(self) -> Iterator[Callable[[FleetWorker], Sequence[EventReader]]]:
         """Yield a function that returns the observers of a worker: its journals, and the publisher of its KV events."""
         with ExitStack() as stack:
+            open_journal: Any = None
             open_journal = stack.enter_context(record.open_journals()) if self._journals else None
             publisher_of = None if self._published is None else stack.enter_context(self._published.open())
 
