@@ -16,7 +16,7 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.executor.manysteps import are_many, whole_ns
-from kvarts.executor.mocker_formula import PolynomialCost
+from kvarts.executor.polynomial import PolynomialCost
 from kvarts.executor.roofline import RooflineCost
 from kvarts.executor.uncertainty import Uncertainty
 from kvarts.files import read_toml

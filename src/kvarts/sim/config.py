@@ -134,7 +134,7 @@ class SessionSettings(Protocol):
 
 
 def _default_cost() -> CostModel:
-    from kvarts.executor.mocker_formula import PolynomialCost  # not needed to print a help text
+    from kvarts.executor.polynomial import PolynomialCost  # not needed to print a help text
 
     return PolynomialCost()
 
