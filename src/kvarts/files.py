@@ -23,6 +23,7 @@ from kvarts.errors import ConfigError, InputError, MissingFileError, OutputError
 from kvarts.samples import located
 
 __all__ = [
+    "append_whole",
     "check_outputs",
     "check_writable",
     "is_replaceable",
@@ -323,6 +324,17 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path` through `whole_file`."""
     with whole_file(path) as file:
         file.write(data)
+
+
+def append_whole(file: IO[bytes], data: bytes) -> None:
+    """Append all of `data` to an unbuffered file. After an error, a regular file is as it was before."""
+    before = os.fstat(file.fileno())
+    try:
+        write_all(file, data)
+    except OSError:
+        if stat.S_ISREG(before.st_mode):
+            file.truncate(before.st_size)
+        raise
 
 
 def write_all(file: IO[bytes], data: bytes) -> None:

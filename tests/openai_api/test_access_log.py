@@ -18,6 +18,7 @@ from kvarts.openai_api.access_log import FLUSH_S, AccessLog
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners.keys import Owner
 
+from builders.full_disk import full_disk
 from builders.http_client import OpenStream, call
 
 COMPLETIONS = "/v1/completions"
@@ -95,3 +96,19 @@ def test_a_log_that_cannot_be_written_ends_and_the_server_does_not(tmp_path: Pat
 
     asyncio.run(log())
     assert len(said) == 1 and "access log" in said[0]
+
+
+def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
+    path, said = tmp_path / "access.jsonl", list[str]()
+
+    async def log() -> None:
+        access = AccessLog(path, said.append)
+        with full_disk(250):
+            for _ in range(9):
+                access.add("GET", "/health", 200, 0.0, "id", owner="", client="", is_whole=True)
+                access.flush()
+        with pytest.raises(OutputError, match="large"):
+            access.close()
+
+    asyncio.run(log())
+    assert len(said) == 1 and len(lines_of(path)) == 2

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from builders.http_client import call
 from builders.plugin import PLUGIN
+from builders.server_process import python_process
 
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
@@ -31,27 +29,18 @@ def test_the_examples_of_the_fixture_pass(pytester: pytest.Pytester, number: int
     result.assert_outcomes(passed=1)
 
 
-def test_the_lines_of_the_readme_say_hello() -> None:
+def test_the_lines_of_the_readme_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
     page = (ROOT / "README.md").read_text()
     (lines,) = re.findall(r"^```bash\n(pip install .*?)^```$", page, re.MULTILINE | re.DOTALL)
     _, serve, ask, *code = lines.strip().splitlines()
     assert (ask, code.pop()) == ("python - <<'END'", "END")
-    port = str(20_000 + os.getpid() % 20_000)
-    words = serve.removesuffix(" &").replace("8000", port).split()
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
-    server = subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.DEVNULL, env=environment)
-    try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                if call(f"http://127.0.0.1:{port}", "/health").status == 200:
-                    break
-            except OSError:
-                time.sleep(0.02)
+    command = serve.removesuffix(" &").replace("8000", "0").split()
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with python_process(*command) as server:
+        port = server.wait_for(r"http://127\.0\.0\.1:(\d+)")[1]
         text = "\n".join(code).replace("8000", port)
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30, check=True)
-    finally:
-        server.terminate()
-        server.wait(20)
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr + "".join(server.lines)
+        assert server.stop() == 0
     assert len(done.stdout.split()) == 8

@@ -17,6 +17,7 @@ from kvarts.openai_api.answers import CHAT_PATH, COMPLETION_PATH
 from kvarts.openai_api.recordings import Sent, open_recordings
 from kvarts.openai_api.running import RunningServer
 
+from builders.full_disk import full_disk
 from builders.http_client import Reply, call, events_of
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -248,3 +249,15 @@ def test_what_is_recorded_and_what_waits_is_bounded(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(recordings, "MOST_BYTES", 100)
         with pytest.raises(InputError, match="bytes"):
             open_recordings(path, None)
+
+
+def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with RunningServer(answers=RULES) as real, RunningServer(recordings=path, record_from=real.url) as mock:
+        assert call(mock.url, CHAT_PATH, {"messages": user("first")}).status == 200
+        before = path.read_bytes()
+        with full_disk(len(before) + 20):
+            assert call(mock.url, CHAT_PATH, {"messages": user("second")}).status == 500
+        assert path.read_bytes() == before
+        assert call(mock.url, CHAT_PATH, {"messages": user("second")}).status == 200
+    assert len(path.read_bytes().splitlines()) == 2

@@ -749,7 +749,7 @@ class NaiveOffloadEngine(NaiveEngine):
         for transfer in self.leading:
             request = transfer.request
             assert request is not None
-            num_tokens = min(budget, transfer.front[1] - request.computed)
+            num_tokens = min(budget, self.most_tokens, transfer.front[1] - request.computed)
             if num_tokens > 0:
                 before[request.seq] = request.computed
                 self.compute(request, request.computed + num_tokens)

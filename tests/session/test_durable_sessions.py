@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +23,7 @@ from kvarts.session.sessions import Sessions
 from kvarts.session.stored import StoredSession, Usage
 from kvarts.session.values import SessionSettings, Token
 
+from builders.full_disk import full_disk
 from builders.sessions import OWNER, greedy, mock_says, say
 
 
@@ -183,17 +182,6 @@ def test_tombstones_do_not_stay_for_ever(tmp_path: Path) -> None:
     assert old.session_id not in known
 
 
-@contextmanager
-def a_full_disk() -> Iterator[None]:
-    """No file of this process grows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_session_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
     """What could not be written is not acknowledged, and what is here all the same is written before anything else."""
 
@@ -202,7 +190,7 @@ def test_a_session_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> No
         session, other = [await sessions.create(OWNER, SessionSettings(sink=2, window=40)) for _ in range(2)]
         for each in (session, other):
             await sessions.append(OWNER, each, range(30))
-        with a_full_disk():
+        with full_disk(1):
             with pytest.raises(OutputError):
                 await sessions.append(OWNER, session, [1, 2, 3])
             assert (await sessions.info(OWNER, session)).history_length == 30

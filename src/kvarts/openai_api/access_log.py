@@ -11,7 +11,7 @@ from typing import IO
 import msgspec
 
 from kvarts.errors import OutputError
-from kvarts.files import is_replaceable, open_stream, shown, writing
+from kvarts.files import append_whole, is_replaceable, open_stream, shown, writing
 
 __all__ = ["FLUSH_S", "AccessLog", "LoggedRequest"]
 
@@ -81,7 +81,7 @@ class AccessLog:
             return
         try:
             with writing(self._path):
-                file.write(text)
+                append_whole(file, text)
         except OutputError as error:
             self._error = error
             self._say(f"the access log {shown(self._path)} ends: {error.what}")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
-from kvarts.files import check_writable, read_bytes, writing
+from kvarts.files import append_whole, check_writable, read_bytes, writing
 from kvarts.limits import brief
 from kvarts.openai_api.answers import ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
 from kvarts.openai_api.errors import ApiError
@@ -195,7 +195,7 @@ class RecordedAnswers:
             raise ApiError(503, f"{self._path.name} is full: recorded answers have {MOST_BYTES:,} bytes at most")
         try:
             with writing(self._path), self._path.open("ab", buffering=0) as file:
-                file.write(line)
+                append_whole(file, line)
         except OutputError as error:
             raise ApiError(500, f"the answer could not be recorded: {error.what}") from error
         self._num_bytes += len(line)

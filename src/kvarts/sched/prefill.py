@@ -124,11 +124,19 @@ class Prefill:
         return budget if num_tokens < num_allowed else num_tokens
 
     def compute_front(self, load: LoadUnderWay, budget: int, chunks: list[Chunk]) -> int:
-        """Compute pages of a request before those that are loaded for it; return the tokens used of `budget`."""
+        """Compute pages of a request before those that are loaded for it; return the tokens used of `budget`.
+
+        A request that the bound of latency keeps from computing more uses up the budget.
+        """
         request, holding, loads = load.request, load.request.holding, self._loads
         assert holding is not None and loads is not None and self._batch is None
         start, front_end = request.num_computed, load.front_end * self._page_size
-        end = request.num_computed = min(front_end, start + budget)
+        num_allowed = num_tokens = min(front_end - start, budget, self.most_tokens)
+        if self._itl is not None:
+            num_tokens = self._itl.most_tokens(request, start, num_tokens, chunks)
+            if not num_tokens:
+                return budget
+        end = request.num_computed = start + num_tokens
         num_known = request.num_prompt_tokens + request.num_output_tokens
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
@@ -137,7 +145,7 @@ class Prefill:
         chunks.append(Chunk(start, end - start, request.num_prompt_tokens, num_known))
         if end == front_end:
             loads.fronts.remove(load)
-        return end - start
+        return budget if num_tokens < num_allowed else num_tokens
 
     def resume(self, budget: int, now_ns: int, chunks: list[Chunk]) -> int:
         """Compute the next chunk of each chunked request; return the rest of `budget`.

@@ -486,9 +486,8 @@ class Scheduler:
         They do not wait behind requests that wait for memory.
         """
         admitted: list[int] = []
-        waiting, running, loads = self.waiting_with_pages, self.running, self.loads
-        num_loading = 0 if loads is None else loads.num_requests
-        while waiting and budget > 0 and running.num_running + num_loading < self._max_num_seqs:
+        waiting = self.waiting_with_pages
+        while waiting and budget > 0 and self.num_seated < self._max_num_seqs:
             request = waiting[0]
             if not self._prefill.has_room(request, request.start, chunks):
                 return tuple(admitted), 0
@@ -526,7 +525,7 @@ class Scheduler:
             return tuple(admitted)  # loaded requests have their pages and their places already
         while waiting.num_waiting:
             request = waiting.head(now_ns)
-            if running.num_running + (0 if loads is None else loads.num_requests) >= max_num_seqs:
+            if self.num_seated >= max_num_seqs:
                 self.blocked = FOR_SEQS
                 break
             if handoffs is not None:
@@ -586,12 +585,11 @@ class Scheduler:
             admitted.append(request.index)
         if self.blocked is FOR_PAGES and handoffs is not None and handoffs.passes_blocked:
             # These have their pages; a request that lacks some gets them sooner if these run.
-            num_loading = 0 if loads is None else loads.num_requests
             for ready in handoffs.ready():
-                if running.num_running + num_loading >= max_num_seqs or budget <= 0:
+                if self.num_seated >= max_num_seqs or budget <= 0:
                     break
                 budget -= self._join(ready, now_ns, admitted)
-            if running.num_running + num_loading >= max_num_seqs:
+            if self.num_seated >= max_num_seqs:
                 self.blocked = FOR_SEQS  # as the next step would find
         if self.blocked is not NOT_BLOCKED:
             self.blocked_head = request
