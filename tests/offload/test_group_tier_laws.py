@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.kv.group_memory import PartGroup
+from kvarts.content import Content, pack_units
+from kvarts.hardware.kv_groups import KvLayer
+from kvarts.kv.group_memory import GroupMemory, PartGroup
+from kvarts.kv.run_cache import RunCache
+from kvarts.kv.run_loads import holding_of_transfer, unhold
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
 
@@ -43,6 +47,33 @@ def test_leaps_and_readers_of_every_event_change_nothing(tiers: Grouped) -> None
     fast = tiers.replayed(audit=False)
     assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
     assert_same_outcome(fast, tiers.replayed(lambda _: [Told()]))
+
+
+@given(grouped(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([0.0, 0.1]), st.sampled_from([None, 3.0, 10.0]))
+def test_leaps_change_nothing_with_every_limit_of_a_step(
+    tiers: Grouped, threshold: int, watermark: float, max_itl_ms: float | None
+) -> None:
+    """L5, audited, and the same without an audit."""
+    tiers.case.long_prefill_token_threshold, tiers.case.watermark = threshold, watermark
+    fast = tiers.replayed(max_itl_ms=max_itl_ms)
+    assert_same_outcome(fast, tiers.replayed(max_itl_ms=max_itl_ms, step_by_step=True))
+    assert_same_outcome(fast, tiers.replayed(max_itl_ms=max_itl_ms, audit=False))
+
+
+def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
+    """And is not listed to be evicted once more."""
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), part_bytes=1)
+    cache = RunCache(GroupMemory((window,), "tails"), page_size=1, total_bytes=4)
+    content = Content(pack_units([1, 2, 3]), num_tokens=3, page_size=1, owner=0)
+    holding = cache.begin(content, cache.tree.match(content, 0))
+    cache.extend(holding, 1)
+    store = holding_of_transfer(1)
+    cache.hold(holding.held[0][0], store)
+    cache.extend(holding, 3)
+    cache.settle(holding, 3)
+    unhold(cache, store, go_first=True)
+    cache.check([holding])
+    assert not list(cache.entries())
 
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))

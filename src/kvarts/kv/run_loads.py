@@ -141,5 +141,5 @@ def unhold(cache: RunCache, holding: RunHolding, *, go_first: bool) -> None:
         holding.held[index] = []
         for run in held:
             cache.release(index, (run,), holding)
-            if not run.holders:
+            if run.is_listed:  # else others hold it, or nothing keeps it, and it is empty
                 cache.move_first(run)
