@@ -22,8 +22,8 @@ class Tiered:
 
 
 @st.composite
-def tiered(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False) -> Tiered:
-    return Tiered(draw(cases(max_requests=max_requests, cancels=cancels)), draw(tiers_below()))
+def tiered(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False, limits: bool = False) -> Tiered:
+    return Tiered(draw(cases(max_requests=max_requests, cancels=cancels, limits=limits)), draw(tiers_below()))
 
 
 @st.composite

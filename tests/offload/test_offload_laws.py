@@ -12,7 +12,7 @@ from kvarts.sim.replay import replay
 
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
-from builders.rooms import ROUTERS, timelines_json
+from builders.rooms import HAS_AUDIT, ROUTERS, timelines_json
 from builders.tiered import BYTES_PER_TOKEN, Tiered, tiered
 from builders.tiers import offloader_of
 from oracles.naive import NaiveRequest, polynomial_ns, run_naive
@@ -51,6 +51,8 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
             full_prompt_hits=offload.full_prompt_hits,
             fail_every=offload.fail_every,
             store_within_ns=round(offload.store_within_ms * 1e6),
+            long_prefill_token_threshold=case.long_prefill_token_threshold,
+            watermark=case.watermark,
         )
         for _ in range(case.replicas)
     ]
@@ -58,7 +60,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     return requests, engines
 
 
-@given(tiered(max_requests=12))
+@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits)))
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
     requests, naive_engines = run_naive_offload(tiers)
@@ -93,6 +95,13 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
 def test_fast_forward_equals_step_by_step(tiers: Tiered) -> None:
     """L5, with tiers: the same bytes, whatever is looked at."""
     assert_fast_as_slow(tiers.case, offload=tiers.offload)
+
+
+@given(tiered(cancels=True, limits=True), st.sampled_from([None, 3.0, 10.0]))
+def test_fast_forward_equals_step_by_step_with_every_limit_of_a_step(tiers: Tiered, max_itl_ms: float | None) -> None:
+    """L5, audited, with tiers; a bound of latency is of the default profile."""
+    tiers.case.profile = "default"
+    assert_fast_as_slow(tiers.case, offload=tiers.offload, max_itl_ms=max_itl_ms, audit=HAS_AUDIT)
 
 
 @given(tiered())

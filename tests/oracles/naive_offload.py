@@ -615,14 +615,14 @@ class NaiveOffloadEngine(NaiveEngine):
         return self.give_back(num_pages - self.num_free())
 
     def fits(self, head: NaiveRequest, num_pages: int) -> bool:
-        hits = self.lookup(head)
+        hits, num_kept = self.lookup(head), self.num_kept(self.num_pages)
         # Would it fit if all stores ended at once? What these hold of its own pages, it has to take then.
         num_free = self.num_free() + sum(map(self.num_idle, self.transfers))
-        if self.pages_for(head.known) - sum(page.refs > 0 for page in hits) > num_free:
+        if self.pages_for(head.known) - sum(page.refs > 0 for page in hits) + num_kept > num_free:
             return False
         while num_pages > self.num_free():
             self.give_back(num_pages - self.num_free())
-            num_pages = self.pages_for(head.known) - sum(self.is_used(page) for page in hits)
+            num_pages = self.pages_for(head.known) - sum(self.is_used(page) for page in hits) + num_kept
         return True
 
     # Loads ------------------------------------------------------------------------------------------------
