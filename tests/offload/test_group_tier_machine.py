@@ -15,7 +15,7 @@ from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.part_account import Listed
+from kvarts.kv.part_account import Listed, Place
 from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import PartRun, RunHolding
 from kvarts.kv.transfer import TransferReport
@@ -271,8 +271,8 @@ class TieredMachine(RuleBasedStateMachine):
         """The device evicts all that it can: what comes back comes from below."""
         self.parts.clear()
         self.cache.count()
-        while self.model.released:
-            part = self.model.released.pop(0)
+        for part in [part for part in self.model.released if not part.stores]:
+            self.model.released.remove(part)
             self.model.lose(part)
             self.model.empty_bytes += self.model.bytes_of(part)
 
@@ -380,10 +380,14 @@ class TieredMachine(RuleBasedStateMachine):
         assert cache.empty_bytes == model.empty_bytes
         assert cache.free_bytes == model.free_bytes()
         assert cache.listed_pages() == [
-            (part.group, len(part.name[1]) // self.cache.page_size - 1) for part in model.released if part.name
+            (part.group, len(part.name[1]) // self.cache.page_size - 1)
+            for part in model.released
+            if part.name and not part.stores
         ]
         if self.has_ids:
-            assert self.listed(cache.entries()) == [(part.group, part.name) for part in model.released]
+            assert self.listed(cache.entries()) == [
+                (part.group, part.name) for part in model.released if not part.stores
+            ]
         assert self.listed(tier.entries()) == [part.key for part in model.recent]
         for group in range(len(cache.groups)):
             assert (tier.num_used[group], tier.num_cached[group]) == model.num_host_parts(group)
@@ -394,14 +398,19 @@ class TieredMachine(RuleBasedStateMachine):
         """The parts of runs, the next to be evicted first, with what the model calls their pages."""
         parts: list[tuple[int, Any]] = []
         for run in entries:
+            if isinstance(run, Place):
+                continue
             assert isinstance(run, PartRun) and run.span is not None
             content = run.span.content
-            for page in range(run.end - 1, run.start - 1, -1):
-                keys = [content.key(before) for before in range(page + 1)]
-                units = b"".join(key for key in keys if isinstance(key, bytes))
-                tokens = tuple(int.from_bytes(units[at : at + 8], "little") for at in range(0, len(units), 8))
-                parts.append((run.group, (content.salt, tokens)))
+            parts += [(run.group, self.name_of(content, page)) for page in range(run.end - 1, run.start - 1, -1)]
         return parts
+
+    def name_of(self, content: Content, page: int) -> Any:
+        """What the model calls a page."""
+        keys = [content.key(before) for before in range(page + 1)]
+        units = b"".join(key for key in keys if isinstance(key, bytes))
+        tokens = tuple(int.from_bytes(units[at : at + 8], "little") for at in range(0, len(units), 8))
+        return content.salt, tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):

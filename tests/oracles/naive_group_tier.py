@@ -76,6 +76,18 @@ class NaiveTieredGroups(NaiveGroups):
         super().publish(part, name)
         self.fresh.append(part)
 
+    def open(
+        self, tokens: list[int], salt: str | None, length: int, num_new: int, *, is_end: bool = False
+    ) -> NaiveSequence | None:
+        """Do the same; where others went on as well, the tails of windows are to be stored."""
+        sequence = super().open(tokens, salt, length, num_new, is_end=is_end)
+        if sequence is not None:
+            for group, (layer, _) in enumerate(self.groups):
+                if layer.kind in ("window", "chunk"):
+                    pages = sorted(self.needed(layer, length * self.page_size))
+                    self.wanted += [(group, self.name(tokens, salt, page)) for page in pages]
+        return sequence
+
     def note(self, sequence: NaiveSequence, *, is_end: bool, num_known: int | None = None) -> None:
         """Something was done with a sequence: what of it is to be stored now. `num_known`: of its tokens; None: all."""
         fresh, self.fresh = self.fresh, []
@@ -114,10 +126,11 @@ class NaiveTieredGroups(NaiveGroups):
                         self.num_lost += 1
                     self.coming[key] = below
                     if part.refs == 0:
-                        self.released.remove(part)
+                        if part.is_passed:
+                            self.released.remove(part)
                         self.idle_room -= self.bytes_of(part)
                         below.was_idle = True
-                    part.refs += 1
+                    part.stores += 1
                     chosen.append((part, below))
                     room -= self.bytes_of(part)
             self.wanted.pop(0)
@@ -139,7 +152,12 @@ class NaiveTieredGroups(NaiveGroups):
                     ends = range(len(tokens), 0, -self.page_size)
                     self.use([(group, (salt, tokens[:end])) for end in ends])
         for part, _ in reversed(chosen):
-            self.release(part)
+            part.stores -= 1
+            if part.refs == 0 and part not in self.released:
+                if part.is_kept:
+                    self.released.append(part)
+                else:
+                    self.drop(part)
 
     def use(self, keys: list[Key]) -> None:
         """Parts below are the most recent now, the first of them the least so."""
@@ -192,11 +210,11 @@ class NaiveTieredGroups(NaiveGroups):
         """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
         needs = self.needs(tokens, salt, length)
         found = {key: self.copies[key][0] for key in needs if key in self.copies}
-        idle = sum(self.bytes_of(part) for part in found.values() if part.refs == 0)
+        idle = sum(self.bytes_of(part) for part in found.values() if part.refs == part.stores == 0)
         if idle + sum(self.groups[key[0]][1] for key in needs if key not in found) > self.free_bytes():
             return None
         for part in found.values():
-            if part.refs == 0:
+            if part in self.released:
                 self.released.remove(part)
             part.refs += 1
         sequence = NaiveSequence(tokens, salt, length * self.page_size, [{} for _ in self.groups])

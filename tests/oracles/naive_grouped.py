@@ -33,12 +33,17 @@ def needed_pages(layer: KvLayer, num_tokens: int, page_size: int) -> frozenset[i
 
 @dataclass(eq=False)
 class NaivePart:
-    """The part of a page in a group; `name` once it can be found."""
+    """The part of a page in a group; `name` once it can be found.
+
+    `stores`: how many stores to a tier below read it. `is_passed`: its last sequence went on when it released it.
+    """
 
     group: int
     name: Name | None = None
     refs: int = 1
     is_kept: bool = True
+    stores: int = 0
+    is_passed: bool = False
 
 
 @dataclass(eq=False)
@@ -70,7 +75,7 @@ class NaiveGroups:
 
     def free_bytes(self) -> int:
         """Return the bytes that can be taken now."""
-        return self.empty_bytes + sum(self.bytes_of(part) for part in self.released)
+        return self.empty_bytes + sum(self.bytes_of(part) for part in self.released if not part.stores)
 
     def name(self, tokens: list[int], salt: str | None, page: int) -> Name:
         """Return the name of a page."""
@@ -97,15 +102,22 @@ class NaiveGroups:
         self.take_bytes(self.groups[group][1])
         return NaivePart(group, is_kept=self.keeps_all or self.groups[group][0].kind not in ("window", "chunk"))
 
-    def release(self, part: NaivePart) -> None:
-        """End a hold of a part."""
+    def release(self, part: NaivePart, *, is_passed: bool = False) -> None:
+        """End a hold of a part. `is_passed`: its sequence goes on."""
         part.refs -= 1
+        part.is_passed = is_passed
         if part.refs == 0 and part.name is not None and part.is_kept:
-            self.released.append(part)
+            self.released += [] if part.stores and is_passed else [part]
         elif part.refs == 0:
-            if part.name is not None:
-                self.lose(part)
-            self.empty_bytes += self.bytes_of(part)
+            self.drop(part)
+
+    def drop(self, part: NaivePart) -> None:
+        """Nothing uses a part, and it is not kept."""
+        if part.stores:
+            return
+        if part.name is not None:
+            self.lose(part)
+        self.empty_bytes += self.bytes_of(part)
 
     def lose(self, part: NaivePart) -> None:
         """A part can be found no more."""
@@ -124,7 +136,7 @@ class NaiveGroups:
     ) -> NaiveSequence | None:
         """Begin a sequence of which the first `length` pages were found."""
         sequence = self.found(tokens, salt, length)
-        idle = [part for parts in sequence.parts for part in parts.values() if part.refs == 0]
+        idle = [part for parts in sequence.parts for part in parts.values() if part.refs == part.stores == 0]
         if sum(map(self.bytes_of, idle)) + self.missing(sequence, num_new) > self.free_bytes():
             return None
         self.hold(sequence)
@@ -143,14 +155,15 @@ class NaiveGroups:
         """Hold the parts of a sequence."""
         for parts in sequence.parts:
             for part in parts.values():
-                if part.refs == 0:
+                if part in self.released:
                     self.released.remove(part)
                 part.refs += 1
 
     def take_bytes(self, num_bytes: int) -> None:
         """Take memory that is no part."""
         while self.empty_bytes < num_bytes:
-            part = self.released.pop(0)
+            part = next(part for part in self.released if not part.stores)
+            self.released.remove(part)
             assert part.name is not None
             self.lose(part)
             self.evicted.append((part.group, part.name))
@@ -229,7 +242,7 @@ class NaiveGroups:
                 needed.add(sequence.num_tokens // self.page_size)  # the next token is written there
             for page in sorted(sequence.parts[index], reverse=True):
                 if page not in needed:
-                    self.release(sequence.parts[index].pop(page))
+                    self.release(sequence.parts[index].pop(page), is_passed=True)
 
     def close(self, sequence: NaiveSequence) -> None:
         """Release everything, group by group, the deepest first."""

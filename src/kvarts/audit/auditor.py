@@ -580,7 +580,7 @@ class Auditor:
                 continue
             if any(page in pages for pages in needed):
                 self._find(f"was given back{words}, and a later token sees it", request, page)
-            self.ledger.release(known.parts[index].pop(page))
+            self.ledger.release(known.parts[index].pop(page), is_passed=True)
 
     def _look_at_held(self) -> None:
         """Report parts held by running requests that no later token sees. Runs once, as the last check after a step."""

@@ -88,10 +88,11 @@ class LedgerPart:
     """The part of a page in a group, or a state.
 
     `name`: the name of the page while the part can be found, else None. `refs`: references of sequences; `keeps`: those
-    of transfers. `stays`: the part is cached after its last release, if it has a name.
+    of transfers. `stays`: the part is cached after its last release, if it has a name. `is_passed`: the sequence that
+    released it last went on without it.
     """
 
-    __slots__ = ("group", "keeps", "name", "refs", "stays")
+    __slots__ = ("group", "is_passed", "keeps", "name", "refs", "stays")
 
     def __init__(self, group: int, *, stays: bool) -> None:
         self.group = group
@@ -99,6 +100,7 @@ class LedgerPart:
         self.name: bytes | None = None
         self.refs = 1
         self.keeps = 0
+        self.is_passed = False
 
 
 class Keep:
@@ -286,32 +288,58 @@ class Ledger:
         if part.name is None:
             raise LedgerError("cannot be found", field="part")
         if not part.refs:
-            del self._idle[part]
+            self._idle.pop(part, None)
             if not part.keeps:
                 self._count_cached(part, -1)
         part.refs += 1
 
-    def release(self, part: LedgerPart, *, goes_first: bool = False) -> None:
+    def release(self, part: LedgerPart, *, is_passed: bool = False) -> None:
         """Drop a reference. Raise LedgerError if the part is not held.
 
-        After its last reference, a part is cached if it has a name and stays; otherwise it becomes empty. `goes_first`:
-        evict it next.
+        After its last reference, a part is cached if it has a name and stays; otherwise it becomes empty. `is_passed`:
+        the sequence that releases it goes on without it.
         """
         if not part.refs:
             raise LedgerError("is not held", field="part")
         part.refs -= 1
         if part.refs:
             return
+        part.is_passed = is_passed
+        if part.keeps and part.name is not None and (is_passed or not part.stays):
+            return  # the transfer that reads it decides
         if part.name is not None and part.stays:
             self._idle[part] = None
-            if goes_first:
-                self._idle.move_to_end(part, last=False)
             if not part.keeps:
                 self._count_cached(part, 1)
             return
         if part.name is not None:
             self._forget(part, "dropped")
         self._free(part)
+
+    def read(self, part: LedgerPart) -> None:
+        """Hold one copy of a part of a KV group for a transfer, until `end_read`.
+
+        Its eviction order does not change, unless the sequence that released it went on without it.
+        """
+        if not (part.refs or part.keeps):
+            self._count_cached(part, -1)
+            if part.is_passed:
+                del self._idle[part]
+        part.keeps += 1
+
+    def end_read(self, part: LedgerPart, *, goes_first: bool) -> None:
+        """End the hold of `read`. `goes_first`: if nothing holds the part, evict it next."""
+        part.keeps -= 1
+        if part.keeps or part.refs:
+            return
+        if not part.stays:
+            self._forget(part, "dropped")
+            self._free(part)
+            return
+        self._idle.setdefault(part)
+        if goes_first:
+            self._idle.move_to_end(part, last=False)
+        self._count_cached(part, 1)
 
     def keep(self, group: int, name: bytes) -> Keep | None:
         """Hold all copies of the part of a page, without changing their eviction order, until `end_keep`.

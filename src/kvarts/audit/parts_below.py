@@ -89,7 +89,7 @@ class PartsBelow:
                     what = f"is to be stored in {event.medium} and is not resident{self._ledger.words(group)}"
                     self._found.add(what, content.owner, page)
                     continue
-                self._ledger.hold(part)
+                self._ledger.read(part)
                 run.append(part)
             runs.append(run)
         self._stores[event.transfer] = runs
@@ -137,7 +137,7 @@ class PartsBelow:
             goes_first = self._goes_first and event.num_good_pages > 0
             for run in reversed(self._stores.pop(event.transfer)):
                 for part in run if goes_first else reversed(run):
-                    self._ledger.release(part, goes_first=goes_first)
+                    self._ledger.end_read(part, goes_first=goes_first)
             return
         load = self._loads[event.request]
         num_left = event.num_good_blocks

@@ -14,7 +14,7 @@ from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.shared_memory import SharedMemory
 
-__all__ = ["Listed", "PartAccount"]
+__all__ = ["Listed", "PartAccount", "Place"]
 
 
 class Listed:
@@ -52,6 +52,17 @@ class Listed:
         assert older is not None and newer is not None
         older.newer, newer.older = newer, older
         self.older = self.newer = None
+
+
+class Place(Listed):
+    """The place of an entry that is not listed for the time being. There is nothing to evict, and it stays."""
+
+    def next_bytes(self, account: PartAccount) -> int:
+        """Return 0."""
+        return 0
+
+    def eat(self, account: PartAccount, num_bytes: int) -> None:
+        """Do nothing."""
 
 
 class PartAccount:
@@ -158,9 +169,10 @@ class PartAccount:
             return self.next_in_order()
         assert oldest is not None
         while oldest is not ring and not oldest.next_bytes(self):
-            oldest.eat(self, self.empty_bytes)  # it has no parts left
-            oldest = ring.newer
-            assert oldest is not None
+            newer = oldest.newer
+            oldest.eat(self, self.empty_bytes)  # it has no parts left, or is a place
+            assert newer is not None
+            oldest = newer
         return oldest
 
     # The list ---------------------------------------------------------------------------------------------
@@ -271,11 +283,14 @@ class PartAccount:
 
     def evict(self, num_bytes: int) -> None:
         """Evict parts until `num_bytes` bytes are empty; that many are empty or cached here."""
-        ring = self._ring
+        oldest = self._ring.newer
         while self.empty_bytes < num_bytes:
-            oldest = ring.newer if self.eviction_order is None else self.next_in_order()
+            if self.eviction_order is not None:
+                oldest = self.next_in_order()
             assert oldest is not None
+            newer = oldest.newer
             oldest.eat(self, num_bytes)
+            oldest = newer
         if self.events is not None:
             self.events.told()
 

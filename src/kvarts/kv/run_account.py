@@ -18,6 +18,8 @@ class RunAccount(PartAccount):
     def hold(self, run: PartRun, holding: RunHolding) -> None:
         """Make `holding` a holder of a run, which follows the runs that it already holds in the group."""
         if run.holders:
+            if run.spot is not None and not holding.is_transfer:
+                run.leave_spot()
             self.disturb(run)
         else:
             if run.stream is None:
@@ -47,8 +49,14 @@ class RunAccount(PartAccount):
     def disturb(self, run: PartRun) -> None:
         """Process that a held run gets another holder."""
 
-    def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding) -> None:
-        """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`."""
+    def lost_holder(self, run: PartRun) -> None:
+        """Process that a run that is still held has lost one of its holders."""
+
+    def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding, *, is_passed: bool = False) -> None:
+        """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`.
+
+        `is_passed`: the sequence goes on without them.
+        """
         before: PartRun | None = None
         num_cached = num_empty = 0
         events, order = self.events, self.eviction_order
@@ -56,12 +64,19 @@ class RunAccount(PartAccount):
         for run in runs:
             holders = run.holders
             holders.remove(holding)
+            if not holding.is_transfer:
+                run.is_passed = is_passed
             if holders:
+                self.lost_holder(run)
+                before = None
                 continue
             count = run.end - run.start
             if run.is_kept:
                 num_cached += count
-                if order is not None:
+                if run.spot is not None:
+                    run.take_spot()
+                    before = None
+                elif order is not None:
                     listed.append(run)
                 elif before is None or not before.join(run):
                     self.append(run)

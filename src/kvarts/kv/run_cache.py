@@ -15,7 +15,7 @@ from kvarts.content import Content
 from kvarts.kv.decodes import Decodes, turned
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import Listed
+from kvarts.kv.part_account import Listed, Place
 from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
@@ -94,6 +94,27 @@ class RunCache(RunAccount):
         """Make the releases of decodes that hold `run` odd."""
         self.decodes.disturb(run)
 
+    def lost_holder(self, run: PartRun) -> None:
+        """Reserve the place of `run` in the list if only stores hold it now.
+
+        What a window has passed has none: its release may be a turn of a stream.
+        """
+        if not run.is_kept or run.is_passed or run.spot is not None or self.eviction_order is not None:
+            return
+        if all(holder.is_transfer for holder in run.holders):
+            run.spot = Place()
+            self.append(run.spot)
+
+    def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
+        """Make a store a holder of `run`, which keeps its place in the list, unless a window has passed it."""
+        spot: Place | None = None
+        if not (run.holders or run.is_passed or run.listed_by is not None):
+            spot = Place()
+            spot.list_after(run)
+        self.hold(run, holding)
+        if spot is not None:
+            run.spot = spot
+
     # Sequences --------------------------------------------------------------------------------------------
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:
@@ -114,6 +135,10 @@ class RunCache(RunAccount):
                 # Windows of others that passed them page by page have left them in pieces.
                 for before, piece in pairwise(path):
                     piece.join_held(before)
+        if self.wants is not None:
+            for index in self._bounded:
+                for run in holding.held[index]:
+                    self.wants.complete(content, index, run.start, run.end)
         return holding
 
     def extend(self, holding: RunHolding, num_tokens: int, *, is_end: bool = False) -> None:
@@ -176,7 +201,7 @@ class RunCache(RunAccount):
                 if self.events is not None:
                     self.events.given_back(holding.content, index, held[0].end - 1, held[0].end)
                 holding.held[index] = []
-                self.release(index, held, holding)
+                self.release(index, held, holding, is_passed=True)
             return
         sink, first = self.tree.needed(index, num_tokens)
         at = 0
@@ -200,7 +225,7 @@ class RunCache(RunAccount):
             given.reverse()
             if self.events is not None:
                 self._tell_given_back(holding, index, given)
-            self.release(index, given, holding)
+            self.release(index, given, holding, is_passed=True)
 
     def _tell_given_back(self, holding: RunHolding, index: int, given: list[PartRun]) -> None:
         """Emit the release of `given`, the deepest run first; consecutive runs are one event."""
@@ -229,6 +254,7 @@ class RunCache(RunAccount):
             return
         if self._kept[index]:
             run = PartRun(index, None, start, first, [], is_kept=True)
+            run.is_passed = True
             holding.given.append(run)
             self.append(run)
             self.note_cached(index, first - start)
@@ -611,6 +637,8 @@ class RunCache(RunAccount):
                 for run in runs:
                     assert run.span is span and len(run.holders) == held.get(id(run), 0), "L2: a part is held by others"
                     assert run.is_listed == (not run.holders), "L2: a part is listed, and held"
+                    is_of_stores = bool(run.holders) and all(holder.is_transfer for holder in run.holders)
+                    assert run.spot is None or is_of_stores, "L2: a part that is in use has a place in the list"
                     assert span.start <= run.start <= run.end <= span.end, "L1: a part is not of its span"
         assert used == self.num_used, f"L1: {used} parts used, counted {self.num_used}"
         assert cached == self.num_cached, f"L1: {cached} parts cached, counted {self.num_cached}"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvarts.content import Content, PageKey
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.node import NOTHING
-from kvarts.kv.part_account import Listed, PartAccount
+from kvarts.kv.part_account import Listed, PartAccount, Place
 from kvarts.kv.pool import PageId
 from kvarts.kv.streams import Stream
 
@@ -27,7 +27,9 @@ class PartRun(Listed):
     `stream`. `is_kept`: it is listed when nothing holds it any more; otherwise it becomes empty. `ids`: the ids of its
     blocks, part by part in the order of pages; empty where blocks are only counted. `keeps`: how many of its holders
     are kept for later. `list_index`: the index of its list in its span: its group for the device, or a later one for a
-    tier below. `is_wanted`: it must be stored below before it is evicted. `listed_by`: the eviction order that lists
+    tier below. `is_wanted`: it must be stored below before it is evicted. `is_passed`: the window of the last
+    sequence that released it has passed it, and that sequence went on. `spot`: its place in the list, while only stores
+    hold it. `listed_by`: the eviction order that lists
     it, unless the account's list does; `place`: that order's state of it (Run).
     """
 
@@ -37,12 +39,14 @@ class PartRun(Listed):
         "holders",
         "ids",
         "is_kept",
+        "is_passed",
         "is_wanted",
         "keeps",
         "list_index",
         "listed_by",
         "place",
         "span",
+        "spot",
         "start",
         "stream",
     )
@@ -68,11 +72,13 @@ class PartRun(Listed):
         self.end = end
         self.holders = holders
         self.is_kept = is_kept
+        self.is_passed = False
         self.stream: Stream | None = None
         self.ids: list[PageId] = [] if ids is None else ids
         self.keeps = 0
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
+        self.spot: Place | None = None
 
     # The interface of eviction orders: Run.
 
@@ -121,6 +127,20 @@ class PartRun(Listed):
             self.leave_order()
         elif self.newer is not None:
             super().unlist()
+
+    def take_spot(self) -> None:
+        """List it in its place."""
+        spot = self.spot
+        assert spot is not None
+        self.list_after(spot)
+        self.leave_spot()
+
+    def leave_spot(self) -> None:
+        """Give its place up."""
+        spot = self.spot
+        assert spot is not None
+        spot.unlist()
+        self.spot = None
 
     def leave_order(self) -> None:
         """Record that no eviction order lists it any more, nor links it."""
@@ -230,6 +250,7 @@ class PartRun(Listed):
             index, span, self.start, page, self.holders.copy(), is_kept=self.is_kept, list_index=self.list_index
         )
         head.is_wanted, head.keeps, head.place = self.is_wanted, self.keeps, self.place
+        head.is_passed = self.is_passed
         if self.ids:
             at = len(self.ids) // (self.end - self.start) * (page - self.start)
             head.ids = self.ids[:at]
@@ -248,6 +269,9 @@ class PartRun(Listed):
             head.list_after(self)
         elif self.stream is not None:
             self.stream.insert(head, before=self)
+        elif self.spot is not None:
+            head.spot = Place()
+            head.spot.list_after(self.spot)
         return head
 
     def cut(self, start: int, end: int) -> PartRun:

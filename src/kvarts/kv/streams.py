@@ -47,6 +47,7 @@ class Stream:
     def add(self, run: PartRun) -> None:
         """Add `run`, which follows the others."""
         run.stream = self
+        run.is_passed = True
         self.runs.append(run)
 
     def insert(self, run: PartRun, before: PartRun) -> None:

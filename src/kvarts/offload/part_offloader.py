@@ -238,7 +238,7 @@ class PartOffloader(Transfers):
             stored = run.cut(first, start)
             policy.passed(stored, first, start)
             held = holding_of_transfer(len(tier.groups))
-            self._parts.hold(stored, held)
+            self._parts.hold_in_place(stored, held)
             if is_idle:
                 self._num_idle += count * blocks
             store.above.append(held)

@@ -122,6 +122,8 @@ class LazyParts:
         for entry in cache.entries():
             if num_missing <= 0:
                 break
+            if not entry.next_bytes(cache):
+                continue  # a store holds it
             assert isinstance(entry, PartRun), "a lazy tier follows no decodes"
             part_bytes = cache.part_bytes[entry.group]
             start = entry.end + -num_missing // part_bytes
