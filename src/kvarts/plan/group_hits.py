@@ -22,6 +22,7 @@ class GroupHits:
         self._trace = trace
         self._memory = config.memory
         self._page_size = config.page_size
+        self._at_branches = config.snapshots == "branches"
         self._most_new = config.max_num_batched_tokens
         self._needs = GroupNeeds(self._memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         self._num_prompt_tokens = sum(request.num_prompt_tokens for request in trace)
@@ -41,7 +42,8 @@ class GroupHits:
     def _look(self, num_pages: int) -> int:
         memory, page_size = self._memory, self._page_size
         num_blocks = memory.num_blocks(num_pages)
-        cache = RunCache(memory, page_size=page_size, total_bytes=num_blocks * memory.block_bytes)
+        total_bytes = num_blocks * memory.block_bytes
+        cache = RunCache(memory, page_size=page_size, total_bytes=total_bytes, at_branches=self._at_branches)
         num_found = 0
         for index, request in enumerate(self._trace):
             num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
