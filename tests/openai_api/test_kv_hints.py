@@ -102,6 +102,7 @@ def test_each_form_is_read_and_recorded(start: Start, tmp_path: Path, path: str)
 EPHEMERAL = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 TEXT = {"type": "text", "text": "hello"}
+INPUT = {"type": "input_text", "text": "hello"}
 TOOL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [TEXT | {"cache_control": HOUR}]}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -124,6 +125,16 @@ IN_PARTS: list[tuple[str, dict[str, Any], float | None]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": [TOOL]},
                              {"role": "user", "content": [RESULT]}]}, 3_600_000),
     (RESPONSES, {"input": "hello", "kvarts_hints": {"ttl_ms": 70}}, 70),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT, INPUT | {"cache_control": HOUR}]}]}, 3_600_000),
+    (RESPONSES, {"input": [{"role": "user", "content": "hello", "cache_control": EPHEMERAL}]}, 300_000),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT | {"cache_control": HOUR}]}],
+                 "cache_control": EPHEMERAL, "instructions": "be brief"}, 300_000),
+    (RESPONSES, {"input": "hello", "tools": [{"type": "function", "name": "f", "cache_control": HOUR}]}, 3_600_000),
+    (RESPONSES, {"input": [{"role": "user", "content": "hello"},
+                           {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                           {"type": "function_call_output", "call_id": "1",
+                            "output": [INPUT | {"cache_control": EPHEMERAL}]}]}, 300_000),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT]}]}, None),
 ]  # fmt: skip
 
 
@@ -141,15 +152,34 @@ def test_hints_of_other_doors_and_of_parts(start: Start, tmp_path: Path) -> None
     assert found == [ttl_ms for *_, ttl_ms in IN_PARTS]
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_continued_response_keeps_the_hints_of_its_conversation(start: Start, tmp_path: Path) -> None:
+    """As a chat that sends the same parts again; and no template prints a hint, so that the prompt stays the same."""
+    running = start(is_recording=True)
+    part = INPUT | {"cache_control": HOUR}
+    first = call(running.url, RESPONSES, {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1})
+    for previous in (first.json["id"], None):
+        asked = {"input": [{"role": "user", "content": "more"}], "previous_response_id": previous}
+        reply = call(running.url, RESPONSES, {**asked, "max_output_tokens": 1})
+        assert reply.status == 200, reply.payload
+    plain = call(running.url, RESPONSES, {"input": [{"role": "user", "content": [INPUT]}], "max_output_tokens": 1})
+    assert plain.json["usage"]["input_tokens"] == first.json["usage"]["input_tokens"]
+    running.settle()
+    assert running.opened.recorder is not None
+    running.opened.recorder.write(tmp_path / "run.jsonl")
+    found = [row.hints and row.hints.ttl_ms for row in load_recorded(tmp_path / "run.jsonl")]
+    assert found == [3_600_000, 3_600_000, None, None]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     ("control", "field"), [({"type": "forever"}, ".type"), (HOUR | {"ttl": "2h"}, ".ttl"), (7, "")]
 )
 def test_a_bad_hint_of_a_part_is_named(server: RunningServer, path: str, control: Any, field: str) -> None:
-    asked = {"messages": [{"role": "user", "content": [TEXT, TEXT | {"cache_control": control}]}], "max_tokens": 1}
+    of_path = "input" if path == RESPONSES else "messages"
+    asked = {of_path: [{"role": "user", "content": [TEXT, TEXT | {"cache_control": control}]}], "max_tokens": 1}
     reply = call(server.url, path, asked)
     assert reply.status == 400
-    error, param = reply.json["error"], f"messages[0].content[1].cache_control{field}"
+    error, param = reply.json["error"], f"{of_path}[0].content[1].cache_control{field}"
     assert param == error.get("param") or error["message"].startswith(f"{param}: ")
 
 

@@ -19,7 +19,17 @@ from kvarts.errors import parts_of
 from kvarts.hints import Hints, Priority
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["NO_PRIORITY", "CacheControl", "KvHints", "NvExt", "hints_of", "hints_of_parts", "with_parts"]
+__all__ = [
+    "NO_PRIORITY",
+    "CacheControl",
+    "KvHints",
+    "NvExt",
+    "hints_of",
+    "hints_of_parts",
+    "longest_of",
+    "with_control",
+    "with_parts",
+]
 
 NO_PRIORITY = "the owner of this key may not set priorities: leave it out"
 MOST_ACTIONS = 16
@@ -129,7 +139,7 @@ def hints_of_parts(**fields: object) -> Hints | None:
         if isinstance(part, list):
             left += [(each, f"{field}[{index}]") for index, each in enumerate(part) if isinstance(each, dict)]
         elif isinstance(part, dict):
-            left += [(part[name], f"{field}.{name}") for name in ("content", "function") if name in part]
+            left += [(part[name], f"{field}.{name}") for name in ("content", "function", "output") if name in part]
             if part.get("cache_control") is None:
                 continue
             try:
@@ -138,9 +148,20 @@ def hints_of_parts(**fields: object) -> Hints | None:
                 what, name = parts_of(error)
                 param = f"{field}.cache_control{'.' * bool(name)}{name or ''}"
                 raise ApiError(400, what, param=param) from error
-            found = _cached(control, f"{field}.cache_control")
-            longest = max((found, longest), key=lambda hints: -1 if hints is None else hints.ttl_ms or 0)
+            longest = longest_of(_cached(control, f"{field}.cache_control"), longest)
     return longest
+
+
+def longest_of(*hints: Hints | None) -> Hints | None:
+    """Return the hints with the longest time to live; None if there are none."""
+    return max(hints, key=lambda each: -1 if each is None else each.ttl_ms or 0)
+
+
+def with_control(message: dict[str, Any], hints: Hints | None) -> dict[str, Any]:
+    """Return a message with the time to live of `hints`, which its parts or those of others had."""
+    if hints is None or hints.ttl_ms is None:
+        return message
+    return {**message, "cache_control": {"type": "ephemeral", "ttl": f"{round(hints.ttl_ms / 1000)}s"}}
 
 
 def with_parts(hints: Hints | None, of_parts: Hints | None) -> Hints | None:
