@@ -87,7 +87,7 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
 def test_prompts_that_share_only_their_beginning_go_on_from_where_they_part(
     stateful: Callable[[str], tuple[Any, Any]], family: str
 ) -> None:
-    """L6: the second prompt leaves a state where it parts from the first, in the middle of its chunk; later ones hit."""
+    """L6: the second prompt leaves a state where it parts from the first, within its chunk; later ones hit."""
     model, reference = stateful(family)
     random = Random(3)
     shared = [random.randrange(VOCABULARY) for _ in range(3 * PAGE_SIZE)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.hints import Hints
+from kvarts.hints import Hints, Retained
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners.keys import Owner
 from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
@@ -38,6 +38,18 @@ FORMS: dict[str, tuple[dict[str, Any], Hints]] = {
     ),
     "kv_hints": (retain({"priority": 80, "duration": 30}), Hints(priority=80, ttl_ms=30_000)),
     "kv_hints, whole": (retain({"start": 0, "end": None, "priority": 80}), Hints(priority=80)),
+    "kv_hints, ranges": (
+        retain(
+            {"start": 0, "end": 2, "priority": 90, "duration": 3},
+            {"start": 2, "priority": 5, "covers_output": True},
+        ),
+        Hints(retain=(Retained(end=2, priority=90, ttl_ms=3000), Retained(start=2, priority=5))),
+    ),
+    "kv_hints, output": (retain({"priority": 9, "covers_output": True}), Hints(priority=9)),
+    "ranges": (
+        {"kvarts_hints": {"pause_ms": 7, "retain": [{"end": 1, "ttl_ms": 5}]}, "cache_control": {"type": "ephemeral"}},
+        Hints(pause_ms=7, ttl_ms=300_000, retain=(Retained(end=1, ttl_ms=5),)),
+    ),
     "agent_hints": ({"nvext": {"agent_hints": {"priority": 5, "osl": 9}, "annotations": []}}, Hints(priority=5)),
     "nvext.cache_control": ({"nvext": {"cache_control": {"type": "ephemeral", "ttl": "90s"}}}, Hints(ttl_ms=90_000)),
     "cache_control": ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, Hints(ttl_ms=3_600_000)),
@@ -70,9 +82,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [1]}}, "kv_hints.actions[0]"),
     (retain({"priority": 101}), "kv_hints.actions[1].payload"),
     (retain({"priority": 1, "duration": -1}), "kv_hints.actions[1].payload"),
-    (retain({"priority": 1, "start": 4, "end": 8}), "kv_hints.actions[1].payload"),
-    (retain({"priority": 1, "covers_output": True}), "kv_hints.actions[1].payload"),
-    (retain({"priority": 2}, {"priority": 1}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 1, "start": 4, "end": 4}), "kv_hints.actions[1].payload.directives[0].end"),
+    (retain({"priority": 1}, {"priority": 1, "start": -1}), "kv_hints.actions[1].payload"),
+    (retain(*[{"priority": 1}] * 17), "kv_hints.actions[1].payload"),
+    ({"kvarts_hints": {"retain": [{"start": 4, "end": 2}]}}, "kvarts_hints.retain[0]"),
     (retain(payload={}), "kv_hints.actions[1].payload"),
     (retain({"priority": 1}, action_version="2.0"), "kv_hints.actions[1].action_version"),
     ({**FORMS["kv_hints"][0], **FORMS["agent_hints"][0]}, "nvext.agent_hints"),
@@ -197,6 +210,8 @@ def test_owners_that_may_not_set_priorities_may_not_hint_them(start: Start) -> N
         ("low", "kv_hints", 403),
         ("low", "agent_hints", 403),
         ("low", "kvarts_hints", 403),
+        ("low", "kv_hints, ranges", 403),
+        ("low", "ranges", 200),
         ("low", "cache_control", 200),
         ("high", "kv_hints", 200),
     ):
@@ -210,6 +225,10 @@ def test_owners_that_may_not_set_priorities_may_not_hint_them(start: Start) -> N
         (HintedOrder, {}, 0),
         (HintedOrder, {"cache_control": {"type": "ephemeral"}}, 48),
         (HintedOrder, retain({"priority": 1, "duration": 60}), 48),
+        (HintedOrder, retain({"priority": 1, "end": 32}), 32),
+        (HintedOrder, retain({"priority": 1, "start": 32}), 48),
+        (HintedOrder, retain({"priority": 1, "end": 16}, {"priority": 0, "start": 16}), 16),
+        (HintedOrder, {"kvarts_hints": {"retain": [{"end": 20, "ttl_ms": 60_000}]}}, 32),
         (HintedOrder, {"kvarts_hints": {"pause_ms": 60_000}}, 48),
         (SoonestReturnOrder, {"kvarts_hints": {"pause_ms": 60_000}}, 48),
         (SoonestReturnOrder, {"cache_control": {"type": "ephemeral"}}, 0),

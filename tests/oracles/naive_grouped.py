@@ -107,9 +107,9 @@ class NaiveGroups:
             return 0
         mine, common = self.name(tokens, salt, length)[1], tuple(tokens[: length * self.page_size])
         for index, (tenant, others) in self.copies:
-            if index in whole and tenant == salt and len(others) == len(mine) and others != mine:
-                if others[: len(common)] == common:
-                    return length
+            is_other = index in whole and tenant == salt and len(others) == len(mine) and others != mine
+            if is_other and others[: len(common)] == common:
+                return length
         return 0
 
     def take(self, group: int) -> NaivePart:

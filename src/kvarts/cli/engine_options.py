@@ -96,8 +96,8 @@ def snapshots_option(command: Command, **attributes: Any) -> Command:
         type=click.Choice(get_args(Snapshots)),
         default="ends",
         show_default=True,
-        help="Where layers with a state leave snapshots: at the ends of prompts, or also where a prompt leaves another. "
-        "Changes no token.",
+        help="Where layers with a state leave snapshots: at the ends of prompts, or also where a prompt leaves "
+        "another. Changes no token.",
         **attributes,
     )(command)
 

@@ -1,7 +1,9 @@
 """Hints on how long the KV of a request is worth keeping, in the forms in which clients send them.
 
 - `kv_hints`: vLLM's envelope of actions (vLLM pull request 53423). Of the actions, `kv.retain` of version 1 is read:
-  its `directives` hold a `priority` from 0 to 100 and a `duration` in seconds, or null.
+  its `directives` hold a `priority` from 0 to 100, a `duration` in seconds, or null, and the tokens that they claim,
+  from `start` to `end`, or null; `covers_output` adds generated tokens to an open end. These are the ranges of
+  TensorRT-LLM's KvCacheRetentionConfig. One directive without a range claims the whole request.
 - `nvext`: Dynamo's extension. `agent_hints.priority` and `cache_control` are read.
 - `cache_control`: Anthropic's, of a whole request or of a part of it: `{"type": "ephemeral", "ttl": "5m"}`. That of a
   part claims the prompt up to there; here it claims the request.
@@ -16,7 +18,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from kvarts.errors import parts_of
-from kvarts.hints import Hints, Priority
+from kvarts.hints import MOST_RANGES, Hints, Priority, Retained, Token
 from kvarts.openai_api.errors import ApiError
 
 __all__ = [
@@ -77,19 +79,31 @@ class KvHints(msgspec.Struct):
 
 
 class Directive(msgspec.Struct, forbid_unknown_fields=True):
-    """A claim of `kv.retain` on a range of tokens; here, on all tokens of a request."""
+    """A claim of `kv.retain` on a range of tokens."""
 
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)]
     duration: Annotated[float, msgspec.Meta(ge=0, le=MOST_DURATION_S)] | None = None
-    start: Literal[0] = 0
-    end: None = None
-    covers_output: Literal[False] = False
+    start: Token = 0
+    end: Token | None = None
+    covers_output: bool = False
+
+    @property
+    def ttl_ms(self) -> float | None:
+        """`duration` in milliseconds."""
+        return None if self.duration is None else 1000.0 * self.duration
+
+    def retained(self) -> Retained:
+        """Return it as a range of `Hints`. Raise ValueError for an empty one."""
+        covers_output = self.covers_output or self.end is not None
+        return Retained(
+            start=self.start, end=self.end, priority=self.priority, ttl_ms=self.ttl_ms, covers_output=covers_output
+        )
 
 
 class Retain(msgspec.Struct):
     """The payload of `kv.retain`. `scope` names the owner of the claim, and has no effect here."""
 
-    directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=1)]
+    directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=MOST_RANGES)]
     scope: str | None = None
 
 
@@ -118,10 +132,10 @@ def hints_of(
     for param, hints in found.items():
         if hints is None:
             continue
-        if hints.priority and not may_prioritize:
+        if not may_prioritize and (hints.priority or any(each.priority for each in hints.retain)):
             raise ApiError(403, NO_PRIORITY, param=param)
-        given = {name: value for name, value in asdict(hints).items() if value is not None}
-        if merged is not None and (twice := [name for name in given if getattr(merged, name) is not None]):
+        given = {name: value for name, value in asdict(hints).items() if value not in (None, ())}
+        if merged is not None and (twice := [name for name in given if getattr(merged, name) not in (None, ())]):
             raise ApiError(400, f"{twice[0]} is given by another field as well: give it once", param=param)
         merged = hints if merged is None else replace(merged, **given)
     return merged
@@ -192,10 +206,18 @@ def _retained(envelope: KvHints) -> Hints | None:
     if action.action_version.partition(".")[0] != "1":
         raise ApiError(400, f"must be 1.x, got {action.action_version[:20]!r}", param=f"{where}.action_version")
     try:
-        [directive] = msgspec.convert(action.payload, Retain).directives
+        directives = msgspec.convert(action.payload, Retain).directives
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
-        hint = "A directive here is of the whole request: omit start, end and covers_output"
-        raise ApiError(400, f"{field}: {what}. {hint}", param=f"{where}.payload") from error
-    ttl_ms = None if directive.duration is None else 1000.0 * directive.duration
-    return Hints(priority=directive.priority, ttl_ms=ttl_ms)
+        raise ApiError(400, f"{field}: {what}", param=f"{where}.payload") from error
+    first = directives[0]
+    if len(directives) == 1 and not first.start and first.end is None:
+        return Hints(priority=first.priority, ttl_ms=first.ttl_ms)
+    retain: list[Retained] = []
+    for each in directives:
+        try:
+            retain.append(each.retained())
+        except ValueError as error:
+            param = f"{where}.payload.directives[{len(retain)}].end"
+            raise ApiError(400, str(error), param=param) from error
+    return Hints(retain=tuple(retain))
