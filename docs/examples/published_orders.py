@@ -94,7 +94,7 @@ class MarconiOrder(BaseOrder):
 
     ALPHA = 1.0
     STATE_TOKENS = 7000
-    RESCALE_EVERY = 50
+    RESCALE_EVERY = 500
 
     def __init__(self) -> None:
         self.now = 0
@@ -139,7 +139,7 @@ class MarconiOrder(BaseOrder):
         self._runs.add(node, (place.last + self._scale * place.savings,), place.last)
 
     def _rescale(self) -> None:
-        """Let the whole range of savings weigh `ALPHA` times as much as the whole range of ages; list all runs again."""
+        """Let the range of savings weigh `ALPHA` times as much as that of ages, and list all runs again."""
         places: list[Used] = [node.place for node in self._listed]
         most = max(place.savings for place in places)
         self._scale = self.ALPHA * (self.now - min(place.last for place in places)) / most

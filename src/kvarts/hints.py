@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvarts.limits import MOST_COUNT, MOST_MS
 
-__all__ = ["MOST_RANGES", "MOST_TOOL_CHARS", "Hints", "Priority", "Retained", "Token"]
+__all__ = ["MOST_RANGES", "MOST_TOOL_CHARS", "Hints", "Priority", "RetainedRange", "Token"]
 
 MOST_TOOL_CHARS = 256
 MOST_RANGES = 16
@@ -22,7 +22,9 @@ Name = Annotated[str, msgspec.Meta(max_length=MOST_TOOL_CHARS)]
 NS_PER_MS = 1e6
 
 
-class Retained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+class RetainedRange(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A claim on tokens [start, end) of a request instead of its own `priority` and `ttl_ms`.
 
     Without `end`, it reaches to the last token; `covers_output`: generated ones included, else to the prompt's last.
@@ -43,7 +45,7 @@ class Retained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         return self.start <= token and (self.end is None or token < self.end)
 
 
-Ranges = Annotated[tuple[Retained, ...], msgspec.Meta(max_length=MOST_RANGES)]
+Ranges = Annotated[tuple[RetainedRange, ...], msgspec.Meta(max_length=MOST_RANGES)]
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):

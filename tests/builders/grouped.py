@@ -23,6 +23,8 @@ from oracles.naive_group_engine import NaiveGroupEngine
 
 FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
 WINDOW = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), 2)
+STATES = (PartGroup(FULL, 2), PartGroup(KvLayer(kind="state", state_bytes=1), 3))
+"""Layers that keep every token, and others with a state."""
 
 
 @st.composite

@@ -14,7 +14,7 @@ from kvarts.report.requests import REJECTED
 
 from builders.case import Case
 from builders.group_tiers import FAST, Grouped, grouped, returning
-from builders.grouped import Told, assert_same_outcome, part_groups
+from builders.grouped import STATES, WINDOW, Told, assert_same_outcome, part_groups
 
 pytestmark = pytest.mark.laws
 
@@ -43,6 +43,16 @@ def test_leaps_and_readers_of_every_event_change_nothing(tiers: Grouped) -> None
     fast = tiers.replayed(audit=False)
     assert_same_outcome(fast, tiers.replayed(audit=False, step_by_step=True))
     assert_same_outcome(fast, tiers.replayed(lambda _: [Told()]))
+
+
+@given(grouped(), st.sampled_from([STATES, (*STATES, WINDOW)]))
+def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tuple[PartGroup, ...]) -> None:
+    """L1, L2, L5, L8, with the audit: leaps, single steps, and every part named."""
+    tiers.groups = groups
+    fast = tiers.replayed(audit=False, snapshots="branches")
+    assert_same_outcome(fast, tiers.replayed(snapshots="branches"))
+    assert_same_outcome(fast, tiers.replayed(audit=False, snapshots="branches", step_by_step=True))
+    assert_same_outcome(fast, tiers.replayed(lambda _: [Told()], snapshots="branches"))
 
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.hints import Hints, Retained
+from kvarts.hints import Hints, RetainedRange
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners.keys import Owner
 from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
@@ -43,12 +43,12 @@ FORMS: dict[str, tuple[dict[str, Any], Hints]] = {
             {"start": 0, "end": 2, "priority": 90, "duration": 3},
             {"start": 2, "priority": 5, "covers_output": True},
         ),
-        Hints(retain=(Retained(end=2, priority=90, ttl_ms=3000), Retained(start=2, priority=5))),
+        Hints(retain=(RetainedRange(end=2, priority=90, ttl_ms=3000), RetainedRange(start=2, priority=5))),
     ),
     "kv_hints, output": (retain({"priority": 9, "covers_output": True}), Hints(priority=9)),
     "ranges": (
         {"kvarts_hints": {"pause_ms": 7, "retain": [{"end": 1, "ttl_ms": 5}]}, "cache_control": {"type": "ephemeral"}},
-        Hints(pause_ms=7, ttl_ms=300_000, retain=(Retained(end=1, ttl_ms=5),)),
+        Hints(pause_ms=7, ttl_ms=300_000, retain=(RetainedRange(end=1, ttl_ms=5),)),
     ),
     "agent_hints": ({"nvext": {"agent_hints": {"priority": 5, "osl": 9}, "annotations": []}}, Hints(priority=5)),
     "nvext.cache_control": ({"nvext": {"cache_control": {"type": "ephemeral", "ttl": "90s"}}}, Hints(ttl_ms=90_000)),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved
-from kvarts.hints import Hints, Retained
+from kvarts.hints import Hints, RetainedRange
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
@@ -68,7 +68,7 @@ ORDERS: dict[str, tuple[Callable[[], Any], Callable[[Claims, int], tuple[float, 
 times_ms = st.none() | st.sampled_from([0.0, 1000.0, 2000.0, 5000.0])
 prompts: st.SearchStrategy[list[int]] = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 ranges = st.builds(
-    lambda start, length, **claim: Retained(start=start, end=length and start + length, **claim),
+    lambda start, length, **claim: RetainedRange(start=start, end=length and start + length, **claim),
     start=st.integers(0, 5),
     length=st.none() | st.integers(1, 4),
     priority=st.none() | st.integers(-1, 2),
@@ -176,7 +176,7 @@ def test_the_tool_of_a_pause_decides_how_long_it_is_kept() -> None:
 
 @given(st.lists(ranges, max_size=4).map(tuple), st.integers(1, 5), st.integers(1, 40))
 def test_parts_of_a_prompt_are_as_long_as_their_pages_have_the_same_claim(
-    retain: tuple[Retained, ...], page_size: int, num_pages: int
+    retain: tuple[RetainedRange, ...], page_size: int, num_pages: int
 ) -> None:
     """A page has the claim of its first token, or a larger one of pages after it."""
     hints = Hints(priority=7, retain=retain)
@@ -190,10 +190,10 @@ def test_parts_of_a_prompt_are_as_long_as_their_pages_have_the_same_claim(
 
 
 def test_a_range_of_the_prompt_ends_with_it() -> None:
-    of_prompt = Retained(start=4, priority=3, covers_output=False)
-    hints = Hints(retain=(of_prompt, Retained(priority=1)))
-    assert hints.for_prompt(10) == Hints(retain=(Retained(start=4, end=10, priority=3), Retained(priority=1)))
-    assert hints.for_prompt(4) == Hints(retain=(Retained(priority=1),))
+    of_prompt = RetainedRange(start=4, priority=3, covers_output=False)
+    hints = Hints(retain=(of_prompt, RetainedRange(priority=1)))
+    assert hints.for_prompt(10) == Hints(retain=(RetainedRange(start=4, end=10, priority=3), RetainedRange(priority=1)))
+    assert hints.for_prompt(4) == Hints(retain=(RetainedRange(priority=1),))
     assert Hints(priority=1).for_prompt(4) == Hints(priority=1)
 
 

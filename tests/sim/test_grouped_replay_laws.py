@@ -15,7 +15,7 @@ from kvarts.kv.group_needs import GroupNeeds
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, branching_cases, cases
-from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
+from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from builders.rooms import ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
@@ -33,9 +33,6 @@ def test_every_step_and_every_part_is_as_in_the_naive_engine(
     # Memory that is short now and then.
     case.num_pages = max(1, case.num_pages * 2 // 3)
     assert_grouped_as_in_naive(case, groups, keeps)
-
-
-STATES = (PartGroup(FULL, 2), PartGroup(KvLayer(kind="state", state_bytes=1), 3))
 
 
 @given(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvarts.errors import InputError
-from kvarts.hints import Hints, Retained
+from kvarts.hints import Hints, RetainedRange
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import After, TraceRequest
@@ -36,16 +36,19 @@ def test_rows_have_hints(tmp_path: Path) -> None:
 def test_rows_have_ranges(tmp_path: Path) -> None:
     (request,) = load_trace(mooncake(tmp_path / "trace.jsonl", {"pause_ms": 7, "retain": RANGES}))
     assert request.hints == Hints(
-        pause_ms=7, retain=(Retained(end=256, priority=9), Retained(start=256, ttl_ms=10, covers_output=False))
+        pause_ms=7,
+        retain=(RetainedRange(end=256, priority=9), RetainedRange(start=256, ttl_ms=10, covers_output=False)),
     )
     trace = Trace([request], unit_tokens=512)
     hints = trace.content(request, page_size=16, owner=0).hints
-    assert hints == Hints(pause_ms=7, retain=(Retained(end=256, priority=9), Retained(start=256, end=512, ttl_ms=10)))
+    assert hints == Hints(
+        pause_ms=7, retain=(RetainedRange(end=256, priority=9), RetainedRange(start=256, end=512, ttl_ms=10))
+    )
 
 
 @pytest.mark.parametrize("after", [(), (After(0),)])
 def test_a_written_trace_has_the_same_hints(tmp_path: Path, after: tuple[After, ...]) -> None:
-    given = Hints(ttl_ms=60_000, tool="bash", retain=(Retained(start=4, end=8, priority=2),))
+    given = Hints(ttl_ms=60_000, tool="bash", retain=(RetainedRange(start=4, end=8, priority=2),))
     rows = [
         TraceRequest(0, 0, (range(16),), 16, 1, hints=given, request_id="0"),
         TraceRequest(1, 10**9, (range(16),), 16, 1, request_id="1", after=after),

@@ -119,7 +119,7 @@ def noter_of(order: EvictionOrder | None) -> NoteRequest | None:
 
 
 def ranges_read_by(order: EvictionOrder | None) -> bool:
-    """Return `order.reads_ranges`; False if the order has no such attribute."""
+    """Return `order.reads_ranges`; False if the order lacks that attribute."""
     return bool(getattr(order, "reads_ranges", False))
 
 

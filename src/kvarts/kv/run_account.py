@@ -102,7 +102,7 @@ class RunAccount(PartAccount):
             note(None, self.now_ns)
 
     def _list_parts(self, order: EvictionOrder, runs: list[PartRun], parts: Sequence[tuple[int, Hints]]) -> None:
-        """Do so part by part, the deepest first; `parts`: the first page and the hints of each."""
+        """List runs of one group part by part, the deepest first; `parts`: the first page and the hints of each."""
         for first, hints in reversed(parts):
             listed: list[PartRun] = []
             while runs and runs[0].end > first:

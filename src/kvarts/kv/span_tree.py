@@ -98,7 +98,7 @@ class SpanTree:
         return match
 
     def _branch_of(self, span: Span, content: Content, page: int) -> int:
-        """Return `page` if another content than `content` goes on there, with a resident page; else 0.
+        """Return `page` if another content than `content` continues there, with a resident page; else 0.
 
         `span` has the page before, and groups that keep all tokens have `content` up to there.
         """

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from kvarts.errors import parts_of
-from kvarts.hints import MOST_RANGES, Hints, Priority, Retained, Token
+from kvarts.hints import MOST_RANGES, Hints, Priority, RetainedRange, Token
 from kvarts.openai_api.errors import ApiError
 
 __all__ = [
@@ -92,10 +92,10 @@ class Directive(msgspec.Struct, forbid_unknown_fields=True):
         """`duration` in milliseconds."""
         return None if self.duration is None else 1000.0 * self.duration
 
-    def retained(self) -> Retained:
+    def retained(self) -> RetainedRange:
         """Return it as a range of `Hints`. Raise ValueError for an empty one."""
         covers_output = self.covers_output or self.end is not None
-        return Retained(
+        return RetainedRange(
             start=self.start, end=self.end, priority=self.priority, ttl_ms=self.ttl_ms, covers_output=covers_output
         )
 
@@ -167,7 +167,7 @@ def hints_of_parts(**fields: object) -> Hints | None:
 
 
 def longest_of(*hints: Hints | None) -> Hints | None:
-    """Return the hints with the longest time to live; None if there are none."""
+    """Return the hints with the longest time to live; None without any."""
     return max(hints, key=lambda each: -1 if each is None else each.ttl_ms or 0)
 
 
@@ -213,7 +213,7 @@ def _retained(envelope: KvHints) -> Hints | None:
     first = directives[0]
     if len(directives) == 1 and not first.start and first.end is None:
         return Hints(priority=first.priority, ttl_ms=first.ttl_ms)
-    retain: list[Retained] = []
+    retain: list[RetainedRange] = []
     for each in directives:
         try:
             retain.append(each.retained())

@@ -1,7 +1,7 @@
 """Hits of a model with KV groups, in a memory of one size, with requests served one after the other.
 
-The parts of all groups share one list, in the eviction order of the engine. A running request holds, in each group, the parts that its next token
-needs. A request that does not fit is refused and finds nothing.
+The parts of all groups share one list, in the eviction order of the engine. A running request holds, in each group, the
+parts that its next token needs. A request that does not fit is refused and finds nothing.
 """
 
 from __future__ import annotations
