@@ -3,6 +3,8 @@
 None closes more of the gap to the optimum than the orders that kvarts has, see the league in the guide to agents. An
 order is not given prompt text, so features of text are replaced, as each class says.
 
+- MarconiOrder: Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025. The other half of the
+  publication, which states are kept at all, is `--snapshots branches`.
 - TailOptimisedOrder: Zhang et al., "Tail-Optimized Caching for LLM Inference", NeurIPS 2025.
 - WorkloadAwareOrder: Wang et al., "KVCache Cache in the Wild: Characterizing and Optimizing KVCache Cache at a Large
   Cloud Provider", USENIX ATC 2025.
@@ -30,6 +32,7 @@ from kvarts.plan.queues import QueuesOrder
 
 __all__ = [
     "LpcOrder",
+    "MarconiOrder",
     "SaeOrder",
     "TailOptimisedOrder",
     "TinyLfuOrder",
@@ -70,6 +73,80 @@ class TailOptimisedOrder(RankedOrder):
     def rank(self, node: Run, hits: int, born: int) -> Rank:
         """Return 0 for expendable pages, 1 for all others."""
         return (0 if node.start >= self._first_free else 1, self.now)
+
+
+class Used(NamedTuple):
+    """State of a run of MarconiOrder: the time of its last release, and the compute that a hit saves per byte."""
+
+    last: int
+    savings: float
+
+
+class MarconiOrder(BaseOrder):
+    """Evicts the run of the lowest sum of recency and savings, both scaled to the largest: for models with states.
+
+    Savings are the tokens that a hit need not compute, per memory in tokens of KV: 1 for KV, and for a snapshot of
+    states the length of its prefix divided by `STATE_TOKENS`, the tokens whose KV takes as many bytes as the states.
+    The publication subtracts what the snapshot before it on the same path saves, which an order is not given; and it
+    tunes `ALPHA`, the weight of savings, by replaying what came before. Here both are fixed. KV group 0 keeps every
+    token, and the others are states.
+    """
+
+    ALPHA = 1.0
+    STATE_TOKENS = 7000
+    RESCALE_EVERY = 500
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._runs = RankedRuns()
+        self._listed: dict[Run, None] = {}
+        self._scale = 0.0
+        """Releases that are worth as much as one unit of savings."""
+
+    def __iter__(self) -> Iterator[Run]:
+        """Return all listed runs, the lowest sum first."""
+        return iter(self._runs)
+
+    def next_run(self) -> Run:
+        """Return the run of the lowest sum that no transfer holds."""
+        node = self._runs.first_free()
+        assert node is not None, "nothing to evict is listed"
+        return node
+
+    def released(self, nodes: Sequence[Run]) -> None:
+        """List `nodes` as used now."""
+        self.now += 1
+        for node in nodes:
+            length = node.end * node.content.page_size
+            node.place = Used(self.now, length / self.STATE_TOKENS if node.group else 1.0)
+            self._list(node)
+        if not self.now % self.RESCALE_EVERY:
+            self._rescale()
+
+    def removed(self, node: Run) -> None:
+        """Unlist `node`."""
+        del self._listed[node]
+        self._runs.remove(node)
+
+    def split(self, head: Run, tail: Run) -> None:
+        """List `head` directly after `tail`."""
+        self._listed[head] = None
+        self._runs.split(head, tail)
+
+    def _list(self, node: Run) -> None:
+        place: Used = node.place
+        self._listed[node] = None
+        self._runs.add(node, (place.last + self._scale * place.savings,), place.last)
+
+    def _rescale(self) -> None:
+        """Let the range of savings weigh `ALPHA` times as much as that of ages, and list all runs again."""
+        places: list[Used] = [node.place for node in self._listed]
+        most = max(place.savings for place in places)
+        self._scale = self.ALPHA * (self.now - min(place.last for place in places)) / most
+        nodes = list(self._listed)
+        self._runs = RankedRuns()
+        for node in nodes:
+            self._list(node)
 
 
 Kind = tuple[int, ...]

@@ -154,6 +154,7 @@ def build_engine(
             stores_go_first=is_lazy,
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
+            at_branches=config.snapshots == "branches",
             account=lambda: cache,
         )
         readers = (*readers, auditor)
@@ -261,6 +262,7 @@ def open_group_cache(
         has_below=has_below,
         watches_list=watches_list,
         eviction_order=order,
+        at_branches=config.snapshots == "branches",
     )
 
 

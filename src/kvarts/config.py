@@ -6,16 +6,17 @@ command line. TOML files and the command line use the short field names in `rena
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from kvarts.limits import MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
 from kvarts.settings import SettingError, setting
 
-__all__ = ["EngineConfig", "Profile"]
+__all__ = ["EngineConfig", "Profile", "Snapshots"]
 
 Profile = Literal["default", "mocker"]
+Snapshots = Literal["ends", "branches"]
 
 
 class EngineConfig(
@@ -37,7 +38,8 @@ class EngineConfig(
     NVIDIA Dynamo's mocker in its vLLM mode: no priorities, generated tokens are never hit, and a request's cached
     tokens are the largest hit of any of its admissions. `long_prefill_token_threshold`: most tokens that one request
     computes per step while there are others; 0 for no limit. `watermark`: fraction of the memory, in [0, 1), that an
-    admission leaves free while other requests run. Both are vLLM's.
+    admission leaves free while other requests run. Both are vLLM's. `snapshots`: where layers with a state leave
+    snapshots: at the last page end of each prompt, or also where a prompt leaves another.
 
     Raises ConfigError for a value out of range.
     """
@@ -68,6 +70,13 @@ class EngineConfig(
     watermark: Annotated[
         float, setting("Fraction of the memory that stays free when a request joins others.", metavar="FRACTION")
     ] = 0.0
+    snapshots: Annotated[
+        Snapshots,
+        setting(
+            "Where layers with a state leave snapshots, from which others continue. ends: at the last page end of each "
+            "prompt; branches: also where a prompt leaves another one that is cached."
+        ),
+    ] = "ends"
 
     def __post_init__(self) -> None:
         check_whole(self.num_pages, "num_pages", most=MOST_PAGES)
@@ -78,6 +87,8 @@ class EngineConfig(
             check_number(self.max_itl_ms, "max_itl_ms", above=True, most=MOST_MS)
         if self.profile not in ("default", "mocker"):
             raise SettingError(f"must be 'default' or 'mocker', got {self.profile!r}", "profile")
+        if self.snapshots not in get_args(Snapshots):
+            raise SettingError(f"must be 'ends' or 'branches', got {self.snapshots!r}", "snapshots")
         check_whole(self.long_prefill_token_threshold, "long_prefill_token_threshold", least=0)
         check_number(self.watermark, "watermark", most=1.0)
         if self.max_num_seqs > self.max_num_batched_tokens:

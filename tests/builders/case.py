@@ -172,3 +172,24 @@ def cases(
         draw(st.sampled_from([0, 1, 2, 3, 8])) if limits else 0,
         draw(st.sampled_from([0.0, 0.1, 0.5])) if limits else 0.0,
     )
+
+
+@st.composite
+def branching_cases(draw: st.DrawFn) -> Case:
+    """Prompts that begin with a part of one of few long texts, and go on in their own way."""
+    texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=24), min_size=1, max_size=2))
+    rows: list[Row] = []
+    for place in range(draw(st.integers(2, 12))):
+        text = draw(st.sampled_from(texts))
+        shared = draw(st.integers(1, len(text)))
+        units = [*text[:shared], *draw(st.lists(st.integers(0, 2), max_size=8))]
+        num_output = draw(st.integers(1, 9))
+        output = draw(st.none() | st.lists(st.integers(0, 2), min_size=num_output, max_size=num_output))
+        arrival_ms = draw(st.integers(0, 200)) + 40 * place
+        rows.append(Row(arrival_ms, units, len(units), num_output, output, 0, draw(st.sampled_from([None, None, "a"]))))
+    rows.sort(key=lambda row: row.arrival_ms)
+    if any(row.output is None for row in rows):
+        for row in rows:
+            row.output = None
+    page_size, budget = draw(st.integers(1, 4)), draw(st.sampled_from([4, 7, 16, 64]))
+    return Case(rows, 1, page_size, draw(st.integers(4, 40)), budget, draw(st.integers(1, 4)), "default", 1)

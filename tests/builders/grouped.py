@@ -23,6 +23,8 @@ from oracles.naive_group_engine import NaiveGroupEngine
 
 FULL = KvLayer(kind="full", num_heads=1, head_numbers=2)
 WINDOW = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), 2)
+STATES = (PartGroup(FULL, 2), PartGroup(KvLayer(kind="state", state_bytes=1), 3))
+"""Layers that keep every token, and others with a state."""
 
 
 @st.composite
@@ -49,13 +51,14 @@ def part_groups(draw: st.DrawFn) -> tuple[PartGroup, ...]:
 
 
 def naive_run(
-    case: Case, groups: tuple[PartGroup, ...], keeps: str
+    case: Case, groups: tuple[PartGroup, ...], keeps: str, snapshots: str = "ends"
 ) -> tuple[list[NaiveRequest], list[NaiveGroupEngine]]:
     requests = case.naive_requests()
     engines = [
         NaiveGroupEngine(
             [(group.layer, group.part_bytes) for group in groups],
             keeps_all=keeps == "all",
+            at_branches=snapshots == "branches",
             num_pages=case.num_pages,
             page_size=case.page_size,
             max_num_batched_tokens=case.max_num_batched_tokens,
@@ -106,10 +109,11 @@ def assert_same_outcome(report: Report, other: Report) -> None:
         assert column.tobytes() == other.steps[name].tobytes(), name
 
 
-def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str, snapshots: str = "ends") -> None:
     """Requests, steps, parts of every group at every step, and evictions."""
-    requests, engines = naive_run(case, groups, keeps)
-    config = case.config(kv_groups=keeps, groups=groups)
+    requests, engines = naive_run(case, groups, keeps, snapshots)
+    of_groups = {"kv_groups": keeps, "groups": groups, "snapshots": snapshots}
+    config = case.config(**of_groups)
     report = replay(case.trace(), config)
     block_bytes = config.memory.block_bytes
     columns = report.request_columns
@@ -136,4 +140,4 @@ def assert_grouped_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps:
         for group, _ in naive.groups.evicted:
             evicted[group] += 1
     assert [group["num_evicted_parts"] for group in report.summary["kv_groups"]] == evicted
-    assert_same_outcome(report, replay(case.trace(), case.config(kv_groups=keeps, groups=groups, audit=HAS_AUDIT)))
+    assert_same_outcome(report, replay(case.trace(), case.config(**of_groups, audit=HAS_AUDIT)))

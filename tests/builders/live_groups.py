@@ -186,8 +186,7 @@ class ReadingExecutor:
                 self._read_state(self.states[row], row, position)
                 self._write_state(self.states[row], row, position + 1)
                 written[self.states[row]] = row, position + 1
-        snapshots = {snapshot.row: snapshot for snapshot in plan.snapshots}
-        assert len(snapshots) == len(plan.snapshots)
+        snapshots = list(plan.snapshots)
         self.num_snapshots += len(snapshots)
         for chunk in plan.batch.chunks:
             state, begins_from = tuple(map(int, chunk.state)), tuple(map(int, chunk.begins_from))
@@ -195,9 +194,11 @@ class ReadingExecutor:
             if begins_from:
                 self._read_state(begins_from, chunk.row, chunk.start)
                 self.num_begun_from_snapshots += begins_from != state
-            if chunk.row in snapshots:
-                snapshot = snapshots.pop(chunk.row)
-                assert chunk.start < snapshot.num_tokens <= chunk.end
+            at = chunk.start
+            for snapshot in [each for each in snapshots if each.row == chunk.row]:
+                snapshots.remove(snapshot)
+                assert at < snapshot.num_tokens <= chunk.end, "a snapshot is out of order"
+                at = snapshot.num_tokens
                 assert not snapshot.num_tokens % self.config.page_size
                 self._write_state(snapshot.blocks, chunk.row, snapshot.num_tokens)
                 written[snapshot.blocks] = chunk.row, snapshot.num_tokens

@@ -55,9 +55,15 @@ def _generated(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
     return tokens
 
 
-def engine_of(model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, **kwargs: Any) -> LLM:
+def engine_of(
+    model: Any, *, num_pages: int = 256, budget: int = 2048, seqs: int = 4, snapshots: Any = "ends", **kwargs: Any
+) -> LLM:
     config = EngineConfig(
-        num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=budget, max_num_seqs=min(seqs, budget)
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(seqs, budget),
+        snapshots=snapshots,
     )
     return LLM(model, None, config, audit=HAS_AUDIT, **kwargs)
 

@@ -64,14 +64,16 @@ def turns(seed: int = 1) -> list[Ids]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("snapshots", ["ends", "branches"])
 @pytest.mark.parametrize(("num_pages", "budget"), [(256, 2048), (24, 7)])
 def test_greedy_tokens_are_those_of_an_undisturbed_run(
-    stateful: Callable[[str], tuple[Any, Any]], family: str, num_pages: int, budget: int
+    stateful: Callable[[str], tuple[Any, Any]], family: str, num_pages: int, budget: int, snapshots: Any
 ) -> None:
     """L6: whole prompts and chunks, prefixes gone on from at snapshots, and memory that is too small for all."""
     model, reference = stateful(family)
     prompts = [*prompts_with_prefixes()[:3], *turns()]
-    engine = engine_of(model, num_pages=num_pages + 5 * state_pages(model), budget=budget, kv_groups="all")
+    num_pages_with_states = num_pages + 5 * state_pages(model)
+    engine = engine_of(model, num_pages=num_pages_with_states, budget=budget, snapshots=snapshots, kv_groups="all")
     completions = engine.generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
@@ -79,6 +81,27 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
         assert sum(completion.cached_tokens for completion in completions) >= 20 + 28 + 28
     assert engine.kv_live_bytes() == 0
     engine.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_share_only_their_beginning_go_on_from_where_they_part(
+    stateful: Callable[[str], tuple[Any, Any]], family: str
+) -> None:
+    """L6: the second prompt leaves a state where it parts from the first, within its chunk; later ones hit."""
+    model, reference = stateful(family)
+    random = Random(3)
+    shared = [random.randrange(VOCABULARY) for _ in range(3 * PAGE_SIZE)]
+    prompts = [[*shared, *(random.randrange(VOCABULARY) for _ in range(PAGE_SIZE + 3))] for _ in range(4)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    cached = {}
+    for snapshots in ("ends", "branches"):
+        engine = engine_of(model, num_pages=256, snapshots=snapshots, kv_groups="all")
+        completions = [engine.generate([prompt], params)[0] for prompt in prompts]
+        for prompt, completion in zip(prompts, completions, strict=True):
+            assert list(completion.tokens) == undisturbed(reference, prompt, params.max_tokens)
+        cached[snapshots] = [completion.cached_tokens for completion in completions]
+        engine.check()
+    assert cached == {"ends": [0] * 4, "branches": [0, 0, 3 * PAGE_SIZE, 3 * PAGE_SIZE]}
 
 
 def test_a_sequence_that_was_preempted_is_computed_again(stateful: Callable[[str], tuple[Any, Any]]) -> None:
@@ -100,8 +123,14 @@ def test_a_sequence_that_was_preempted_is_computed_again(stateful: Callable[[str
 
 @pytest.mark.laws
 @settings(max_examples=6)
-@given(seed=st.integers(0, 1 << 30), family=st.sampled_from(sorted(FAMILIES)))
-def test_requests_come_and_go_at_any_time(stateful: Callable[[str], tuple[Any, Any]], seed: int, family: str) -> None:
+@given(
+    seed=st.integers(0, 1 << 30),
+    family=st.sampled_from(sorted(FAMILIES)),
+    snapshots=st.sampled_from(["ends", "branches"]),
+)
+def test_requests_come_and_go_at_any_time(
+    stateful: Callable[[str], tuple[Any, Any]], seed: int, family: str, snapshots: Any
+) -> None:
     """L6, L8: random arrivals, cancels, priorities and memory, and the laws of accounting after every step."""
     model, reference = stateful(family)
     random = Random(seed)
@@ -111,6 +140,7 @@ def test_requests_come_and_go_at_any_time(stateful: Callable[[str], tuple[Any, A
         num_pages=random.choice([12, 16, 60]) + random.choice([2, 3, 5]) * state_pages(model),
         budget=random.choice([5, 16, 256]),
         seqs=random.choice([1, 3, 6]),
+        snapshots=snapshots,
         kv_groups="all",
     )
     params = SamplingParams(max_tokens=12, ignore_eos=True)

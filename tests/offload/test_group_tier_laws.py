@@ -18,7 +18,7 @@ from kvarts.report.requests import REJECTED
 
 from builders.case import Case
 from builders.group_tiers import FAST, Grouped, grouped, returning
-from builders.grouped import Told, assert_same_outcome, part_groups
+from builders.grouped import STATES, WINDOW, Told, assert_same_outcome, part_groups
 
 pytestmark = pytest.mark.laws
 
@@ -74,6 +74,16 @@ def test_what_a_store_alone_held_and_nothing_keeps_is_empty_after_it() -> None:
     unhold(cache, store, go_first=True)
     cache.check([holding])
     assert not list(cache.entries())
+
+
+@given(grouped(), st.sampled_from([STATES, (*STATES, WINDOW)]))
+def test_snapshots_at_branches_go_below_and_come_back(tiers: Grouped, groups: tuple[PartGroup, ...]) -> None:
+    """L1, L2, L5, L8, with the audit: leaps, single steps, and every part named."""
+    tiers.groups = groups
+    fast = tiers.replayed(audit=False, snapshots="branches")
+    assert_same_outcome(fast, tiers.replayed(snapshots="branches"))
+    assert_same_outcome(fast, tiers.replayed(audit=False, snapshots="branches", step_by_step=True))
+    assert_same_outcome(fast, tiers.replayed(lambda _: [Told()], snapshots="branches"))
 
 
 @given(returning(max_requests=12), part_groups(), st.sampled_from(["all", "tails"]))

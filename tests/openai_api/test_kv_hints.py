@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvarts.hints import Hints
+from kvarts.hints import Hints, RetainedRange
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners.keys import Owner
 from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
@@ -38,6 +38,18 @@ FORMS: dict[str, tuple[dict[str, Any], Hints]] = {
     ),
     "kv_hints": (retain({"priority": 80, "duration": 30}), Hints(priority=80, ttl_ms=30_000)),
     "kv_hints, whole": (retain({"start": 0, "end": None, "priority": 80}), Hints(priority=80)),
+    "kv_hints, ranges": (
+        retain(
+            {"start": 0, "end": 2, "priority": 90, "duration": 3},
+            {"start": 2, "priority": 5, "covers_output": True},
+        ),
+        Hints(retain=(RetainedRange(end=2, priority=90, ttl_ms=3000), RetainedRange(start=2, priority=5))),
+    ),
+    "kv_hints, output": (retain({"priority": 9, "covers_output": True}), Hints(priority=9)),
+    "ranges": (
+        {"kvarts_hints": {"pause_ms": 7, "retain": [{"end": 1, "ttl_ms": 5}]}, "cache_control": {"type": "ephemeral"}},
+        Hints(pause_ms=7, ttl_ms=300_000, retain=(RetainedRange(end=1, ttl_ms=5),)),
+    ),
     "agent_hints": ({"nvext": {"agent_hints": {"priority": 5, "osl": 9}, "annotations": []}}, Hints(priority=5)),
     "nvext.cache_control": ({"nvext": {"cache_control": {"type": "ephemeral", "ttl": "90s"}}}, Hints(ttl_ms=90_000)),
     "cache_control": ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, Hints(ttl_ms=3_600_000)),
@@ -70,9 +82,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [1]}}, "kv_hints.actions[0]"),
     (retain({"priority": 101}), "kv_hints.actions[1].payload"),
     (retain({"priority": 1, "duration": -1}), "kv_hints.actions[1].payload"),
-    (retain({"priority": 1, "start": 4, "end": 8}), "kv_hints.actions[1].payload"),
-    (retain({"priority": 1, "covers_output": True}), "kv_hints.actions[1].payload"),
-    (retain({"priority": 2}, {"priority": 1}), "kv_hints.actions[1].payload"),
+    (retain({"priority": 1, "start": 4, "end": 4}), "kv_hints.actions[1].payload.directives[0].end"),
+    (retain({"priority": 1}, {"priority": 1, "start": -1}), "kv_hints.actions[1].payload"),
+    (retain(*[{"priority": 1}] * 17), "kv_hints.actions[1].payload"),
+    ({"kvarts_hints": {"retain": [{"start": 4, "end": 2}]}}, "kvarts_hints.retain[0]"),
     (retain(payload={}), "kv_hints.actions[1].payload"),
     (retain({"priority": 1}, action_version="2.0"), "kv_hints.actions[1].action_version"),
     ({**FORMS["kv_hints"][0], **FORMS["agent_hints"][0]}, "nvext.agent_hints"),
@@ -102,6 +115,7 @@ def test_each_form_is_read_and_recorded(start: Start, tmp_path: Path, path: str)
 EPHEMERAL = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 TEXT = {"type": "text", "text": "hello"}
+INPUT = {"type": "input_text", "text": "hello"}
 TOOL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [TEXT | {"cache_control": HOUR}]}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -124,6 +138,16 @@ IN_PARTS: list[tuple[str, dict[str, Any], float | None]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": [TOOL]},
                              {"role": "user", "content": [RESULT]}]}, 3_600_000),
     (RESPONSES, {"input": "hello", "kvarts_hints": {"ttl_ms": 70}}, 70),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT, INPUT | {"cache_control": HOUR}]}]}, 3_600_000),
+    (RESPONSES, {"input": [{"role": "user", "content": "hello", "cache_control": EPHEMERAL}]}, 300_000),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT | {"cache_control": HOUR}]}],
+                 "cache_control": EPHEMERAL, "instructions": "be brief"}, 300_000),
+    (RESPONSES, {"input": "hello", "tools": [{"type": "function", "name": "f", "cache_control": HOUR}]}, 3_600_000),
+    (RESPONSES, {"input": [{"role": "user", "content": "hello"},
+                           {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                           {"type": "function_call_output", "call_id": "1",
+                            "output": [INPUT | {"cache_control": EPHEMERAL}]}]}, 300_000),
+    (RESPONSES, {"input": [{"role": "user", "content": [INPUT]}]}, None),
 ]  # fmt: skip
 
 
@@ -141,15 +165,34 @@ def test_hints_of_other_doors_and_of_parts(start: Start, tmp_path: Path) -> None
     assert found == [ttl_ms for *_, ttl_ms in IN_PARTS]
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_continued_response_keeps_the_hints_of_its_conversation(start: Start, tmp_path: Path) -> None:
+    """As a chat that sends the same parts again; and no template prints a hint, so that the prompt stays the same."""
+    running = start(is_recording=True)
+    part = INPUT | {"cache_control": HOUR}
+    first = call(running.url, RESPONSES, {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1})
+    for previous in (first.json["id"], None):
+        asked = {"input": [{"role": "user", "content": "more"}], "previous_response_id": previous}
+        reply = call(running.url, RESPONSES, {**asked, "max_output_tokens": 1})
+        assert reply.status == 200, reply.payload
+    plain = call(running.url, RESPONSES, {"input": [{"role": "user", "content": [INPUT]}], "max_output_tokens": 1})
+    assert plain.json["usage"]["input_tokens"] == first.json["usage"]["input_tokens"]
+    running.settle()
+    assert running.opened.recorder is not None
+    running.opened.recorder.write(tmp_path / "run.jsonl")
+    found = [row.hints and row.hints.ttl_ms for row in load_recorded(tmp_path / "run.jsonl")]
+    assert found == [3_600_000, 3_600_000, None, None]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     ("control", "field"), [({"type": "forever"}, ".type"), (HOUR | {"ttl": "2h"}, ".ttl"), (7, "")]
 )
 def test_a_bad_hint_of_a_part_is_named(server: RunningServer, path: str, control: Any, field: str) -> None:
-    asked = {"messages": [{"role": "user", "content": [TEXT, TEXT | {"cache_control": control}]}], "max_tokens": 1}
+    of_path = "input" if path == RESPONSES else "messages"
+    asked = {of_path: [{"role": "user", "content": [TEXT, TEXT | {"cache_control": control}]}], "max_tokens": 1}
     reply = call(server.url, path, asked)
     assert reply.status == 400
-    error, param = reply.json["error"], f"messages[0].content[1].cache_control{field}"
+    error, param = reply.json["error"], f"{of_path}[0].content[1].cache_control{field}"
     assert param == error.get("param") or error["message"].startswith(f"{param}: ")
 
 
@@ -167,6 +210,8 @@ def test_owners_that_may_not_set_priorities_may_not_hint_them(start: Start) -> N
         ("low", "kv_hints", 403),
         ("low", "agent_hints", 403),
         ("low", "kvarts_hints", 403),
+        ("low", "kv_hints, ranges", 403),
+        ("low", "ranges", 200),
         ("low", "cache_control", 200),
         ("high", "kv_hints", 200),
     ):
@@ -180,6 +225,10 @@ def test_owners_that_may_not_set_priorities_may_not_hint_them(start: Start) -> N
         (HintedOrder, {}, 0),
         (HintedOrder, {"cache_control": {"type": "ephemeral"}}, 48),
         (HintedOrder, retain({"priority": 1, "duration": 60}), 48),
+        (HintedOrder, retain({"priority": 1, "end": 32}), 32),
+        (HintedOrder, retain({"priority": 1, "start": 32}), 48),
+        (HintedOrder, retain({"priority": 1, "end": 16}, {"priority": 0, "start": 16}), 16),
+        (HintedOrder, {"kvarts_hints": {"retain": [{"end": 20, "ttl_ms": 60_000}]}}, 32),
         (HintedOrder, {"kvarts_hints": {"pause_ms": 60_000}}, 48),
         (SoonestReturnOrder, {"kvarts_hints": {"pause_ms": 60_000}}, 48),
         (SoonestReturnOrder, {"cache_control": {"type": "ephemeral"}}, 0),

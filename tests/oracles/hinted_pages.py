@@ -6,11 +6,34 @@ from collections.abc import Callable, Sequence
 
 from kvarts.hints import Hints
 
-__all__ = ["Claims", "NaivePages"]
+__all__ = ["Claims", "NaivePages", "of_page"]
 
 Prefix = tuple[int, ...]
 Claims = list[tuple[int, Hints]]
 """Every release of a page since it was computed: when, and the hints of its request."""
+
+
+def of_page(hints: Hints, page: int, num_pages: int, page_size: int = 1) -> Hints:
+    """What hints say of a page: the largest that they say of the first tokens of it and of pages after it.
+
+    Of a token, the first range that has it counts, or else the request.
+    """
+    claims: list[tuple[int | None, float | None]] = []
+    for token in range(page * page_size, num_pages * page_size, page_size):
+        of_token = (hints.priority, hints.ttl_ms)
+        for each in reversed(hints.retain):
+            if each.start <= token and (each.end is None or token < each.end):
+                of_token = (each.priority, each.ttl_ms)
+        claims.append(of_token)
+    if len(claims) == 1:
+        ttl_ms = claims[0][1]
+    elif any((priority or 0) > 0 and ttl_ms is None for priority, ttl_ms in claims):
+        ttl_ms = None
+    else:
+        ttl_ms = max((ttl_ms for _, ttl_ms in claims if ttl_ms is not None), default=None)
+    is_given = any(priority is not None for priority, _ in claims)
+    priority = max(priority or 0 for priority, _ in claims) if is_given else None
+    return Hints(priority=priority, ttl_ms=ttl_ms, pause_ms=hints.pause_ms, tool=hints.tool)
 
 
 class NaivePages:
@@ -36,7 +59,7 @@ class NaivePages:
             self.claims[page] = []
         self.num_requests += 1
         for page in pages:
-            self.claims[page].append((now_ns, hints or Hints()))
+            self.claims[page].append((now_ns, of_page(hints or Hints(), len(page) - 1, len(tokens))))
             self.released_at[page] = self.num_requests
         return found, evicted
 

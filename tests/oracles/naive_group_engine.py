@@ -33,7 +33,9 @@ class CountingGroups(NaiveGroups):
 class NaiveGroupEngine(NaiveEngine):
     """Memory is counted in bytes. `groups`: what a layer keeps, and the bytes of a part."""
 
-    def __init__(self, groups: Sequence[tuple[KvLayer, int]], *, keeps_all: bool, **settings: Any) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[KvLayer, int]], *, keeps_all: bool, at_branches: bool = False, **settings: Any
+    ) -> None:
         super().__init__(**settings)
         self.layers = list(groups)
         page_bytes = sum(part_bytes for layer, part_bytes in groups if layer.kind != "state")
@@ -41,6 +43,9 @@ class NaiveGroupEngine(NaiveEngine):
         self.block_bytes = gcd(*(part_bytes for _, part_bytes in groups))
         self.groups = CountingGroups(self.layers, self.page_size, self.total_bytes, keeps_all=keeps_all)
         self.sequences: dict[int, NaiveSequence] = {}
+        self.at_branches = at_branches
+        self.branches: dict[int, int] = {}
+        """Tokens before the place where a request leaves others."""
         self.decoding: set[int] = set()
         """Requests that have sampled a token since they were last admitted."""
         self.counts: list[tuple[int, ...]] = []
@@ -160,7 +165,11 @@ class NaiveGroupEngine(NaiveEngine):
         sequence.tokens[:] = self.tokens_of(request, end)
         is_end = end == request.known
         page_end = end - end % self.page_size
-        if is_end and request.computed < page_end < end:
+        branch = self.branches.get(request.seq, 0)
+        if request.computed < branch < end:
+            self.groups.grow(sequence, branch - sequence.num_tokens, is_end=True)
+        is_end = is_end or request.computed < branch == end
+        if end == request.known and sequence.num_tokens < page_end < end:
             self.groups.grow(sequence, page_end - sequence.num_tokens, is_end=True)
         self.groups.grow(sequence, end - sequence.num_tokens, is_end=is_end)
         self.count_computed(request, end)
@@ -288,6 +297,9 @@ class NaiveGroupEngine(NaiveEngine):
                     self.groups.released.remove(part)
                 part.refs += 1
             self.sequences[head.seq] = sequence
+            if self.at_branches:
+                branch = self.groups.branch(tokens, sequence.salt, (head.known - 1) // self.page_size)
+                self.branches[head.seq] = branch * self.page_size if branch > length else 0
             self.running.append(head)
             head.admissions += 1
             if head.first_admitted_ns is None:

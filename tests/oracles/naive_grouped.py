@@ -97,6 +97,26 @@ class NaiveGroups:
                 return length
         return 0
 
+    def branch(self, tokens: list[int], salt: str | None, limit: int) -> int:
+        """Return the number of pages after which these tokens leave others whose next page is there; 0 for none.
+
+        Layers that keep all tokens have all pages up to there.
+        """
+        whole = [index for index, (layer, _) in enumerate(self.groups) if layer.kind in ("full", "latent")]
+        if not whole or not any(layer.kind == "state" for layer, _ in self.groups):
+            return 0
+        length = 0
+        while length < limit and all((index, self.name(tokens, salt, length)) in self.copies for index in whole):
+            length += 1
+        if not 0 < length < limit:
+            return 0
+        mine, common = self.name(tokens, salt, length)[1], tuple(tokens[: length * self.page_size])
+        for index, (tenant, others) in self.copies:
+            is_other = index in whole and tenant == salt and len(others) == len(mine) and others != mine
+            if is_other and others[: len(common)] == common:
+                return length
+        return 0
+
     def take(self, group: int) -> NaivePart:
         """Take a part; evict as many as that needs, the least recently released first."""
         self.take_bytes(self.groups[group][1])

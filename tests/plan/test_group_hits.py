@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.executor.cost import LinearCost
+from kvarts.kv.eviction import LruOrder
 from kvarts.kv.group_memory import PartGroup
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.group_hits import GroupHits
@@ -21,6 +22,7 @@ from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace
 
 from builders.grouped import FULL, part_groups
+from builders.guide_policies import LeastHits
 from builders.plan_traces import small_traces
 from builders.rooms import HAS_AUDIT
 
@@ -41,9 +43,18 @@ def one_by_one(trace: Trace) -> Trace:
     page_size=st.sampled_from([1, 2, 4]),
     num_pages=st.integers(1, 40),
     budget=st.sampled_from([1, 3, 8, 64]),
+    snapshots=st.sampled_from(["ends", "branches"]),
+    eviction=st.sampled_from([LruOrder, LruOrder, LeastHits]),
 )
 def test_hits_are_those_of_a_closed_loop_of_one(
-    trace: Trace, groups: tuple[PartGroup, ...], keeps: str, page_size: int, num_pages: int, budget: int
+    trace: Trace,
+    groups: tuple[PartGroup, ...],
+    keeps: str,
+    page_size: int,
+    num_pages: int,
+    budget: int,
+    snapshots: Any,
+    eviction: Any,
 ) -> None:
     config = ReplayConfig(
         num_pages=num_pages,
@@ -55,6 +66,8 @@ def test_hits_are_those_of_a_closed_loop_of_one(
         kv_groups=keeps,  # type: ignore[arg-type]
         groups=groups,
         audit=HAS_AUDIT,
+        snapshots=snapshots if any(group.is_state for group in groups) else "ends",
+        eviction=eviction,
     )
     trace = one_by_one(trace)
     report = replay(trace, config)

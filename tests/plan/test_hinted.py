@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved
-from kvarts.hints import Hints
+from kvarts.hints import Hints, RetainedRange
 from kvarts.kv.eviction import LruOrder
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import CountPool
@@ -24,7 +25,7 @@ from kvarts.sharing.ages import AgedOrder, ReleaseClock
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.plan_traces import small_traces
-from oracles.hinted_pages import Claims, NaivePages
+from oracles.hinted_pages import Claims, NaivePages, of_page
 from published_orders import ToolTtlOrder, best_ttl_ns
 
 pytestmark = pytest.mark.laws
@@ -66,12 +67,20 @@ ORDERS: dict[str, tuple[Callable[[], Any], Callable[[Claims, int], tuple[float, 
 
 times_ms = st.none() | st.sampled_from([0.0, 1000.0, 2000.0, 5000.0])
 prompts: st.SearchStrategy[list[int]] = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+ranges = st.builds(
+    lambda start, length, **claim: RetainedRange(start=start, end=length and start + length, **claim),
+    start=st.integers(0, 5),
+    length=st.none() | st.integers(1, 4),
+    priority=st.none() | st.integers(-1, 2),
+    ttl_ms=times_ms,
+)
 hints_of = st.none() | st.builds(
     Hints,
     priority=st.none() | st.integers(-1, 2),
     ttl_ms=times_ms,
     pause_ms=times_ms,
     tool=st.sampled_from([None, "a"]),
+    retain=st.just(()) | st.lists(ranges, max_size=3).map(tuple),
 )
 
 
@@ -104,6 +113,18 @@ def test_what_goes_next_is_what_a_look_at_every_page_says(
             for page in reversed(range(event.start_page, event.end_page))
         ]
         assert (found, evicted) == naive.serve(tokens, hints, now_ns)
+
+
+def test_a_low_priority_counts_where_no_earlier_claim_holds() -> None:
+    """A prompt without hints claims nothing, so the page that it shares has the priority of the next request."""
+    order = HintedOrder()
+    cache = PageCache(CountPool(9), PrefixTree(order))
+    for owner, (tokens, hints) in enumerate([([1, 2], None), ([1], Hints(priority=-1)), ([3], None)]):
+        content = Content.from_tokens(tokens, page_size=1, owner=owner, hints=hints)
+        holding = cache.open(cache.match(content, len(tokens)))
+        cache.grow(holding, len(tokens))
+        cache.close(holding, len(tokens), len(tokens))
+    assert [run.place.priority for run in order] == [-1, 0, 0]
 
 
 @pytest.mark.parametrize("make", [HintedOrder, SoonestReturnOrder])
@@ -151,6 +172,29 @@ def test_the_tool_of_a_pause_decides_how_long_it_is_kept() -> None:
     )
     assert lru == one < 0.9 * two
     assert two > 0.9 * 3 * 10 * 119
+
+
+@given(st.lists(ranges, max_size=4).map(tuple), st.integers(1, 5), st.integers(1, 40))
+def test_parts_of_a_prompt_are_as_long_as_their_pages_have_the_same_claim(
+    retain: tuple[RetainedRange, ...], page_size: int, num_pages: int
+) -> None:
+    """A page has the claim of its first token, or a larger one of pages after it."""
+    hints = Hints(priority=7, retain=retain)
+    parts = hints.parts(page_size, num_pages)
+    assert parts[0][0] == 0 and [first for first, _ in parts] == sorted({first for first, _ in parts})
+    for page in range(num_pages):
+        mine = [each for first, each in parts if first <= page][-1]
+        assert mine == of_page(hints, page, num_pages, page_size)
+    for (_, before), (_, after) in pairwise(parts):
+        assert before != after
+
+
+def test_a_range_of_the_prompt_ends_with_it() -> None:
+    of_prompt = RetainedRange(start=4, priority=3, covers_output=False)
+    hints = Hints(retain=(of_prompt, RetainedRange(priority=1)))
+    assert hints.for_prompt(10) == Hints(retain=(RetainedRange(start=4, end=10, priority=3), RetainedRange(priority=1)))
+    assert hints.for_prompt(4) == Hints(retain=(RetainedRange(priority=1),))
+    assert Hints(priority=1).for_prompt(4) == Hints(priority=1)
 
 
 def test_an_order_without_the_method_is_not_told() -> None:

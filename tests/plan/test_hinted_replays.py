@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.hints import Hints
+from kvarts.hints import Hints, RetainedRange
 from kvarts.kv.group_memory import PartGroup
 from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
 
@@ -31,6 +31,18 @@ hints = st.none() | st.builds(
     ttl_ms=times_ms,
     pause_ms=times_ms,
     tool=st.sampled_from([None, "a"]),
+    retain=st.just(())
+    | st.lists(
+        st.builds(
+            lambda start, length, **claim: RetainedRange(start=start, end=length and start + length, **claim),
+            start=st.integers(0, 20),
+            length=st.none() | st.integers(1, 12),
+            priority=st.none() | st.integers(-1, 2),
+            ttl_ms=times_ms,
+            covers_output=st.booleans(),
+        ),
+        max_size=3,
+    ).map(tuple),
 )
 
 
@@ -89,6 +101,11 @@ def row(second: int, first_unit: int, given: Hints | None = None) -> Row:
         (HintedOrder, Hints(ttl_ms=3500), 16),
         (HintedOrder, Hints(pause_ms=1750), 16),
         (HintedOrder, Hints(priority=1), 16),
+        (HintedOrder, Hints(retain=(RetainedRange(end=8, priority=1),)), 8),
+        (HintedOrder, Hints(retain=(RetainedRange(end=7, ttl_ms=3500),)), 8),
+        (HintedOrder, Hints(retain=(RetainedRange(start=8, priority=1),)), 16),
+        (HintedOrder, Hints(priority=1, retain=(RetainedRange(start=8, priority=0),)), 8),
+        (SoonestReturnOrder, Hints(pause_ms=3000, retain=(RetainedRange(end=8),)), 16),
         (HintedOrder, Hints(priority=1, ttl_ms=1500), 0),
         (SoonestReturnOrder, Hints(ttl_ms=3500), 0),
         (SoonestReturnOrder, Hints(pause_ms=3000), 16),

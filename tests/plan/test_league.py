@@ -32,6 +32,7 @@ from builders.eviction_contract import EvictionOrderContract, leave
 from builders.plan_traces import small_traces
 from published_orders import (
     LpcOrder,
+    MarconiOrder,
     SaeOrder,
     TailOptimisedOrder,
     TinyLfuOrder,
@@ -42,7 +43,7 @@ from published_orders import (
 SAMPLE = Path(str(files("kvarts") / "data" / "mooncake-conversation-1000.jsonl"))
 PUBLISHED = {
     order.__name__: order
-    for order in (LpcOrder, SaeOrder, TailOptimisedOrder, TinyLfuOrder, ToolTtlOrder, WorkloadAwareOrder)
+    for order in (LpcOrder, MarconiOrder, SaeOrder, TailOptimisedOrder, TinyLfuOrder, ToolTtlOrder, WorkloadAwareOrder)
 }
 EVERY = (*ALL_POLICIES, *PUBLISHED)
 COST = "linear:step_ms=5,chunk_token_ms=0.02,decode_ms=0.1,context_token_ms=0"

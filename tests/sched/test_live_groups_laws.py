@@ -14,7 +14,7 @@ from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.pool import IdPool
 from kvarts.request import RequestState
 
-from builders.case import Case, Row, cases
+from builders.case import Case, Row, branching_cases, cases
 from builders.live_groups import FULL, STATE, STEP_NS, LiveRun, live_groups, window, with_outputs
 from oracles.grouped_cache import GroupedCache
 from oracles.naive import NaiveRequest, run_naive
@@ -23,7 +23,9 @@ from oracles.naive_group_engine import NaiveGroupEngine
 pytestmark = pytest.mark.laws
 
 
-def both(case: Case, groups: tuple[PartGroup, ...], keeps: Any) -> tuple[LiveRun, list[NaiveRequest], NaiveGroupEngine]:
+def both(
+    case: Case, groups: tuple[PartGroup, ...], keeps: Any, snapshots: Any = "ends"
+) -> tuple[LiveRun, list[NaiveRequest], NaiveGroupEngine]:
     """A case through a live engine and through the naive one."""
     memory = GroupMemory(groups, keeps)
     config = EngineConfig(
@@ -31,11 +33,13 @@ def both(case: Case, groups: tuple[PartGroup, ...], keeps: Any) -> tuple[LiveRun
         page_size=case.page_size,
         max_num_batched_tokens=case.max_num_batched_tokens,
         max_num_seqs=case.max_num_seqs,
+        snapshots=snapshots,
     )
     requests = list(with_outputs(case.naive_requests()))
     naive = NaiveGroupEngine(
         [(group.layer, group.part_bytes) for group in groups],
         keeps_all=keeps == "all",
+        at_branches=snapshots == "branches",
         num_pages=case.num_pages,
         page_size=case.page_size,
         max_num_batched_tokens=case.max_num_batched_tokens,
@@ -59,10 +63,18 @@ def test_every_step_and_every_block_is_as_in_the_naive_engine(
     assert_as_in_naive(case, groups, keeps)
 
 
-def assert_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+@given(branching_cases(), live_groups(), st.sampled_from(["all", "tails"]))
+def test_snapshots_at_branches_are_those_of_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str
+) -> None:
+    """L1, L2, L4, L8: a prompt that leaves another keeps its state there, as well as at its own end."""
+    assert_as_in_naive(case, groups, keeps, "branches")
+
+
+def assert_as_in_naive(case: Case, groups: tuple[PartGroup, ...], keeps: str, snapshots: str = "ends") -> None:
     """Requests, steps, and parts of every group at every step."""
     case.profile = "default"
-    live, requests, naive = both(case, groups, keeps)
+    live, requests, naive = both(case, groups, keeps, snapshots)
     block_bytes = GroupMemory(groups).block_bytes
     for request, expected in zip(live.requests, requests, strict=True):
         assert (request.state is RequestState.REJECTED) == expected.rejected

@@ -134,6 +134,18 @@ def test_a_state_is_found_at_the_last_page_end_of_a_prompt() -> None:
     assert {group["kind"] for group in report.summary["kv_groups"]} == {"full", "state"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": "llama-3.1-8b"}, "has no effect without layers with a state"),
+        ({"model": "granite-4.0-h-tiny", "kv_groups": "off"}, "has no effect without layers with a state"),
+    ],
+)
+def test_snapshots_are_of_models_with_states(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"snapshots: {why}"):
+        make_config({"device": "h100-80gb", "snapshots": "branches", **changes})
+
+
 def test_a_window_that_goes_one_token_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the naive engine looks at tokens, and does not ask a layer for its first one."""
     case = Case([Row(0, [1, 2, 3, 4], 16, 30, None, 0, None)], 4, 4, 20, 64, 8, "default", 1)

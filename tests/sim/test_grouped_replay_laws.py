@@ -14,8 +14,8 @@ from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.sim.replay import replay
 
-from builders.case import Case, Row, cases
-from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
+from builders.case import Case, Row, branching_cases, cases
+from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive, assert_same_outcome, part_groups, told_by
 from builders.rooms import ROUTERS
 from oracles.naive import polynomial_ns
 from oracles.naive_group_engine import NaiveGroupEngine
@@ -33,6 +33,35 @@ def test_every_step_and_every_part_is_as_in_the_naive_engine(
     # Memory that is short now and then.
     case.num_pages = max(1, case.num_pages * 2 // 3)
     assert_grouped_as_in_naive(case, groups, keeps)
+
+
+@given(
+    branching_cases(),
+    st.sampled_from([STATES, (*STATES, WINDOW), (STATES[1], *STATES)])
+    | part_groups().filter(lambda groups: any(group.is_state for group in groups)),
+    st.sampled_from(["all", "tails"]),
+)
+def test_snapshots_at_branches_are_those_of_the_naive_engine(
+    case: Case, groups: tuple[PartGroup, ...], keeps: str
+) -> None:
+    """L1, L4, L5, L7, L8, and the audit, where states are also kept where a prompt leaves another."""
+    assert_grouped_as_in_naive(case, groups, keeps, "branches")
+    config = {"kv_groups": keeps, "groups": groups, "snapshots": "branches"}
+    slow = replay(case.trace(), case.config(step_by_step=True, **config))
+    assert_same_outcome(replay(case.trace(), case.config(**config)), slow)
+
+
+def test_a_shared_beginning_is_found_from_the_third_prompt_on_where_snapshots_are_made_at_branches() -> None:
+    """The second leaves the first after 8 tokens, and keeps the state there; with snapshots at ends, none is found."""
+    shared = [1, 2] * 4
+    rows = [Row(200 * place, [*shared, *[3 + place] * 7], 15, 2, None, 0, None) for place in range(4)]
+    case = Case(rows, 1, 4, 40, 64, 8, "default", 1)
+    hits = {}
+    for snapshots in ("ends", "branches"):
+        assert_grouped_as_in_naive(case, STATES, "all", snapshots)
+        report = replay(case.trace(), case.config(kv_groups="all", groups=STATES, snapshots=snapshots))
+        hits[snapshots] = report.request_columns["cached_tokens"].tolist()
+    assert hits == {"ends": [0, 0, 0, 0], "branches": [0, 0, 8, 8]}
 
 
 def test_a_head_that_lacked_memory_needs_less_once_another_runs_with_its_prefix() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvarts.errors import InputError
-from kvarts.hints import Hints
+from kvarts.hints import Hints, RetainedRange
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import After, TraceRequest
 from kvarts.traffic.writing import trace_lines
 
 GIVEN = {"priority": 3, "ttl_ms": 5, "pause_ms": 1500.5, "tool": "bash"}
+RANGES = [{"end": 256, "priority": 9}, {"start": 256, "ttl_ms": 10, "covers_output": False}]
 
 
 def mooncake(path: Path, *hints: Any) -> Path:
@@ -32,9 +33,22 @@ def test_rows_have_hints(tmp_path: Path) -> None:
     assert hints[1] is not None and (hints[1].ttl_ns, hints[1].pause_ns) == (5_000_000, 1_500_500_000)
 
 
+def test_rows_have_ranges(tmp_path: Path) -> None:
+    (request,) = load_trace(mooncake(tmp_path / "trace.jsonl", {"pause_ms": 7, "retain": RANGES}))
+    assert request.hints == Hints(
+        pause_ms=7,
+        retain=(RetainedRange(end=256, priority=9), RetainedRange(start=256, ttl_ms=10, covers_output=False)),
+    )
+    trace = Trace([request], unit_tokens=512)
+    hints = trace.content(request, page_size=16, owner=0).hints
+    assert hints == Hints(
+        pause_ms=7, retain=(RetainedRange(end=256, priority=9), RetainedRange(start=256, end=512, ttl_ms=10))
+    )
+
+
 @pytest.mark.parametrize("after", [(), (After(0),)])
 def test_a_written_trace_has_the_same_hints(tmp_path: Path, after: tuple[After, ...]) -> None:
-    given = Hints(ttl_ms=60_000, tool="bash")
+    given = Hints(ttl_ms=60_000, tool="bash", retain=(RetainedRange(start=4, end=8, priority=2),))
     rows = [
         TraceRequest(0, 0, (range(16),), 16, 1, hints=given, request_id="0"),
         TraceRequest(1, 10**9, (range(16),), 16, 1, request_id="1", after=after),
@@ -52,6 +66,10 @@ def test_a_written_trace_has_the_same_hints(tmp_path: Path, after: tuple[After, 
         ({"pause_ms": "soon"}, "hints.pause_ms"),
         ({"tool": 5}, "hints.tool"),
         ({"ttl": 5}, "hints"),
+        ({"retain": [{"start": 0}, {"start": 8, "end": 8}]}, "hints.retain[1]"),
+        ({"retain": [{"start": -1}]}, "hints.retain[0].start"),
+        ({"retain": [{"token_start": 1}]}, "hints.retain[0]"),
+        ({"retain": [{}] * 17}, "hints.retain"),
         (5, "hints"),
     ],
 )

@@ -77,8 +77,9 @@ class Auditor:
     stay cached; otherwise only the tails of prompts and requests do. `safe_first`: the engine evicts first the pages
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
     the eviction order is known; under any other order, the evicted part is taken from the events and checked.
-    `full_prompt_hits`: a load may bring a whole prompt. `account`: returns the engine's account of its memory; if
-    given, `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
+    `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
+    leave others. `account`: returns the engine's account of its memory; if given, `observe` compares it with the ledger
+    and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -94,6 +95,7 @@ class Auditor:
         stores_go_first: bool = False,
         is_lru: bool = True,
         full_prompt_hits: bool = False,
+        at_branches: bool = False,
         account: Callable[[], Account] | None = None,
     ) -> None:
         self._account = account
@@ -114,6 +116,7 @@ class Auditor:
         if self._evictions is not None:
             self._evictions.ledger = self.ledger
         self._has_states = any(group.kind == "state" for group in groups)
+        self._finds_branches = at_branches and self._has_states
         self._page_blocks = sum(group.part_blocks for group in self.ledger.groups if group.kind != "state")
         self._held = RequestParts(self.ledger, self._digests, self._found, page_size, names_private=self._has_groups)
         self._below = PartsBelow(
@@ -530,6 +533,7 @@ class Auditor:
             self._find(f"{num_pages} pages were loaded and found, and {event.num_hit_pages} were hit", event.request)
         known.num_named = num_pages
         known.computed = num_pages * self._page_size
+        known.branch = 0
         known.is_running = True
 
     def _hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
@@ -542,6 +546,8 @@ class Auditor:
         if reach is not None and tuple(by_group) != reach:
             self._find(f"groups could go on from {by_group} pages, and the engine says {reach}", request)
         self._held.hit(known, num_hit)
+        branch = self.ledger.branch(digests) if self._finds_branches else 0
+        known.branch = branch * self._page_size if branch > num_hit else 0
 
     def _compute(self, event: ChunkComputed) -> None:
         known, size = self._requests[event.request], self._page_size
@@ -559,6 +565,8 @@ class Auditor:
         known.computed = known.began = event.start
         is_end = event.end == event.num_known_tokens
         page_end = event.end // size * size
+        if known.computed < known.branch <= event.end:
+            self._held.grow(known, known.branch, is_end=True)
         if is_end and self._has_states and known.computed < page_end < event.end:
             self._held.grow(known, page_end, is_end=True)
         self._held.grow(known, event.end, is_end=is_end)

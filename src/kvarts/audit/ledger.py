@@ -169,6 +169,8 @@ class Ledger:
         self._after: dict[tuple[int, bytes], dict[bytes, None]] = {}
         """Resident pages by the page directly before them, in groups that need every page."""
         self._before: dict[tuple[int, bytes], bytes] = {}
+        self._followers: dict[bytes, dict[bytes, None]] = {}
+        """Pages that have ever been published after a page, in groups that need every page."""
         self._kept: dict[tuple[int, bytes], list[Keep]] = {}
         """Holds of transfers on pages that can be found."""
 
@@ -247,6 +249,20 @@ class Ledger:
                 return length, longest
         return 0, longest
 
+    def branch(self, names: list[bytes]) -> int:
+        """Return the number of first pages after which a page is resident that is not the next of `names`; 0 for none.
+
+        Only groups whose layers need every page count; they have all pages up to there, and not the next of `names`.
+        """
+        whole = [index for index, group in enumerate(self.groups) if group.has_every_page]
+        length = 0
+        while length < len(names) and all((index, names[length]) in self.copies for index in whole):
+            length += 1
+        if not whole or not 0 < length < len(names):
+            return 0
+        others = [name for name in self._followers.get(names[length - 1], ()) if name != names[length]]
+        return length if any((index, name) in self.copies for name in others for index in whole) else 0
+
     # Parts ------------------------------------------------------------------------------------------------
 
     def take(self, group: int) -> LedgerPart | None:
@@ -277,6 +293,8 @@ class Ledger:
             part.keeps += 1
         if len(copies) > 1:
             return False
+        if before is not None and not self._keeps_prefixes and self.groups[part.group].has_every_page:
+            self._followers.setdefault(before, {})[name] = None
         if before is not None and self._keeps_prefixes and self.groups[part.group].has_every_page:
             self._before[key] = before
             self._after.setdefault((part.group, before), {})[name] = None

@@ -17,17 +17,19 @@ class KnownRequest:
     """The auditor's state of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
-    order of admission. `began`: the tokens computed before the last step in which it computed any. `drafted`: tokens
-    that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else None; `offer`:
-    from which page on so many pages of each tier are loaded, if not all that is below; `front`: the first page that it
-    computes before these, while they are loaded; `awaited`: the transfer for
-    another request that it waits for, or -1; `is_cancelled`: it is gone when its load has ended.
+    order of admission. `began`: the tokens computed before the last step in which it computed any. `branch`: the tokens
+    before the place where it leaves other requests, 0 for none. `drafted`: tokens that were drafted for it in this
+    step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
+    each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
+    are loaded; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when
+    its load has ended.
     """
 
     __slots__ = (
         "admission",
         "awaited",
         "began",
+        "branch",
         "computed",
         "content",
         "drafted",
@@ -51,6 +53,7 @@ class KnownRequest:
         self.states: dict[int, LedgerPart] = {}
         self.is_running = False
         self.admission = self.awaited = self.front = -1
+        self.branch = 0
         self.load: range | None = None
         self.offer: tuple[int, tuple[tuple[str, int], ...]] | None = None
         self.is_cancelled = False

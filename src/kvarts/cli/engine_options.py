@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-__all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "kv_groups_option", "speculation_option"]
+from kvarts.config import Snapshots
+
+__all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "kv_groups_option", "snapshots_option", "speculation_option"]
 
 Command = Callable[..., Any]
 
@@ -85,6 +87,19 @@ def kv_groups_option(command: Command, **attributes: Any) -> Command:
         "or an answer needs. Changes no token. [all if layers keep less and the other options permit it, else off]"
     )
     return click.option("--kv-groups", metavar="NAME", help=text, **attributes)(command)
+
+
+def snapshots_option(command: Command, **attributes: Any) -> Command:
+    """Add the option `--snapshots`: where layers with a state leave snapshots. `attributes` are passed to it."""
+    return click.option(
+        "--snapshots",
+        type=click.Choice(get_args(Snapshots)),
+        default="ends",
+        show_default=True,
+        help="Where layers with a state leave snapshots: at the ends of prompts, or also where a prompt leaves "
+        "another. Changes no token.",
+        **attributes,
+    )(command)
 
 
 def speculation_option(command: Command, **attributes: Any) -> Command:

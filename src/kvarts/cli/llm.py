@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from kvarts.cli import offload_llm
-from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options, kv_groups_option
+from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options, kv_groups_option, snapshots_option
 from kvarts.cli.narrating import narrate
 from kvarts.cli.process import hold_signals_back
 from kvarts.errors import ConfigError, InputError, KvartsError
@@ -58,7 +58,7 @@ def need_torch() -> None:
 def llm_options(command: Command) -> Command:
     """Add the options that `open_llm` reads."""
     command = offload_llm.add_options(command)
-    command = engine_options(kv_groups_option(command))
+    command = engine_options(kv_groups_option(snapshots_option(command)))
     return click.option("--model", metavar="DIR", required=True, help=MODEL_HELP)(command)
 
 
@@ -101,6 +101,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
         quantization=values["quantization"],
         trust_remote_code=values["trust_remote_code"],
         kv_groups=values["kv_groups"],
+        snapshots=values["snapshots"],
         kv_dtype=values["kv_dtype"],
         **settings,
     )

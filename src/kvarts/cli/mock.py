@@ -52,6 +52,7 @@ KEYS = (
     "max_itl_ms",
     "cost",
     "kv_groups",
+    "snapshots",
     "audit",
     "eviction",
 )

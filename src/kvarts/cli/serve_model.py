@@ -10,7 +10,7 @@ import click
 from kvarts.cli import (
     http_sessions,
 )
-from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option, speculation_option
+from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option, snapshots_option, speculation_option
 from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import Command, GroupedOption
@@ -20,7 +20,7 @@ from kvarts.rooms import from_room
 __all__ = ["model_command"]
 
 SETTINGS = ("kv_memory", "page_size", "max_itl_ms", "dtype", "device", "attention", "layers", "quantization",
-            "trust_remote_code", "kv_groups", "kv_dtype", "speculative_config")  # fmt: skip
+            "trust_remote_code", "kv_groups", "snapshots", "kv_dtype", "speculative_config")  # fmt: skip
 
 
 def _options() -> list[click.Parameter]:
@@ -34,6 +34,7 @@ def _options() -> list[click.Parameter]:
 @click.option("--model", metavar="DIR", required=True, cls=GroupedOption, group="Model", help=MODEL_HELP)
 @lambda command: engine_options(command, cls=GroupedOption, group="Engine")
 @lambda command: kv_groups_option(command, cls=GroupedOption, group="Engine")
+@lambda command: snapshots_option(command, cls=GroupedOption, group="Engine")
 @lambda command: speculation_option(command, cls=GroupedOption, group="Engine")
 @click.option("--eviction", metavar="NAME", cls=GroupedOption, group="Engine",
               help="Which cached pages go next: a policy of `kvarts plan --league`, such as hinted; or module:Class. "

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from kvarts.executor.flat_batch import Ints
-from kvarts.sched.plan import StepPlan
+from kvarts.sched.plan import Snapshot, StepPlan
 
 __all__ = ["StateBatch", "StateChunk", "StateTables"]
 
@@ -46,17 +46,19 @@ class StateTables:
         rows = np.zeros(0, np.int64) if plan.decodes is None else plan.decodes.rows
         decodes = self._blocks[rows]
         num_tokens = len(rows)
-        snapshots = {snapshot.row: snapshot for snapshot in plan.snapshots}
+        snapshots: dict[int, list[Snapshot]] = {}
+        for snapshot in plan.snapshots:
+            snapshots.setdefault(snapshot.row, []).append(snapshot)
         chunks: list[StateChunk] = []
         for chunk in plan.batch.chunks:
             state = np.array(chunk.state, np.int64)
             self._blocks[chunk.row] = state
             last = num_tokens + chunk.num_tokens
-            leaves = [(last, state)]
-            snapshot = snapshots.get(chunk.row)
-            if snapshot is not None:
-                at = num_tokens + snapshot.num_tokens - chunk.start
-                leaves.insert(0, (at, np.array(snapshot.blocks, np.int64)))
+            leaves = [
+                (num_tokens + snapshot.num_tokens - chunk.start, np.array(snapshot.blocks, np.int64))
+                for snapshot in snapshots.get(chunk.row, ())
+            ]
+            leaves.append((last, state))
             begins_from = np.array(chunk.begins_from, np.int64) if chunk.begins_from else None
             chunks.append(StateChunk(num_tokens, last, begins_from, tuple(leaves)))
             num_tokens = last

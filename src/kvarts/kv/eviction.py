@@ -15,7 +15,7 @@ from kvarts.content import Content, PageKey
 from kvarts.hints import Hints
 from kvarts.kv.node import NOTHING, Node
 
-__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "NoteRequest", "Run", "noter_of"]
+__all__ = ["BaseOrder", "EvictionOrder", "LruOrder", "NoteRequest", "Run", "noter_of", "ranges_read_by"]
 
 NoteRequest = Callable[[Hints | None, int], object]
 
@@ -70,7 +70,9 @@ class EvictionOrder(Protocol):
     must survive while a run is unlisted belongs in `place`.
 
     An order may also have `note_request(hints, now_ns)`. The cache calls it before a request pins or releases runs: the
-    time is `now_ns`, and until the next call, released runs are those of a request with `hints`, None for none.
+    time is `now_ns`, and until the next call, released runs are those of a request with `hints`, None for none. If its
+    `reads_ranges` is true, the runs of a request whose hints have ranges are released part by part, the deepest first,
+    each after a call with the hints of that part alone.
 
     The cache does the rest. If the order names a run that others follow, in layers that keep every token, a run after
     it is evicted instead. Runs are evicted from their tails, and only as far as needed.
@@ -114,6 +116,11 @@ def noter_of(order: EvictionOrder | None) -> NoteRequest | None:
     """Return `order.note_request`; None if the order has no such method."""
     note: NoteRequest | None = getattr(order, "note_request", None)
     return note
+
+
+def ranges_read_by(order: EvictionOrder | None) -> bool:
+    """Return `order.reads_ranges`; False if the order lacks that attribute."""
+    return bool(getattr(order, "reads_ranges", False))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

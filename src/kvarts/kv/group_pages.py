@@ -93,7 +93,7 @@ class GroupPages(PartPages):
     pages, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: that tier examines the
     parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to evict, and
     is notified of each release, so the cache follows no decodes either; without it, the least recently released run is
-    evicted next.
+    evicted next. `at_branches`: as of RunCache.
     """
 
     __slots__ = ("_num_given", "num_promised", "parts")
@@ -110,6 +110,7 @@ class GroupPages(PartPages):
         has_below: bool = False,
         watches_list: bool = False,
         eviction_order: EvictionOrder | None = None,
+        at_branches: bool = False,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
@@ -122,6 +123,7 @@ class GroupPages(PartPages):
             events=None if tell is None else RunEvents(tell),
             has_below=has_below,
             eviction_order=eviction_order,
+            at_branches=at_branches,
         )
         self.num_promised = 0
         """Free blocks that are reserved for requests that will take them."""

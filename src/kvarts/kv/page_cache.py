@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvarts.content import Content
+from kvarts.hints import Hints
 from kvarts.kv.cache import Cache, Holding, Mark
-from kvarts.kv.eviction import noter_of
+from kvarts.kv.eviction import noter_of, ranges_read_by
 from kvarts.kv.match import Match
 from kvarts.kv.node import NOTHING, HeldPages, walk
 from kvarts.kv.pool import PageError, PageId, Pool
@@ -29,7 +30,7 @@ class PageCache(Cache):
     Pages that are evicted from `tree` are taken again or returned to the pool.
     """
 
-    __slots__ = ("_note_request", "_now_ns", "on_evicted", "tree")
+    __slots__ = ("_note_request", "_now_ns", "_reads_ranges", "on_evicted", "tree")
 
     def __init__(self, pool: Pool, tree: PrefixTree) -> None:
         super().__init__(pool, page_blocks=1)
@@ -41,6 +42,7 @@ class PageCache(Cache):
         self._now_ns = 0
         self._note_request = noter_of(tree.order)
         self.keeps_time = self._note_request is not None
+        self._reads_ranges = self.keeps_time and ranges_read_by(tree.order)
 
     @property
     def num_cached(self) -> int:
@@ -369,8 +371,12 @@ class PageCache(Cache):
         if self._note_request is None:
             tree.release(path)
         else:
-            self._note_request(holding.content.hints, self._now_ns)
-            tree.release(path)
+            hints = holding.content.hints
+            if self._reads_ranges and hints is not None and hints.retain:
+                self._release_parts(path, hints.parts(holding.content.page_size, num_findable))
+            else:
+                self._note_request(hints, self._now_ns)
+                tree.release(path)
             self._note_request(None, self._now_ns)
         num_private = num_pages - num_findable
         if num_private:
@@ -380,6 +386,12 @@ class PageCache(Cache):
         self.num_released += num_released
         holding.path = []
         holding.is_open = False
+
+    def _release_parts(self, path: Path, parts: list[tuple[int, Hints]]) -> None:
+        """Release `path` part by part; `parts`: the first page and the hints of each."""
+        note, now_ns = self._note_request, self._now_ns
+        assert note is not None
+        self.tree.release_parts(path, [first for first, _ in parts], lambda part: note(parts[part][1], now_ns))
 
     def freed_by(self, holdings: Iterable[tuple[Holding | None, int]]) -> Iterator[int]:
         """Yield the number of pages that go out of use as each of `holdings`, with its pages, is closed in turn.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvarts.kv.eviction import EvictionOrder, noter_of
+from kvarts.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_events import RunEvents
@@ -106,6 +106,7 @@ class PartAccount:
         self.events = events
         self.eviction_order = eviction_order
         self.note_request = noter_of(eviction_order)
+        self.reads_ranges = self.note_request is not None and ranges_read_by(eviction_order)
         self.now_ns = 0
         """The time, for an order that uses it."""
         self._evicted: list[int] | None = None

@@ -100,6 +100,11 @@ class RunAccount(PartAccount):
 
     def _list_in(self, order: EvictionOrder, runs: Sequence[PartRun], hints: Hints | None) -> None:
         """Let `order` list runs of one group, the deepest first, of a request with `hints`."""
+        if self.reads_ranges and hints is not None and hints.retain:
+            content = runs[0].content
+            num_pages = max(runs[0].end, content.num_known_pages)
+            self._list_parts(order, list(runs), hints.parts(content.page_size, num_pages))
+            return
         stamp = 0 if self.shared is None else self.shared.tick()
         for run in runs:
             run.listed_by, run.stamp = order, stamp
@@ -110,6 +115,20 @@ class RunAccount(PartAccount):
             note(hints, self.now_ns)
             order.released(runs)
             note(None, self.now_ns)
+
+    def _list_parts(self, order: EvictionOrder, runs: list[PartRun], parts: Sequence[tuple[int, Hints]]) -> None:
+        """List runs of one group part by part, the deepest first; `parts`: the first page and the hints of each."""
+        for first, hints in reversed(parts):
+            listed: list[PartRun] = []
+            while runs and runs[0].end > first:
+                run = runs[0]
+                if run.start < first:
+                    runs[0] = run.split(first)
+                else:
+                    del runs[0]
+                listed.append(run)
+            if listed:
+                self._list_in(order, listed, hints)
 
     def release_all(self, holding: RunHolding, order: Sequence[int]) -> None:
         """End all holds of `holding`, by group in `order`, the latest first."""

@@ -42,7 +42,10 @@ class Wants(Protocol):
 
 
 class RunCache(RunAccount):
-    """Owner of all parts in `total_bytes`, as a PartAccount. The caller ensures that the parts it takes are free."""
+    """Owner of all parts in `total_bytes`, as a PartAccount. The caller ensures that the parts it takes are free.
+
+    `at_branches`: snapshots of states are also made where a sequence leaves another that can be found.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class RunCache(RunAccount):
         events: RunEvents | None = None,
         has_below: bool = False,
         eviction_order: EvictionOrder | None = None,
+        at_branches: bool = False,
     ) -> None:
         super().__init__(memory, total_bytes=total_bytes, blocks=blocks, events=events, eviction_order=eviction_order)
         groups = self.groups
@@ -74,7 +78,7 @@ class RunCache(RunAccount):
         self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        tree = self.tree = SpanTree(memory, page_size, self.decodes, has_below=has_below)
+        tree = self.tree = SpanTree(memory, page_size, self.decodes, has_below=has_below, finds_branches=at_branches)
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
@@ -123,10 +127,13 @@ class RunCache(RunAccount):
         length, tree = match.num_pages, self.tree
         if not length:
             match.root.num_users += 1
-            return RunHolding(content, match.root, 0, self.page_size, len(self.groups))
+            holding = RunHolding(content, match.root, 0, self.page_size, len(self.groups))
+            holding.branch = match.branch * self.page_size
+            return holding
         found = tree.pieces(match)
         last = match.spans[-1]
         holding = RunHolding(content, last, length, self.page_size, len(self.groups))
+        holding.branch = match.branch * self.page_size
         last.num_users += 1
         for pieces in found:
             path = [run.cut(start, end) for run, start, end in pieces]
@@ -145,12 +152,18 @@ class RunCache(RunAccount):
         """Take the parts of tokens up to `num_tokens`, and make the pages that they fill findable.
 
         `is_end`: other sequences may continue from here: tails of windows are kept, and snapshots are made at the last
-        page end up to there, during the computation, if the memory has room for them.
+        page end up to there, during the computation, if the memory has room for them. The same happens at its branch.
         """
-        if is_end and self._of_states:
-            page_end = num_tokens - num_tokens % self.page_size
-            if page_end != num_tokens and page_end > holding.num_tokens:
-                self._grow(holding, page_end, is_end)
+        if self._of_states:
+            branch = holding.branch
+            if holding.num_tokens < branch <= num_tokens:
+                self._grow(holding, branch, is_end=True)
+                if branch == num_tokens:
+                    return
+            if is_end:
+                page_end = num_tokens - num_tokens % self.page_size
+                if page_end != num_tokens and page_end > holding.num_tokens:
+                    self._grow(holding, page_end, is_end)
         self._grow(holding, num_tokens, is_end)
 
     def take_page(self, holding: RunHolding) -> None:

@@ -15,9 +15,18 @@ __all__ = ["SpanTree", "find"]
 
 
 class SpanTree:
-    """Owner of all spans. `decodes`: brings the runs of streams up to date. `has_below`: there is a tier below."""
+    """Owner of all spans. `decodes`: brings the runs of streams up to date. `has_below`: there is a tier below.
+    `finds_branches`: matches of models with states include the branch."""
 
-    def __init__(self, memory: GroupMemory, page_size: int, decodes: Decodes, *, has_below: bool = False) -> None:
+    def __init__(
+        self,
+        memory: GroupMemory,
+        page_size: int,
+        decodes: Decodes,
+        *,
+        has_below: bool = False,
+        finds_branches: bool = False,
+    ) -> None:
         groups = self.groups = memory.groups
         self.num_groups = len(groups)
         self._num_lists = (3 if has_below else 1) * len(groups)
@@ -28,6 +37,7 @@ class SpanTree:
         self._whole = [index for index, group in enumerate(groups) if group.layer.kind in ("full", "latent")]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
         self._states = [index for index, group in enumerate(groups) if group.is_state]
+        self._finds_branches = finds_branches and bool(self._states) and bool(self._whole)
         self._first_seen = [FirstSeen(group.layer, page_size) for group in groups]
         self._chunks = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
@@ -55,6 +65,7 @@ class SpanTree:
         found = [] if with_below else spans
         """The same spans, with the parts that device and tier have of each."""
         page = 0
+        child: Span | None = None
         while page < limit:
             child = span.children.get(content.key(page))
             if child is None:
@@ -73,13 +84,34 @@ class SpanTree:
             if end < common or common < child.end:
                 break
             span = child
+        branch = 0
+        if self._finds_branches and 0 < page < limit:
+            branch = self._branch_of(span if child is None or child.start >= page else child, content, page)
         length = self._longest(found, page) if page else 0
         while spans and spans[-1].start >= length:
             spans.pop()
         match = RunMatch(root, spans, length)
+        if branch > length:
+            match.branch = branch
         if with_below:
             match.pieces = self._pieces(found, length)
         return match
+
+    def _branch_of(self, span: Span, content: Content, page: int) -> int:
+        """Return `page` if another content than `content` continues there, with a resident page; else 0.
+
+        `span` has the page before, and groups that keep all tokens have `content` up to there.
+        """
+        key = content.key(page)
+        if page < span.end:
+            others = [span] if span.content.key(page) != key else []
+        else:
+            others = [child for other, child in span.children.items() if other != key]
+        for other in others:
+            for index in self._whole:
+                if any(run.start <= page < run.end for run in other.parts[index]):
+                    return page
+        return 0
 
     def _with_below(self, span: Span) -> Span:
         """Return a span like `span`, in no tree, with the parts of both the device and the tier."""

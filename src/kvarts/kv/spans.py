@@ -314,14 +314,18 @@ class Span:
 
 
 class RunMatch:
-    """The first `num_pages` pages that every group can resume from; the last of `spans` may reach beyond."""
+    """The first `num_pages` pages that every group can resume from; the last of `spans` may reach beyond.
 
-    __slots__ = ("num_pages", "pieces", "root", "spans")
+    `branch`: the page at which the content leaves another one, if that is later and the tree looks for it; else 0.
+    """
+
+    __slots__ = ("branch", "num_pages", "pieces", "root", "spans")
 
     def __init__(self, root: Span, spans: list[Span], num_pages: int) -> None:
         self.root = root
         self.spans = spans
         self.num_pages = num_pages
+        self.branch = 0
         self.pieces: list[list[tuple[PartRun, int, int]]] | None = None
         """For each group, the parts with which a sequence begins: runs and their pages. Computed on demand."""
 
@@ -335,7 +339,8 @@ class RunHolding:
 
     `num_tokens`: tokens that are computed, or are about to be in this step; for a decode, when it began to decode.
     `last`: the span of its last full page that can be found; `num_named` pages can. `num_taken`: pages for which parts
-    were taken. `held`: for each group, runs in order of position. `first_open`: for each group, the first page after
+    were taken. `branch`: tokens before the place at which it leaves another content, where snapshots are made; 0 for
+    none. `held`: for each group, runs in order of position. `first_open`: for each group, the first page after
     these that cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
@@ -348,6 +353,7 @@ class RunHolding:
     __slots__ = (
         "admission",
         "base",
+        "branch",
         "content",
         "first_open",
         "given",
@@ -371,6 +377,7 @@ class RunHolding:
         self.last = last
         self.num_named = self.num_taken = num_pages
         self.num_tokens = num_pages * page_size
+        self.branch = 0
         self.held: list[list[PartRun]] = [[] for _ in range(num_groups)]
         self.first_open = [num_pages] * num_groups
         self.num_states = [0] * num_groups

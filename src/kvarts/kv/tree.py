@@ -22,7 +22,7 @@ can be evicted, whatever is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
@@ -228,10 +228,35 @@ class PrefixTree:
         if watcher is not None:
             watcher.extended(last, last.start)
 
+    def release_parts(self, path: Path, firsts: Sequence[int], on_part: Callable[[int], object]) -> None:
+        """As `release`, but let the order list the pages from each of `firsts` to the next separately, the last first.
+
+        `firsts`: pages in order, 0 the first. `on_part` is called with the index of the part before the order.
+        """
+        for first in firsts[1:]:
+            for node in walk(path):
+                if node.start < first < node.end:
+                    self._split(node, first)
+                    break
+        released = self._drop(path)
+        for part in range(len(firsts) - 1, -1, -1):
+            listed = []
+            while released and released[0].start >= firsts[part]:
+                listed.append(released.pop(0))
+            if listed:
+                on_part(part)
+                self.order.released(listed)
+
     def release(self, path: Path) -> None:
         """Drop the references of `path`, deepest page first; pages without references are cached from now on."""
+        released = self._drop(path)
+        if released:
+            self.order.released(released)
+
+    def _drop(self, path: Path) -> list[Node]:
+        """Drop the references of `path`; return the runs that have none left, deepest first."""
         # `walk`, inlined: this runs for every request.
-        released = []
+        released: list[Node] = []
         index = len(path)
         while index:
             index -= 1
@@ -248,8 +273,7 @@ class PrefixTree:
                     break
                 assert node.parent is not None
                 node = node.parent  # split off after this path pinned it
-        if released:
-            self.order.released(released)
+        return released
 
     def isolate(self, path: Path, start: int, end: int) -> list[Node]:
         """Return the runs of pages [start, end) of `path`, split where these begin and end; deepest first."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
-from kvarts.config import EngineConfig
+from kvarts.config import EngineConfig, Snapshots
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
@@ -88,6 +88,8 @@ class LLM:
     tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
     now. None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
 
+    `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
+
     `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
     holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
 
@@ -125,6 +127,7 @@ class LLM:
         quantization: str | None = None,
         trust_remote_code: bool = False,
         kv_groups: str | None = None,
+        snapshots: Snapshots = "ends",
         kv_dtype: str = "auto",
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
@@ -160,7 +163,10 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
                 max_itl_ms=max_itl_ms,
+                snapshots=snapshots,
             )
+        if config.snapshots != "ends" and not room.has_states:
+            raise ConfigError("has no effect without layers with a state", field="snapshots", hint="Leave it out.")
         room.check(config.num_pages)
         self.config = config
         self.tokenizer = tokenizer

@@ -18,7 +18,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.hints import Hints
-from kvarts.kv.eviction import EvictionOrder, LruOrder, NoteRequest, noter_of
+from kvarts.kv.eviction import EvictionOrder, LruOrder, NoteRequest, noter_of, ranges_read_by
 from kvarts.kv.node import Node, Path
 
 __all__ = ["Below", "SafeFirst"]
@@ -70,6 +70,7 @@ class SafeFirst:
         self._rest_stamps: dict[Node, int] = {}
         self._last_stamp = self._first_stamp = 0
         self._toggled: list[Node] = []
+        self.reads_ranges = ranges_read_by(self._rest)
         self.note_request: NoteRequest | None = None if noter_of(self._rest) is None else self._note_request
 
     # Interface of the tiers -------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Hints on how long the KV of a request is worth keeping, in the forms in which clients send them.
 
 - `kv_hints`: vLLM's envelope of actions (vLLM pull request 53423). Of the actions, `kv.retain` of version 1 is read:
-  its `directives` hold a `priority` from 0 to 100 and a `duration` in seconds, or null.
+  its `directives` hold a `priority` from 0 to 100, a `duration` in seconds, or null, and the tokens that they claim,
+  from `start` to `end`, or null; `covers_output` adds generated tokens to an open end. These are the ranges of
+  TensorRT-LLM's KvCacheRetentionConfig. One directive without a range claims the whole request.
 - `nvext`: Dynamo's extension. `agent_hints.priority` and `cache_control` are read.
 - `cache_control`: Anthropic's, of a whole request or of a part of it: `{"type": "ephemeral", "ttl": "5m"}`. That of a
   part claims the prompt up to there; here it claims the request.
@@ -16,10 +18,20 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from kvarts.errors import parts_of
-from kvarts.hints import Hints, Priority
+from kvarts.hints import MOST_RANGES, Hints, Priority, RetainedRange, Token
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["NO_PRIORITY", "CacheControl", "KvHints", "NvExt", "hints_of", "hints_of_parts", "with_parts"]
+__all__ = [
+    "NO_PRIORITY",
+    "CacheControl",
+    "KvHints",
+    "NvExt",
+    "hints_of",
+    "hints_of_parts",
+    "longest_of",
+    "with_control",
+    "with_parts",
+]
 
 NO_PRIORITY = "the owner of this key may not set priorities: leave it out"
 MOST_ACTIONS = 16
@@ -67,19 +79,31 @@ class KvHints(msgspec.Struct):
 
 
 class Directive(msgspec.Struct, forbid_unknown_fields=True):
-    """A claim of `kv.retain` on a range of tokens; here, on all tokens of a request."""
+    """A claim of `kv.retain` on a range of tokens."""
 
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)]
     duration: Annotated[float, msgspec.Meta(ge=0, le=MOST_DURATION_S)] | None = None
-    start: Literal[0] = 0
-    end: None = None
-    covers_output: Literal[False] = False
+    start: Token = 0
+    end: Token | None = None
+    covers_output: bool = False
+
+    @property
+    def ttl_ms(self) -> float | None:
+        """`duration` in milliseconds."""
+        return None if self.duration is None else 1000.0 * self.duration
+
+    def retained(self) -> RetainedRange:
+        """Return it as a range of `Hints`. Raise ValueError for an empty one."""
+        covers_output = self.covers_output or self.end is not None
+        return RetainedRange(
+            start=self.start, end=self.end, priority=self.priority, ttl_ms=self.ttl_ms, covers_output=covers_output
+        )
 
 
 class Retain(msgspec.Struct):
     """The payload of `kv.retain`. `scope` names the owner of the claim, and has no effect here."""
 
-    directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=1)]
+    directives: Annotated[list[Directive], msgspec.Meta(min_length=1, max_length=MOST_RANGES)]
     scope: str | None = None
 
 
@@ -108,10 +132,10 @@ def hints_of(
     for param, hints in found.items():
         if hints is None:
             continue
-        if hints.priority and not may_prioritize:
+        if not may_prioritize and (hints.priority or any(each.priority for each in hints.retain)):
             raise ApiError(403, NO_PRIORITY, param=param)
-        given = {name: value for name, value in asdict(hints).items() if value is not None}
-        if merged is not None and (twice := [name for name in given if getattr(merged, name) is not None]):
+        given = {name: value for name, value in asdict(hints).items() if value not in (None, ())}
+        if merged is not None and (twice := [name for name in given if getattr(merged, name) not in (None, ())]):
             raise ApiError(400, f"{twice[0]} is given by another field as well: give it once", param=param)
         merged = hints if merged is None else replace(merged, **given)
     return merged
@@ -129,7 +153,7 @@ def hints_of_parts(**fields: object) -> Hints | None:
         if isinstance(part, list):
             left += [(each, f"{field}[{index}]") for index, each in enumerate(part) if isinstance(each, dict)]
         elif isinstance(part, dict):
-            left += [(part[name], f"{field}.{name}") for name in ("content", "function") if name in part]
+            left += [(part[name], f"{field}.{name}") for name in ("content", "function", "output") if name in part]
             if part.get("cache_control") is None:
                 continue
             try:
@@ -138,9 +162,20 @@ def hints_of_parts(**fields: object) -> Hints | None:
                 what, name = parts_of(error)
                 param = f"{field}.cache_control{'.' * bool(name)}{name or ''}"
                 raise ApiError(400, what, param=param) from error
-            found = _cached(control, f"{field}.cache_control")
-            longest = max((found, longest), key=lambda hints: -1 if hints is None else hints.ttl_ms or 0)
+            longest = longest_of(_cached(control, f"{field}.cache_control"), longest)
     return longest
+
+
+def longest_of(*hints: Hints | None) -> Hints | None:
+    """Return the hints with the longest time to live; None without any."""
+    return max(hints, key=lambda each: -1 if each is None else each.ttl_ms or 0)
+
+
+def with_control(message: dict[str, Any], hints: Hints | None) -> dict[str, Any]:
+    """Return a message with the time to live of `hints`, which its parts or those of others had."""
+    if hints is None or hints.ttl_ms is None:
+        return message
+    return {**message, "cache_control": {"type": "ephemeral", "ttl": f"{round(hints.ttl_ms / 1000)}s"}}
 
 
 def with_parts(hints: Hints | None, of_parts: Hints | None) -> Hints | None:
@@ -171,10 +206,18 @@ def _retained(envelope: KvHints) -> Hints | None:
     if action.action_version.partition(".")[0] != "1":
         raise ApiError(400, f"must be 1.x, got {action.action_version[:20]!r}", param=f"{where}.action_version")
     try:
-        [directive] = msgspec.convert(action.payload, Retain).directives
+        directives = msgspec.convert(action.payload, Retain).directives
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
-        hint = "A directive here is of the whole request: omit start, end and covers_output"
-        raise ApiError(400, f"{field}: {what}. {hint}", param=f"{where}.payload") from error
-    ttl_ms = None if directive.duration is None else 1000.0 * directive.duration
-    return Hints(priority=directive.priority, ttl_ms=ttl_ms)
+        raise ApiError(400, f"{field}: {what}", param=f"{where}.payload") from error
+    first = directives[0]
+    if len(directives) == 1 and not first.start and first.end is None:
+        return Hints(priority=first.priority, ttl_ms=first.ttl_ms)
+    retain: list[RetainedRange] = []
+    for each in directives:
+        try:
+            retain.append(each.retained())
+        except ValueError as error:
+            param = f"{where}.payload.directives[{len(retain)}].end"
+            raise ApiError(400, str(error), param=param) from error
+    return Hints(retain=tuple(retain))

@@ -16,7 +16,7 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.forms import Whole
 from kvarts.openai_api.generation import Exchange, Generating, MakeForm, chat_asks
 from kvarts.openai_api.http import new_id
-from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of_parts
+from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of_parts, with_control
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
@@ -112,8 +112,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             messages += _chat_messages(message, f"messages[{index}]")
         # Blocks of calls and their results lose what a chat has no place for, and a template would print it in a tool.
         longest = hints_of_parts(system=self.system, messages=self.messages, tools=self.tools)
-        if longest is not None and messages:
-            messages[0]["cache_control"] = {"type": "ephemeral", "ttl": f"{round((longest.ttl_ms or 0) / 1000)}s"}
+        if messages:
+            messages[0] = with_control(messages[0], longest)
         return messages
 
 

@@ -20,7 +20,14 @@ from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.forms import Whole
 from kvarts.openai_api.generation import Exchange, Generating, MakeForm
-from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt
+from kvarts.openai_api.kv_hints import (
+    CacheControl,
+    KvHints,
+    NvExt,
+    hints_of_parts,
+    longest_of,
+    with_control,
+)
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
 from kvarts.owners.keys import Owner
@@ -85,7 +92,10 @@ class Responses:
             exchange.budget.draw_values(len(before), "previous_response_id")
             media = self._generating.media_of(body.model)
             instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-            chat = body.chat(messages_of([*instructions, *messages], media, param="input"))
+            of_parts = longest_of(hints_of_parts(input=body.input, tools=body.tools), hints_of_parts(input=before))
+            joined = messages_of([*instructions, *messages], media, param="input")
+            joined[0] = with_control(joined[0], of_parts)  # joined parts have lost theirs
+            chat = body.chat(joined)
             if body.store is not False:
                 num_bytes = size_of([added, body.instructions, body.metadata, body.tools]) + 8 * len(before)
                 kept.append((messages, num_bytes))
@@ -182,10 +192,11 @@ def _message(item: Any, index: int) -> dict[str, Any] | None:
     if not isinstance(item, dict):
         raise ApiError(400, "an item is an object", param=f"input[{index}]")
     kind = item.get("type", "message")
+    control = {"cache_control": item["cache_control"]} if item.get("cache_control") is not None else {}
     if kind == "message":
-        return {"role": item.get("role", "user"), "content": item.get("content")}
+        return {"role": item.get("role", "user"), "content": item.get("content"), **control}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output"), **control}
     if kind == "function_call":
         function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", "{}"))}
         calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
@@ -246,7 +257,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         # Other tools are run by OpenAI's servers: here they are never called.
         functions = [
-            {name: value for name, value in tool.items() if name != "type"}
+            {name: value for name, value in tool.items() if name not in ("type", "cache_control")}
             for tool in self.tools or ()
             if tool.get("type") == "function"
         ]

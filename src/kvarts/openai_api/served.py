@@ -550,6 +550,7 @@ class _Begin:
 
         def make(index: int, now_ns: int) -> Request:
             served.assign(index)
+            hints = with_parts(ask.hints, ask.hints_of_parts)
             request = Request(
                 index,
                 Content.from_tokens(
@@ -557,7 +558,7 @@ class _Begin:
                     page_size=page_size,
                     owner=index,
                     salt=ask.salt,
-                    hints=with_parts(ask.hints, ask.hints_of_parts),
+                    hints=None if hints is None else hints.for_prompt(len(ask.tokens)),
                 ),
                 num_prompt_tokens=len(ask.tokens),
                 max_tokens=max(1, ask.params.max_tokens),

@@ -1,12 +1,13 @@
 """Hits of a model with KV groups, in a memory of one size, with requests served one after the other.
 
-The parts of all groups share one LRU list. A running request holds, in each group, the parts that its next token
-needs. A request that does not fit is refused and finds nothing.
+The parts of all groups share one list, in the eviction order of the engine. A running request holds, in each group, the
+parts that its next token needs. A request that does not fit is refused and finds nothing.
 """
 
 from __future__ import annotations
 
 from kvarts.content import Content
+from kvarts.kv.eviction import LruOrder
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.kv.run_cache import RunCache
 from kvarts.sim.config import ReplayConfig
@@ -22,6 +23,8 @@ class GroupHits:
         self._trace = trace
         self._memory = config.memory
         self._page_size = config.page_size
+        self._at_branches = config.snapshots == "branches"
+        self._make_order = config.eviction
         self._most_new = config.max_num_batched_tokens
         self._needs = GroupNeeds(self._memory, page_size=config.page_size, most_new=config.max_num_batched_tokens)
         self._num_prompt_tokens = sum(request.num_prompt_tokens for request in trace)
@@ -41,12 +44,20 @@ class GroupHits:
     def _look(self, num_pages: int) -> int:
         memory, page_size = self._memory, self._page_size
         num_blocks = memory.num_blocks(num_pages)
-        cache = RunCache(memory, page_size=page_size, total_bytes=num_blocks * memory.block_bytes)
+        total_bytes = num_blocks * memory.block_bytes
+        cache = RunCache(
+            memory,
+            page_size=page_size,
+            total_bytes=total_bytes,
+            eviction_order=None if self._make_order is LruOrder else self._make_order(),
+            at_branches=self._at_branches,
+        )
         num_found = 0
         for index, request in enumerate(self._trace):
             num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
             if self._needs.of_request(num_prompt, num_output) <= num_blocks:
                 content = self._trace.content(request, page_size=page_size, owner=index)
+                cache.now_ns = request.arrival_ns
                 num_found += self._serve(cache, content, num_prompt, max(num_prompt, num_prompt + num_output - 1))
         return num_found
 

@@ -88,10 +88,12 @@ class HintedOrder(TimedOrder):
     """Evicts the run of the lowest priority; among equals one whose time to live has passed, or that has none; LRU.
 
     Without a `ttl_ms`, a `pause_ms` keeps a run for `PAUSES` such pauses, because clients return late. A run has the
-    largest priority and the latest end that its requests gave. A priority with a time to live lapses at its end.
+    largest priority and the latest end that its requests gave, those of its pages if they gave ranges. A priority with
+    a time to live lapses at its end.
     """
 
     PAUSES = 2
+    reads_ranges = True
 
     def place_of(self, before: Kept | None, *, is_last: bool) -> Kept:
         """Return the larger of what earlier requests and this one ask for."""
@@ -100,11 +102,10 @@ class HintedOrder(TimedOrder):
         if ttl_ns is None and hints.pause_ns is not None:
             ttl_ns = self.PAUSES * hints.pause_ns
         wanted = Kept(hints.priority or 0, self.now_ns + (ttl_ns or 0), lapses=ttl_ns is not None or not hints.priority)
-        if before is None:
+        if before is None or (before.lapses and before.until_ns <= self.now_ns):
             return wanted
-        priority = 0 if before.lapses and before.until_ns <= self.now_ns else before.priority
         return Kept(
-            max(priority, wanted.priority),
+            max(before.priority, wanted.priority),
             max(before.until_ns, wanted.until_ns),
             lapses=before.lapses and wanted.lapses,
         )

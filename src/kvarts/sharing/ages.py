@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvarts.kv.eviction import EvictionOrder, noter_of
+from kvarts.kv.eviction import EvictionOrder, noter_of, ranges_read_by
 from kvarts.kv.node import Node
 
 __all__ = ["AgedOrder", "ReleaseClock"]
@@ -36,13 +36,14 @@ class AgedOrder:
     of that run comparable with runs of other orders that have the same clock.
     """
 
-    __slots__ = ("_clock", "_inner", "_stamps", "next_run", "note_request")
+    __slots__ = ("_clock", "_inner", "_stamps", "next_run", "note_request", "reads_ranges")
 
     def __init__(self, inner: EvictionOrder, clock: ReleaseClock) -> None:
         self._inner = inner
         self.next_run = inner.next_run
         """Returns the run that `inner` would evict next."""
         self.note_request = noter_of(inner)
+        self.reads_ranges = ranges_read_by(inner)
         self._clock = clock
         self._stamps: dict[Node, int] = {}
 

@@ -374,6 +374,12 @@ class ReplayConfig(
         """Refuse settings that cannot be counted by KV group, rather than count them wrongly."""
         if self.kv_groups not in get_args(KvGroupsName):
             raise SettingError(f"must be 'off', 'all' or 'tails', got {self.kv_groups!r}", "kv_groups")
+        if self.snapshots != "ends" and (self.kv_groups == "off" or not self.memory.has_states):
+            raise SettingError(
+                "has no effect without layers with a state, whose KV is counted by KV group",
+                "snapshots",
+                hint="Leave it out.",
+            )
         if self.kv_groups == "off":
             if self.groups:
                 raise SettingError("are given, and {kv_groups} is off", "groups")
@@ -491,6 +497,8 @@ class ReplayConfig(
         ):
             if values[field] in ("none", False, 0.0, None):
                 del values[field]
+        if self.snapshots == "ends":
+            del values["snapshots"]
         placement = values.pop("placement")
         if placement is not None:
             values = {**msgspec.to_builtins(placement), **values}

@@ -164,7 +164,7 @@ class Trace:
             unit_tokens=unit_tokens,
             owner=owner,
             salt=request.tenant,
-            hints=request.hints,
+            hints=None if request.hints is None else request.hints.for_prompt(request.num_prompt_tokens),
         )
 
 
