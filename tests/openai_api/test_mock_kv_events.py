@@ -29,7 +29,7 @@ VLLM_FIELDS = {
     "max_queue_size",
     "topic",
 }
-"""Of vLLM's KVEventsConfig, but for the length of a queue that is not here."""
+"""Of vLLM's KVEventsConfig."""
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
