@@ -124,6 +124,27 @@ def test_reasoning_tokens_are_counted(told: RunningServer) -> None:
     assert "completion_tokens_details" not in ask(told, "nothing")["usage"]
 
 
+def test_a_call_that_is_asked_for_precedes_a_response_format(told: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": schema}
+    format_of_text = {"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array"}}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        fields = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        (answer,) = ask(told, "Where to?", response_format=format_of_text, **fields)["choices"]
+        (made,) = answer["message"]["tool_calls"]
+        assert answer["message"]["content"] is None and list(json.loads(made["function"]["arguments"])) == ["city"]
+    body = {
+        "input": "Where to?",
+        "tools": [{"type": "function", **function}],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "text": {"format": {"type": "json_schema", "name": "trip", "schema": schema}},
+    }
+    reply = call(told.url, "/v1/responses", body)
+    assert reply.status == 200, reply.payload
+    assert [item["type"] for item in reply.json["output"]] == ["function_call"]
+
+
 def test_failures_and_latencies_of_rules(told: RunningServer) -> None:
     body = {"messages": [{"role": "user", "content": "busy"}]}
     replies = [call(told.url, CHAT, body) for _ in range(3)]

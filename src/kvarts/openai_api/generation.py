@@ -362,8 +362,10 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     if not is_free and not allowed:
         raise ApiError(400, "names no tool that is there", param="tool_choice")
     schema = schema_of_format(body.response_format)
-    if not is_free and body.structured(schema) is not None:
-        raise ApiError(400, "calls of tools have a form already", param="response_format")
+    if not is_free:
+        if body.structured(None) is not None:
+            raise ApiError(400, "calls of tools have a form already", param=_named(body))
+        schema = None  # it is the format of texts, and the answer is a call
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
     if answers is not None:
