@@ -46,6 +46,14 @@ message = "*As an object*"
 text = { city = "Lund", days = 3 }
 
 [[answers]]
+message = "Both: *"
+tools = ["Trip"]
+calls = [
+  { name = "Trip", arguments = { city = "Lund", days = 3 } },
+  { name = "Trip", arguments = { city = "Kiel", days = 1 } },
+]
+
+[[answers]]
 message = "As a note*"
 text = "Here it is:\\n```json\\n{\\"city\\": \\"Lund\\", \\"days\\": 3}\\n```\\n"
 """
@@ -94,7 +102,8 @@ if "ANTHROPIC" in mode.name:
 else:
     import openai
     client = instructor.from_openai(openai.OpenAI(base_url=url + "/v1", api_key="none"), mode=mode)
-how = "As a note: " if mode.name == "MD_JSON" else "As an object: " if mode.name.endswith(("JSON", "JSON_O1")) else ""
+of_mode = [("PARALLEL", "Both: "), ("MD_JSON", "As a note: "), ("JSON_SCHEMA", ""), ("JSON", "As an object: ")]
+how = next((told for name, told in of_mode if name in mode.name), "")
 messages = [{{"role": "user", "content": how + "Where to?"}}]  # the schema is in the prompt alone
 asked = dict(model="mock", response_model=Trip, messages=messages)
 if "ANTHROPIC" in mode.name:
@@ -105,11 +114,11 @@ print(trip)
 """
 INSTRUCTOR_MODES = (
     "TOOLS", "TOOLS_STRICT", "PARALLEL_TOOLS", "FUNCTIONS", "JSON", "JSON_O1", "JSON_SCHEMA", "MD_JSON",
-    "RESPONSES_TOOLS", "RESPONSES_TOOLS_WITH_INBUILT_TOOLS", "OPENROUTER_STRUCTURED_OUTPUTS", "ANTHROPIC_TOOLS",
+    "RESPONSES_TOOLS", "RESPONSES_TOOLS_WITH_INBUILT_TOOLS", "ANTHROPIC_TOOLS",
     "ANTHROPIC_REASONING_TOOLS", "ANTHROPIC_JSON", "ANTHROPIC_PARALLEL_TOOLS",
 )  # fmt: skip
 LANGCHAIN_MODELS = {
-    "chats": 'ChatOpenAI(model="mock", base_url=url + "/v1", api_key="none")',
+    "chats": 'ChatOpenAI(model="mock", base_url=url + "/v1", api_key="none", stream_usage=True)',
     "responses": 'ChatOpenAI(model="mock", base_url=url + "/v1", api_key="none", use_responses_api=True)',
     "messages": 'ChatAnthropic(model="mock", base_url=url, api_key="none", max_tokens=4096)',
 }
@@ -262,12 +271,17 @@ with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
     },
     **{
         f"langchain, a typed output by {method}": f"{TRIP}{LANGCHAIN.format(model=LANGCHAIN_MODELS['chats'])}"
-        f"print(model.with_structured_output(Trip, method={method!r}).invoke('As an object: where to?'))"
-        for method in ("json_schema", "function_calling", "json_mode")
+        f"print(model.with_structured_output(Trip, method={method!r}).invoke({asked!r}))"
+        for method, asked in (
+            ("json_schema", "Where to?"),
+            ("function_calling", "Where to?"),
+            ("json_mode", "As an object: where to?"),
+        )
     },
     "langchain, embeddings": """
 from langchain_openai import OpenAIEmbeddings
-made = OpenAIEmbeddings(model="mock", base_url=url + "/v1", api_key="none").embed_documents(["one", "two words"])
+made = OpenAIEmbeddings(model="mock", base_url=url + "/v1", api_key="none", check_embedding_ctx_length=False)
+made = made.embed_documents(["one", "two words"])  # without the check, for which tiktoken downloads a file
 print(len(made), len(made[0]))
 """,
     **{f"pydantic-ai, an agent on {name}": AGENT.format(model=model) for name, model in MODELS.items()},
@@ -294,7 +308,7 @@ for each in ("PARALLEL_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"):
     CLIENTS[f"instructor, mode {each}"] = CLIENTS[f"instructor, mode {each}"].replace(
         "trip = client.chat.completions.create(**asked)",
         "from typing import Iterable\nasked['response_model'] = Iterable[Trip]\n"
-        "trip = next(iter(client.chat.completions.create(**asked)))",
+        "trip, other = client.chat.completions.create(**asked)",
     )
 
 
