@@ -56,7 +56,7 @@ TASKS = {
         "output_type": "generate_until",
         "doc_to_text": "{{start}}",
         "doc_to_target": "{{choices[answer]}}",
-        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False},
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
 }
@@ -88,6 +88,7 @@ def main() -> None:
             started = time.monotonic()
             samples[side] = run(options, folder, side, kind, arguments)
             seconds[side] = round(time.monotonic() - started, 1)
+            print(side, seconds[side], "s", file=sys.stderr)
     result: dict[str, Any] = {"seconds": seconds}
     for task in TASKS:
         pairs = list(zip(samples["transformers"][task], samples["kvarts"][task], strict=True))
@@ -103,7 +104,7 @@ def write_tasks(folder: Path) -> None:
         for value in (module, *vars(module).values()):
             told = getattr(value, "__doc__", None)
             text = " ".join(told.split()) if isinstance(told, str) else ""
-            if 200 < len(text) < 2000 and text not in texts:
+            if 200 < len(text) < 800 and text not in texts:
                 texts.append(text)
     rng = random.Random(0)
     rng.shuffle(texts)

@@ -35,6 +35,7 @@ from kvarts.openai_api.bodies import (
     StreamOptions,
     decoded,
     messages_of,
+    parsed,
 )
 from kvarts.openai_api.budget import INLINE_BYTES, Budget
 from kvarts.openai_api.errors import ApiError, api_error, too_long
@@ -315,8 +316,7 @@ def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> Scripted
 def _sent(path: str, body: GenerationBody, exchange: Exchange) -> dict[str, Any]:
     """Return the fields that a real server would receive: the client's, or those of its translation to a chat."""
     if exchange.request.path == path:
-        fields: dict[str, Any] = msgspec.json.decode(exchange.payload)
-        return fields
+        return parsed(exchange.payload, dict[str, Any])
     return msgspec.structs.asdict(body)
 
 
