@@ -1,11 +1,13 @@
 """Random bodies, heads and schemas at the HTTP door of a mock: does it stay up, small and quick for everybody else?
 
-    python benchmarks/fuzz_http.py [--minutes 60] [--seed 0] [--clients 4] [--pause-s 0]
+    python benchmarks/fuzz_http.py [--minutes 60] [--seed 0] [--clients 4] [--pause-s 0] [--recordings]
 
 Starts `kvarts mock` with three owners and every law of page accounting checked after every step (--audit). Some clients
 send what they make up: JSON with fields of any type and size, schemas that refer to themselves and to each other, bytes
-cut out of and put into good requests, heads that are long, many, torn or nonsense, bodies that stop half-way, the wrong
-keys, and everything at once. One client, which is in a process of its own, asks for three tokens fifty times a second.
+cut out of and put into good requests, images and audio with torn heads, heads that are long, many, torn or nonsense,
+bodies that stop half-way, the wrong keys, and everything at once. One client, which is in a process of its own, asks
+for three tokens fifty times a second. With --recordings the mock records the answers of another mock, which fails every
+seventh time.
 
 The server is watched from outside: its memory (VmHWM) may grow by 200 MB, the wait of the other client by the 99th
 percentile of each minute may be half a second, every answer is a status that the door knows, with an envelope, and at
@@ -16,6 +18,7 @@ bound. Exits with 1 if one does not hold. A seed sends the same bytes; their ord
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
 import json
 import multiprocessing
@@ -29,6 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +60,14 @@ FIELDS = (
     "prompt_logprobs", "store", "kvarts_answer", "dimensions", "encoding_format", "system", "output_config",
     "stop_sequences", "parallel_tool_calls",
 )  # fmt: skip
+MEDIA_HEADS = (
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\2\0\0\0\2\0\x08\2\0\0\0",
+    b"GIF89a\x10\0\x10\0\xf0\0\0",
+    b"\xff\xd8\xff\xe0\0\x10JFIF\0\1\1\0\0\1\0\1\0\0\xff\xc0\0\x11\x08\1\0\1\0\3",
+    b"RIFF\x24\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\xff\0\0\xff\0\0",
+    b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x80\x3e\0\0\0\x7d\0\0\2\0\x10\0data\0\x7d\0\0",
+    b"\xff\xfb\x90\0" + bytes(400),
+)
 KEYWORDS = (
     "type", "properties", "required", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "enum",
     "const", "anyOf", "oneOf", "allOf", "$ref", "minimum", "maximum", "exclusiveMinimum", "additionalProperties",
@@ -181,9 +193,32 @@ class Maker:
             ]
             body["messages"] = [{"role": rng.choice(["user", "assistant"]), "content": parts}]
             body["input"] = parts
+        elif kind == 6:
+            parts = [self.medium() for _ in range(self.size(200))]
+            body["messages"] = [{"role": "user", "content": [*parts, {"type": "text", "text": "hello"}]}]
+            body["input"] = [{"role": "user", "content": [*parts, {"type": "input_text", "text": "hello"}]}]
         elif kind == 4:
             body |= {"stream": True, "max_tokens": self.size(3000), "ignore_eos": True, "n": rng.choice([1, 1, 8])}
         return body
+
+    def medium(self) -> dict[str, Any]:
+        """An image or audio, perhaps damaged, in the form of any API."""
+        rng = self.rng
+        data = bytearray(rng.choice(MEDIA_HEADS) + rng.randbytes(self.size(20_000)))
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            data[rng.randrange(min(60, len(data)))] = rng.choice([0, 1, 0x7F, 0xFF])
+        del data[rng.choice([len(data), len(data), rng.randrange(60)]) :]
+        text = base64.b64encode(data).decode()[rng.choice([0, 0, 0, 1]) :]
+        url = rng.choice([f"data:image/png;base64,{text}", f"data:audio/wav;base64,{text}", "https://x/y.png", text])
+        image = {"url": url, "detail": rng.choice(["auto", "low", "high", 7])}
+        return rng.choice([
+            {"type": "image_url", "image_url": image},
+            {"type": "input_image", "image_url": url},
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": text}},
+            {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}},
+            {"type": "audio_url", "audio_url": {"url": url}},
+            {"type": rng.choice(["video_url", "file", "input_file"]), "file": image},
+        ])  # fmt: skip
 
     def payload(self, path: str) -> bytes:
         """The bytes of a body, perhaps damaged."""
@@ -327,8 +362,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--pause-s", type=float, default=0.0, help="after each request of a client")
+    parser.add_argument("--recordings", action="store_true", help="record the answers of another mock")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         keys, admin = Path(directory, "keys"), Path(directory, "admin")
         keys.write_text(KEYS)
         admin.write_text("root\n")
@@ -337,12 +373,26 @@ def main() -> int:
             "--max-seqs", "64", "--max-queued", "256", "--audit", "--api-key-file", str(keys), "--admin-key-file",
             str(admin),
         ]  # fmt: skip
-        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        try:
-            return _run(server, arguments)
-        finally:
-            server.kill()
-            server.wait()
+        if arguments.recordings:
+            real = _started([*command[:4], "--port", "0", "--fail", "every 7th: 503", "--max-queued", "256"], stack)
+            command += ["--recordings", str(Path(directory, "answers.jsonl")), "--record-from", _url_of(real) + "/v1"]
+        return _run(_started(command, stack), arguments)
+
+
+def _started(command: list[str], stack: ExitStack) -> subprocess.Popen[str]:
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    stack.callback(server.wait)
+    stack.callback(server.kill)
+    return server
+
+
+def _url_of(server: subprocess.Popen[str]) -> str:
+    assert server.stderr is not None
+    said = server.stderr.readline()
+    found = re.search(r"http://[\d.:]+", said)
+    assert found is not None, said
+    threading.Thread(target=server.stderr.read, daemon=True).start()
+    return found[0]
 
 
 def _run(server: subprocess.Popen[str], arguments: argparse.Namespace) -> int:

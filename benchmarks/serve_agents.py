@@ -3,7 +3,8 @@
     python benchmarks/serve_agents.py --python /venvs/agents/bin/python
 
 `--python`: the interpreter of an environment with the libraries that `--only` selects, which does not need kvarts:
-openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor; openai-agents; dspy; haystack-ai; litellm[proxy].
+openai, anthropic, pydantic-ai-slim[openai,anthropic] and instructor; openai-agents; dspy; haystack-ai; litellm[proxy];
+langchain, langchain-openai, langchain-anthropic and langgraph.
 Prints one JSON object per library: its output, or the end of its error. `--node`: a folder with node_modules of openai,
 ai, @ai-sdk/openai-compatible and zod, for the clients in serve_node.mjs.
 """
@@ -43,6 +44,14 @@ text = "[[ ## answer ## ]]\\nTo Lund.\\n\\n[[ ## completed ## ]]"
 [[answers]]
 message = "*As an object*"
 text = { city = "Lund", days = 3 }
+
+[[answers]]
+message = "Both: *"
+tools = ["Trip"]
+calls = [
+  { name = "Trip", arguments = { city = "Lund", days = 3 } },
+  { name = "Trip", arguments = { city = "Kiel", days = 1 } },
+]
 
 [[answers]]
 message = "As a note*"
@@ -85,14 +94,72 @@ MODELS = {
     "messages": ANTHROPIC_MODEL,
 }
 INSTRUCTOR = """
-import instructor, openai
-client = instructor.from_openai(openai.OpenAI(base_url=url + "/v1", api_key="none"), mode=instructor.Mode.{mode})
-how = {{"JSON": "As an object: ", "MD_JSON": "As a note: "}}.get("{mode}", "")  # their schema is in the prompt
-messages = [{{"role": "user", "content": how + "Where to?"}}]
+import instructor
+mode = instructor.Mode.{mode}
+if "ANTHROPIC" in mode.name:
+    import anthropic
+    client = instructor.from_anthropic(anthropic.Anthropic(base_url=url, api_key="none"), mode=mode)
+else:
+    import openai
+    client = instructor.from_openai(openai.OpenAI(base_url=url + "/v1", api_key="none"), mode=mode)
+of_mode = [("PARALLEL", "Both: "), ("MD_JSON", "As a note: "), ("JSON_SCHEMA", ""), ("JSON", "As an object: ")]
+how = next((told for name, told in of_mode if name in mode.name), "")
+messages = [{{"role": "user", "content": how + "Where to?"}}]  # the schema is in the prompt alone
 asked = dict(model="mock", response_model=Trip, messages=messages)
+if "ANTHROPIC" in mode.name:
+    asked["max_tokens"] = 4096
 trip = client.chat.completions.create(**asked)
 assert isinstance(trip, Trip)
 print(trip)
+"""
+INSTRUCTOR_MODES = (
+    "TOOLS", "TOOLS_STRICT", "PARALLEL_TOOLS", "FUNCTIONS", "JSON", "JSON_O1", "JSON_SCHEMA", "MD_JSON",
+    "RESPONSES_TOOLS", "RESPONSES_TOOLS_WITH_INBUILT_TOOLS", "ANTHROPIC_TOOLS",
+    "ANTHROPIC_REASONING_TOOLS", "ANTHROPIC_JSON", "ANTHROPIC_PARALLEL_TOOLS",
+)  # fmt: skip
+LANGCHAIN_MODELS = {
+    "chats": 'ChatOpenAI(model="mock", base_url=url + "/v1", api_key="none", stream_usage=True)',
+    "responses": 'ChatOpenAI(model="mock", base_url=url + "/v1", api_key="none", use_responses_api=True)',
+    "messages": 'ChatAnthropic(model="mock", base_url=url, api_key="none", max_tokens=4096)',
+}
+LANGCHAIN = """
+from langchain_anthropic import ChatAnthropic
+from langchain_openai import ChatOpenAI
+model = {model}
+"""
+LANGCHAIN_AGENT = """
+from langchain.agents import create_agent
+from langchain.tools import tool
+@tool
+def weather(city: str) -> str:
+    "Return the weather."
+    return "rain in " + city
+agent = create_agent(model, tools=[weather])
+asked = {"messages": [{"role": "user", "content": "How is it?"}]}
+print(agent.invoke(asked)["messages"][-1].text)
+pieces = [piece for piece, _ in agent.stream(asked, stream_mode="messages") if piece.type == "AIMessageChunk"]
+print("".join(piece.text for piece in pieces))
+print(sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata) > 0)
+"""
+LANGGRAPH = """
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+@tool
+def weather(city: str) -> str:
+    "Return the weather."
+    return "rain in " + city
+graph = StateGraph(MessagesState)
+graph.add_node("model", lambda state: {"messages": model.bind_tools([weather]).invoke(state["messages"])})
+graph.add_node("tools", ToolNode([weather]))
+graph.add_edge(START, "model")
+graph.add_conditional_edges("model", tools_condition)
+graph.add_edge("tools", "model")
+chat = graph.compile(checkpointer=InMemorySaver())
+thread = {"configurable": {"thread_id": "1"}}
+print([message.type for message in chat.invoke({"messages": [("user", "How is it?")]}, thread)["messages"]])
+print([message.type for message in chat.get_state(thread).values["messages"]][-1])
 """
 AGENTS = """
 from openai import AsyncOpenAI
@@ -194,16 +261,36 @@ with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         proxy.terminate()
         proxy.wait()
 """,
+    **{
+        f"langchain, an agent on {name}": LANGCHAIN.format(model=model) + LANGCHAIN_AGENT
+        for name, model in LANGCHAIN_MODELS.items()
+    },
+    **{
+        f"langgraph, a graph on {name}": LANGCHAIN.format(model=model) + LANGGRAPH
+        for name, model in LANGCHAIN_MODELS.items()
+    },
+    **{
+        f"langchain, a typed output by {method}": f"{TRIP}{LANGCHAIN.format(model=LANGCHAIN_MODELS['chats'])}"
+        f"print(model.with_structured_output(Trip, method={method!r}).invoke({asked!r}))"
+        for method, asked in (
+            ("json_schema", "Where to?"),
+            ("function_calling", "Where to?"),
+            ("json_mode", "As an object: where to?"),
+        )
+    },
+    "langchain, embeddings": """
+from langchain_openai import OpenAIEmbeddings
+made = OpenAIEmbeddings(model="mock", base_url=url + "/v1", api_key="none", check_embedding_ctx_length=False)
+made = made.embed_documents(["one", "two words"])  # without the check, for which tiktoken downloads a file
+print(len(made), len(made[0]))
+""",
     **{f"pydantic-ai, an agent on {name}": AGENT.format(model=model) for name, model in MODELS.items()},
     **{
         f"pydantic-ai, a typed output on {name}": f"{TRIP}{model}\nfrom pydantic_ai import Agent\n"
         'print(Agent(model, output_type=Trip).run_sync("Where to?").output)'
         for name, model in MODELS.items()
     },
-    **{
-        f"instructor, mode {mode}": TRIP + INSTRUCTOR.format(mode=mode)
-        for mode in ("TOOLS", "TOOLS_STRICT", "PARALLEL_TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON")
-    },
+    **{f"instructor, mode {mode}": TRIP + INSTRUCTOR.format(mode=mode) for mode in INSTRUCTOR_MODES},
     "anthropic, a stream with tools": """
 import anthropic
 tool = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -217,11 +304,12 @@ asked["messages"] += [{"role": "assistant", "content": message.content}, {"role"
 print(client.messages.create(**asked).content[0].text)
 """,
 }
-CLIENTS["instructor, mode PARALLEL_TOOLS"] = CLIENTS["instructor, mode PARALLEL_TOOLS"].replace(
-    "trip = client.chat.completions.create(**asked)",
-    "from typing import Iterable\nasked['response_model'] = Iterable[Trip]\n"
-    "trip = next(iter(client.chat.completions.create(**asked)))",
-)
+for each in ("PARALLEL_TOOLS", "ANTHROPIC_PARALLEL_TOOLS"):
+    CLIENTS[f"instructor, mode {each}"] = CLIENTS[f"instructor, mode {each}"].replace(
+        "trip = client.chat.completions.create(**asked)",
+        "from typing import Iterable\nasked['response_model'] = Iterable[Trip]\n"
+        "trip, other = client.chat.completions.create(**asked)",
+    )
 
 
 def main() -> None:

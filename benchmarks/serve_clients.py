@@ -3,6 +3,8 @@
     python benchmarks/serve_clients.py aiperf-chat --bin /venvs/aiperf/bin --work /tmp/clients
     python benchmarks/serve_clients.py aiperf-mooncake --bin /venvs/aiperf/bin --work /tmp/clients
     python benchmarks/serve_clients.py guidellm --bin /venvs/guidellm/bin --work /tmp/clients
+    python benchmarks/serve_clients.py evalscope-perf-chat --bin /venvs/evalscope/bin --work /tmp/clients
+    python benchmarks/serve_clients.py inference-perf-chat --bin /venvs/inference-perf/bin --work /tmp/clients
     python benchmarks/serve_clients.py vllm-bench --bin /venvs/vllm/bin --work /tmp/clients
 
 `--bin`: the folder of the environment in which the client is installed; it needs nothing of kvarts, and kvarts nothing
@@ -78,6 +80,39 @@ def mooncake(work: Path, rows: int) -> Path:
     return path
 
 
+def questions(work: Path, rows: int) -> Path:
+    """Write questions with answers for evalscope; return their folder."""
+    folder = work / "questions"
+    folder.mkdir(exist_ok=True)
+    rows_of = ({"system": "Be brief.", "query": f"What is {n} + 1?", "response": str(n + 1)} for n in range(rows))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    return folder
+
+
+def inference_perf(kind: str, url: str, folder: Path, work: Path, requests: int) -> Path:
+    """Write a configuration of inference-perf: 8 requests a second, with prefixes that groups share."""
+    config = {
+        "load": {"type": "constant", "stages": [{"rate": 8, "duration": max(1, requests // 8)}], "num_workers": 1},
+        "api": {"type": kind, "streaming": True},
+        "server": {"type": "vllm", "model_name": "dummy", "base_url": url, "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": str(folder)},
+        "data": {
+            "type": "shared_prefix",
+            "shared_prefix": {
+                "num_unique_system_prompts": 4,
+                "num_users_per_system_prompt": 4,
+                "system_prompt_len": 100,
+                "question_len": 20,
+                "output_len": 20,
+            },
+        },
+        "storage": {"local_storage": {"path": str(work / f"out-inference-perf-{kind}")}},
+    }
+    path = work / f"inference-perf-{kind}.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
 SDK = """
 import sys
 from openai import OpenAI
@@ -120,6 +155,23 @@ def command(what: str, url: str, folder: Path, work: Path, requests: int) -> lis
             "--data kind=synthetic_text,prompt_tokens=100,output_tokens=20 "
             f"--output kind=json,path={out}.json --disable-progress"
         ).split()
+    if what.startswith("evalscope-perf"):
+        path = "chat/completions" if what == "evalscope-perf-chat" else "completions"
+        return (
+            f"evalscope perf --url {url}/v1/{path} --api openai --model dummy --parallel 8 --number {requests} "
+            f"--dataset random --tokenizer-path {folder} --min-prompt-length 100 --max-prompt-length 100 "
+            f"--prefix-length 0 --min-tokens 20 --max-tokens 20 --stream --outputs-dir {out}"
+        ).split()
+    if what == "evalscope-eval":
+        told = {"general_qa": {"local_path": str(questions(work, requests)), "subset_list": ["questions"]}}
+        arguments = json.dumps(told, separators=(",", ":"))
+        return (
+            f"evalscope eval --model dummy --api-url {url}/v1 --api-key none --eval-type openai_api "
+            f"--datasets general_qa --dataset-args {arguments} --eval-batch-size 8 --work-dir {out}"
+        ).split()
+    if what.startswith("inference-perf"):
+        kind = what.removeprefix("inference-perf-")
+        return ["inference-perf", "--config_file", str(inference_perf(kind, url, folder, work, requests))]
     chat = "--backend openai-chat --endpoint /v1/chat/completions" if what == "vllm-bench-chat" else "--backend openai"
     return (
         f"python -m vllm.entrypoints.cli.main bench serve {chat} --base-url {url} --model dummy --tokenizer {folder} "
@@ -147,6 +199,11 @@ def main() -> None:
         "guidellm",
         "vllm-bench",
         "vllm-bench-chat",
+        "evalscope-perf-chat",
+        "evalscope-perf-completions",
+        "evalscope-eval",
+        "inference-perf-chat",
+        "inference-perf-completion",
         "openai-2",
         "openai-3",
     ]

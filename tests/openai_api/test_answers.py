@@ -96,6 +96,55 @@ def test_reasoning_refusals_and_usage(told: RunningServer) -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
 
 
+def test_reasoning_tokens_are_counted(told: RunningServer) -> None:
+    thought = "The file has it, 17 times."
+    answer = {"kvarts_answer": {"reasoning": thought, "text": "It rains."}}
+
+    def num_tokens(text: str) -> int:
+        found: int = call(told.url, "/tokenize", {"prompt": text}).json["count"]
+        return found
+
+    before, most = num_tokens("<think>\n"), num_tokens(thought)
+    for max_tokens in (1, before, before + 1, before + most - 1, before + most, before + most + 1, 1000):
+        expected = {"reasoning_tokens": max(0, min(max_tokens - before, most))}
+        asked = {**answer, "max_tokens": max_tokens}
+        assert ask(told, "think", **asked)["usage"]["completion_tokens_details"] == expected
+        response = call(told.url, "/v1/responses", {"input": "think", **answer, "max_output_tokens": max_tokens}).json
+        assert response["usage"]["output_tokens_details"] == expected
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": [{"role": "user", "content": "think"}], **answer, "n": 2, "stream": True}
+    *pieces, last = events_of(call(told.url, CHAT, {**body, "stream_options": options}).payload)
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * most}
+    for piece in pieces:
+        usage = piece.get("usage")
+        if usage is not None:
+            expected = {"reasoning_tokens": max(0, min(usage["completion_tokens"] - before, most))}
+            assert usage["completion_tokens_details"] == expected
+    assert any(piece.get("usage") for piece in pieces)
+    assert "completion_tokens_details" not in ask(told, "nothing")["usage"]
+
+
+def test_a_call_that_is_asked_for_precedes_a_response_format(told: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": schema}
+    format_of_text = {"type": "json_schema", "json_schema": {"name": "trip", "schema": {"type": "array"}}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        fields = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        (answer,) = ask(told, "Where to?", response_format=format_of_text, **fields)["choices"]
+        (made,) = answer["message"]["tool_calls"]
+        assert answer["message"]["content"] is None and list(json.loads(made["function"]["arguments"])) == ["city"]
+    body = {
+        "input": "Where to?",
+        "tools": [{"type": "function", **function}],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "text": {"format": {"type": "json_schema", "name": "trip", "schema": schema}},
+    }
+    reply = call(told.url, "/v1/responses", body)
+    assert reply.status == 200, reply.payload
+    assert [item["type"] for item in reply.json["output"]] == ["function_call"]
+
+
 def test_failures_and_latencies_of_rules(told: RunningServer) -> None:
     body = {"messages": [{"role": "user", "content": "busy"}]}
     replies = [call(told.url, CHAT, body) for _ in range(3)]

@@ -19,8 +19,17 @@ pytest.importorskip("zmq")
 from builders.kv_event_client import open_client
 from oracles.naive_kv_events import NaiveConsumer
 
-VLLM_FIELDS = {"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "buffer_steps", "hwm", "topic"}
-"""Of vLLM's KVEventsConfig, but for the length of a queue that is not here."""
+VLLM_FIELDS = {
+    "enable_kv_cache_events",
+    "publisher",
+    "endpoint",
+    "replay_endpoint",
+    "buffer_steps",
+    "hwm",
+    "max_queue_size",
+    "topic",
+}
+"""Of vLLM's KVEventsConfig."""
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:

@@ -64,6 +64,22 @@ def _without_ids(value: Any) -> Any:
     return [_without_ids(each) for each in value] if isinstance(value, list) else value
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION_PATH, RESPONSES, MESSAGES])
+def test_no_value_of_an_unknown_field_fails_the_server(tmp_path: Path, path: str) -> None:
+    values = [b'"\xe0 "', b"[" * 500 + b"]" * 500, b"9" * 5000, b'"\\ud800"', b"1e999", b"-0.0", b"1e-400"]
+    with (
+        RunningServer(answers=RULES) as real,
+        RunningServer(recordings=tmp_path / "answers.jsonl", record_from=real.url) as mock,
+    ):
+        for value in values:
+            fields = b'"messages": [{"role": "user", "content": "a"}], "input": "a", "prompt": "a", "max_tokens": 4'
+            reply = call(mock.url, path, b'{%b, "unknown": %b}' % (fields, value))
+            assert reply.status in (200, 400), reply.payload
+            assert reply.status == 200 or reply.json["error"]["message"]
+            if value == values[0] and path in (CHAT_PATH, COMPLETION_PATH):
+                assert reply.status == 400 and "no JSON" in reply.json["error"]["message"]
+
+
 def test_answers_are_asked_for_once_and_played_back_without_the_server(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with RunningServer(answers=RULES) as real:

@@ -69,6 +69,7 @@ def server_readers(
     def open_for(name: str) -> list[EventReader]:
         if config is None:
             return []
+        from kvarts.serve.kv_events.batch_queue import MAX_WAITING
         from kvarts.serve.kv_events.opening import open_kv_events
 
         of_model = config.for_model(name, len(sources))
@@ -94,6 +95,7 @@ def server_readers(
                 "replay_endpoint": publisher.replay_endpoint,
                 "buffer_steps": of_model.buffer_steps,
                 "hwm": of_model.high_water_mark,
+                "max_queue_size": MAX_WAITING,
                 "topic": of_model.topic,
                 "model_name": name,
             }

@@ -12,7 +12,7 @@ import msgspec
 from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.openai_api.access import Access, Guard, Route
-from kvarts.openai_api.bodies import model_in
+from kvarts.openai_api.bodies import model_in, parsed
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
@@ -340,10 +340,7 @@ class OpenAIApp:
 
     async def _set_config(self, exchange: Exchange) -> None:
         """Change settings of the running server: failures, health and the length of the queue."""
-        try:
-            asked: dict[str, Any] = msgspec.json.decode(exchange.payload or b"{}", type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise ApiError(400, f"the body is no JSON object: {error}") from error
+        asked = parsed(exchange.payload, dict[str, Any])
         if not self._allows_failures and not asked.keys().isdisjoint(_FAILURES):
             raise ApiError(403, FAILURES_OFF, param=min(asked.keys() & _FAILURES))
         unknown = sorted(set(asked) - {*_FAILURES, *_LIMITS})

@@ -30,6 +30,7 @@ __all__ = [
     "decoded",
     "messages_of",
     "model_in",
+    "parsed",
 ]
 
 MAX_CHOICES = 128
@@ -334,8 +335,16 @@ def model_in(payload: bytes) -> str | None:
 
 
 def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
-    """Parse a body. Raise ApiError if it is not JSON, a field has the wrong type, or it has too many values."""
+    """Parse a body. Raise ApiError as `parsed` does, or if it has too many values."""
     budget.draw_json(payload)
+    return parsed(payload, kind)
+
+
+def parsed(payload: bytes, kind: type[BodyT]) -> BodyT:
+    """Parse JSON. Raise ApiError if it is not JSON, or a field has the wrong type.
+
+    Types differ in what they detect: fields that a type does not know are skipped, and may have invalid texts.
+    """
     try:
         return msgspec.json.decode(payload or b"{}", type=kind)
     except msgspec.ValidationError as error:

@@ -10,7 +10,7 @@ from threading import Condition
 
 from kvarts.serve.kv_events.told import Batch
 
-__all__ = ["BatchQueue"]
+__all__ = ["MAX_WAITING", "BatchQueue"]
 
 MAX_WAITING = 100_000
 AT_ONCE = 1000
