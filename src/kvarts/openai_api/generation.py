@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -497,8 +496,6 @@ class _Read(NamedTuple):
     form: Form
     scripted: ScriptedAnswer | None
     """The answer of a mock that knows it beforehand."""
-    reasoning: Sequence[range] = ()
-    """The places of its reasoning among the tokens of each choice, if there is any."""
 
 
 MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
@@ -569,8 +566,7 @@ class Generating:
                 asks = [msgspec.structs.replace(ask, hints_of_parts=of_parts) for ask in asks]
             form = make(served, body, asks, wanted.shape)
             body.messages = body.tools = None
-            scripted = wanted.scripted
-            return _Read(served, body, asks, form, next(iter(scripted), None), _reasoning(served, asks, scripted))
+            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
 
         return await self._answer(exchange, await self._read(exchange, read_all, num_bytes=num_bytes))
 
@@ -594,8 +590,7 @@ class Generating:
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        prompt_lengths = [len(ask.tokens) for ask in read.asks]
-        usage = _Usage(choices, prompt_lengths, body.num_choices, read.scripted, read.reasoning)
+        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted)
         read.asks.clear()  # the engine has the tokens
         try:
             if body.stream:
@@ -624,28 +619,6 @@ def _chat_form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape
         ids_of=asks[0].tokens if body.return_token_ids else (),
         names_ids=bool(body.return_tokens_as_token_ids),
     )
-
-
-def _reasoning(served: Served, asks: Sequence[Ask], scripted: Sequence[ScriptedAnswer]) -> list[range]:
-    """Return the places of the reasoning among the tokens of each choice; nothing if there is no reasoning."""
-    if not any(answer.reasoning for answer in scripted):
-        return []
-    found: dict[int, range] = {}
-    for ask, answer in zip(asks, scripted, strict=True):
-        tokens = ask.params.forced_tokens
-        if id(tokens) not in found:
-            found[id(tokens)] = _places(served, tokens, answer)
-    return [found[id(ask.params.forced_tokens)] for ask in asks]
-
-
-def _places(served: Served, tokens: Sequence[int], answer: ScriptedAnswer) -> range:
-    start = end = 0
-    for segment in answer.segments():
-        start, end = end, end + len(segment.text)
-        if segment.kind == "reasoning":
-            offsets = served.text.offsets(start=0, skip_special_tokens=False).add(tokens)
-            return range(bisect_left(offsets, start), bisect_left(offsets, end))
-    return range(0)
 
 
 def _fail_as(scripted: ScriptedAnswer, exchange: Exchange, served: Served) -> None:
@@ -677,45 +650,27 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
 
 
 class _Usage:
-    """Token counts of an answer. `copies`: choices of each prompt. `scripted`: overrides some of them.
-
-    `reasoning`: the places of the reasoning among the tokens of each choice, if there is any.
-    """
+    """Token counts of an answer. `copies`: choices of each prompt. `scripted`: overrides some of them."""
 
     def __init__(
-        self,
-        choices: Sequence[Choice],
-        prompt_lengths: Sequence[int],
-        copies: int,
-        scripted: ScriptedAnswer | None,
-        reasoning: Sequence[range] = (),
+        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, scripted: ScriptedAnswer | None
     ) -> None:
         self._choices = choices
         self._prompt_lengths = prompt_lengths
         self._copies = copies
-        self._reasoning = reasoning
         self._scripted = None if scripted is None or scripted.usage == ScriptedUsage() else scripted.usage
 
     @property
     def of_all(self) -> dict[str, Any]:
         """The usage of all choices, once they have ended."""
-        lengths = [0 if choice.completion is None else len(choice.completion.tokens) for choice in self._choices]
+        num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
         # The cached tokens of each prompt are counted once, although each of its copies may have hit more.
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
-        usage = usage_of(sum(self._prompt_lengths[:: self._copies]), sum(lengths), cached)
-        self._add_reasoning(usage, sum(map(_num_within, self._reasoning, lengths)))
-        return self._overridden(usage)
+        return self._overridden(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
 
     def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
         """Return the usage of a choice under way."""
-        usage = usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
-        if self._reasoning:
-            self._add_reasoning(usage, _num_within(self._reasoning[choice.number], num_tokens))
-        return usage
-
-    def _add_reasoning(self, usage: dict[str, Any], num_tokens: int) -> None:
-        if self._reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
 
     def _overridden(self, usage: dict[str, Any]) -> dict[str, Any]:
         scripted = self._scripted
@@ -724,15 +679,10 @@ class _Usage:
         prompt = usage["prompt_tokens"] if scripted.prompt_tokens is None else scripted.prompt_tokens
         completion = usage["completion_tokens"] if scripted.completion_tokens is None else scripted.completion_tokens
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        usage |= usage_of(prompt, completion, cached if scripted.cached_tokens is None else scripted.cached_tokens)
+        usage = usage_of(prompt, completion, cached if scripted.cached_tokens is None else scripted.cached_tokens)
         if scripted.reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": scripted.reasoning_tokens}
         return usage
-
-
-def _num_within(places: range, num_tokens: int) -> int:
-    """Return how many of the first `num_tokens` places are in `places`."""
-    return len(range(places.start, min(places.stop, num_tokens)))
 
 
 def _told_reason(finish_reason: str) -> str:
