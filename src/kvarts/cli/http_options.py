@@ -7,8 +7,9 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -22,6 +23,7 @@ from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from socket import socket
 
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
@@ -39,6 +41,29 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
+
+
+class OneOfSeveral(Protocol):
+    """The process of a server, as one of several behind one port."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of its engine."""
+
+    @property
+    def listening(self) -> socket:
+        """Its socket."""
+
+    def joined(self, opened: Opened) -> AbstractAsyncContextManager[None]:
+        """Return a context in which the server answers together with the others."""
+
+    def report_ready(self, what: str) -> None:
+        """Report that requests are accepted. `what`: a description of the served models."""
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+
+
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
 
 
@@ -208,22 +233,25 @@ def say(line: str) -> None:
     click.echo(f"kvarts: {line}", err=True)
 
 
-def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: str) -> None:
-    """Serve until a signal arrives, then write the recorded requests."""
+def serve_http(
+    opened: Opened, address: Any, values: dict[str, Any], *, what: str, worker: OneOfSeveral | None = None
+) -> None:
+    """Serve until a signal arrives, then write the recorded requests. `worker`: the process, if there are several."""
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
 
     async def serve() -> None:
-        server = OpenAIServer(opened.app, opened.models, address)
-        await serve_until_signal(
-            server,
-            opened.models,
-            lambda url: say(f"{what} on {url}/v1"),
-            startup_delay_s=values["startup_delay"],
-            drain_s=values["drain"],
-            drain_delay_s=values["drain_delay"],
-            say=say,
-        )
+        server = OpenAIServer(opened.app, opened.models, address, None if worker is None else worker.listening)
+        async with nullcontext() if worker is None else worker.joined(opened):
+            await serve_until_signal(
+                server,
+                opened.models,
+                lambda url: say(f"{what} on {url}/v1") if worker is None else worker.report_ready(what),
+                startup_delay_s=values["startup_delay"],
+                drain_s=values["drain"],
+                drain_delay_s=values["drain_delay"],
+                say=say if worker is None else worker.say,
+            )
 
     give_back_memory()
     # Reference counting frees most objects of a request; a collection in a burst of tokens would delay it. Objects

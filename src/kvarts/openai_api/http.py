@@ -10,7 +10,18 @@ from typing import Any, Protocol
 
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["DIRECT", "ClientGone", "Direct", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send", "new_id"]
+__all__ = [
+    "DIRECT",
+    "RELAYED",
+    "ClientGone",
+    "Direct",
+    "HttpRequest",
+    "HttpResponse",
+    "Receive",
+    "Scope",
+    "Send",
+    "new_id",
+]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -19,6 +30,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 DIRECT = "kvarts.direct"
 """The extension of an ASGI scope that holds a Direct, as `call`."""
+RELAYED = "kvarts.relayed"
+"""The extension of an ASGI scope whose request another worker has received and passed on."""
 _RANDOM = Random(SystemRandom().getrandbits(256))
 
 
@@ -42,6 +55,8 @@ class HttpRequest:
         self.path: str = scope["path"]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.is_relayed = RELAYED in (scope.get("extensions") or ())
+        """Whether another worker has received it."""
         self.owner_name = ""
         """Of the owner of its key, once that is known."""
         self._receive = receive
@@ -192,6 +207,13 @@ class HttpResponse:
     async def more(self, payload: bytes) -> None:
         """Send a part of a stream, waiting while the client does not read."""
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
+
+    async def pass_on(self, message: MutableMapping[str, Any]) -> None:
+        """Send a message of an answer that another worker gives, unchanged."""
+        if message["type"] == "http.response.start":
+            self.has_begun, self.status = True, message["status"]
+        await self._send(message)
+        self.has_ended = message["type"] == "http.response.body" and not message["more_body"]
 
     async def end_stream(self) -> None:
         """End a stream."""

@@ -52,7 +52,8 @@ class ModelMetrics:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._values = (served.names[0], "0")
+        self._engine = str(served.rank)
+        self._values = (served.names[0], self._engine)
         self._created_s = served.created_s
 
     def collect(self) -> Iterator[Metric]:
@@ -144,7 +145,7 @@ class ModelMetrics:
             "block_size": str(config.page_size),
             "cache_dtype": "auto",
             "enable_prefix_caching": "True",
-            "engine": "0",
+            "engine": self._engine,
             "gpu_memory_utilization": "0.9",
             "num_gpu_blocks": str(scheduler.cache.pool.total),
             "prefix_caching_hash_algo": "sha256_cbor",

@@ -41,7 +41,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of
     requests. `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images
-    and audio are counted.
+    and audio are counted. `rank`: of its engines, among those of several workers.
     """
 
     names: tuple[str, ...] = ()
@@ -60,6 +60,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[Rule, ...] = ()
     recordings: RecordedAnswers | None = None
     media: str = ""
+    rank: int = 0
 
 
 class Opened:
@@ -188,6 +189,7 @@ def make_served(
         if facts.get("mock")
         else None,
         media=door.media,
+        rank=door.rank,
     )
 
 

@@ -176,8 +176,11 @@ class Served:
         sets_owners_apart: bool = False,
         answers: Answers | None = None,
         media: str = "",
+        rank: int = 0,
     ) -> None:
         self.host = host
+        self.rank = rank
+        """Of the engine, among those of several workers."""
         self._media = media
         self.answers = answers
         self.sets_owners_apart = sets_owners_apart
