@@ -41,7 +41,7 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
     failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of
     requests. `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images
-    and audio are counted. `rank`: of its engines, among those of several workers.
+    and audio are counted. `rank`: the rank of its engines among those of several workers.
     """
 
     names: tuple[str, ...] = ()

@@ -17,8 +17,8 @@ kvarts:workers """
 def merged(pages: Sequence[bytes]) -> bytes:
     """Return one page with the samples of all `pages`, in the text format of Prometheus.
 
-    Each family is there once, with its type and help. Series of engines differ by the label `engine`. Those of the
-    process have no such label: they are added, and so describe the server as if it were one process.
+    Each family is there once, with its type and help. Series of engines differ by the label `engine`. Series of
+    the process lack that label: they are added, and so describe the server as if it were one process.
     """
     heads: dict[str, str] = {}
     samples: dict[str, dict[str, str]] = {}
@@ -38,7 +38,7 @@ def merged(pages: Sequence[bytes]) -> bytes:
 
 
 def _combined(name: str, before: str, value: str) -> str:
-    """Return the value of a series that two pages have: of a process the sum, or the earlier start; else the larger."""
+    """Combine the values of a series on two pages: for a process the sum, or the earlier start; else the larger one."""
     values = float(before), float(value)
     if name == STARTED:
         return repr(min(values))

@@ -1,8 +1,8 @@
 """The private door between workers: requests and answers as messages of ASGI, over UNIX sockets.
 
 A worker passes a request on with its head and body, and the other answers it as any request, with the same checks of
-access. Each request has a connection; its end before that of the answer means that a client or a worker is gone. The
-sockets are in a directory that only this user can enter.
+access. Each request has a connection; it closes early if the client or a worker has disconnected. The sockets are in a
+directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ StructT = TypeVar("StructT", Asked, _Message)
 
 
 class Peers:
-    """The private doors of all workers, by rank. `rank`: of this worker, whose own door `open` opens."""
+    """The private doors of all workers, by rank. `rank`: the rank of the worker whose door `open` opens."""
 
     def __init__(self, rank: int, paths: Sequence[Path]) -> None:
         self.rank = rank
@@ -99,7 +99,7 @@ class Peers:
             try:
                 await _serve(app, reader, writer)
             except (ConnectionError, PeerGoneError):
-                pass  # the other worker or its client is gone
+                pass  # the other worker has closed the connection
             finally:
                 writer.close()
 
@@ -129,7 +129,7 @@ class Peers:
             writer.close()
 
     async def ask(self, rank: int, asked: Asked) -> Answer:
-        """Return the whole answer of a worker. Raise PeerGoneError if there is none in time."""
+        """Return the whole answer of a worker. Raise PeerGoneError if it is late or cut off."""
         status, parts = 0, []
         try:
             async with asyncio.timeout(TIMEOUT_S), aclosing(self.messages(rank, asked)) as messages:

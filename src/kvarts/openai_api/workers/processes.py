@@ -2,8 +2,8 @@
 
 The port is shared by SO_REUSEPORT: each worker has a listening socket, and the kernel hands it a share of the
 connections. A worker ends as a single server does, at SIGTERM. The parent passes on the signals that it receives, and
-ends all workers if one of them ends on its own: clients would lose a share of their connections, and nothing else would
-tell. A worker whose parent was killed ends as well, because its end of a pipe closes.
+ends all workers if one of them ends on its own: clients would lose a share of their connections, without a sign. A
+worker whose parent was killed ends as well, because its end of a pipe closes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Worker:
         self._ready = ready
 
     def report_ready(self, what: str) -> None:
-        """Tell the parent that requests are accepted. `what`: a description of the server, without a line break."""
+        """Notify the parent that requests are accepted. `what`: a description of the server, without a line break."""
         os.write(self._ready, f"{what}\n".encode())
 
     def follow_parent(self) -> None:
@@ -103,9 +103,9 @@ def start_workers(
 ) -> Worker:
     """Start `num_workers` processes, and return in each of them. In the parent, raise WorkersEndedError at the end.
 
-    `ready` receives the URL and what is served there when all workers accept connections. The first one starts alone,
-    so an error of all of them is printed once. Raises ConfigError for a number out of range, for an address that is not
-    available, and where processes cannot share one.
+    `ready` receives the URL and a description of the server when all workers accept connections. The first one starts
+    alone, so an error of all of them is printed once. Raises ConfigError for a number out of range, for an address that
+    is not available, and where processes cannot share one.
     """
     if not 1 < num_workers <= MOST_WORKERS:
         raise ConfigError(f"must be from 1 to {MOST_WORKERS}, got {num_workers}", field="workers")

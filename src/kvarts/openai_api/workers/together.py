@@ -1,8 +1,8 @@
 """Which requests concern all workers, or another one than that which received them, and how these are answered.
 
 A client cannot choose the worker that its connection reaches, so every answer must be right on each: what describes the
-server covers all workers, what changes it is done in all of them, and what continues something goes to the worker that
-has it.
+server covers all workers, what changes it is done in all of them, and a request that continues a conversation is passed
+to the worker that has it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHANGES = frozenset((
 CONFIG, RESPONSE = "/admin/config", "/v1/responses/"
 NOT_ALL = "not all workers answer: one starts, or has ended"
 QUERIES = {"/kv_event_sources": b"form=list"}
-"""What workers are asked, if not what the client asks."""
+"""Queries to workers, if they differ from that of the client."""
 ONE_ORDER = "a script counts requests in one order, and several workers have none: requests can ask for failures"
 
 
