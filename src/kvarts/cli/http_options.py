@@ -121,6 +121,10 @@ def http_options() -> list[click.Option]:
                help="Render the chat templates that requests bring, which may compute for ever."),
         option(recording, "--record", metavar="FILE", type=OUTPUT,
                help="At the end, write the requests that arrived to FILE (.jsonl), for `kvarts replay`."),
+        option(recording, "--kv-cache-metrics", is_flag=True,
+               help="Measure how long KV blocks stay in memory: vllm:kv_block_lifetime_seconds and others."),
+        option(recording, "--kv-cache-metrics-sample", metavar="SHARE", type=float,
+               help="Share of the blocks to measure, above 0 and at most 1. [0.01]"),
         option(recording, "--access-log", metavar="FILE", type=OUTPUT,
                help="Append a line of JSON for each request; - is standard output."),
     ]  # fmt: skip
@@ -195,9 +199,22 @@ def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
         "shares_prefix_cache": values["share_prefix_cache"],
         "has_page": values["has_page"],
         "access_log": _access_log(values["access_log"]),
+        "residency_share": _residency_share(values),
         "origins": values["origins"],
         "hosts": (values["host"], *values["hosts"]) if checks_names else None,
     }
+
+
+def _residency_share(values: dict[str, Any]) -> float:
+    """Return the share of blocks whose residency is measured. Raise ConfigError."""
+    share = values["kv_cache_metrics_sample"]
+    if not values["kv_cache_metrics"]:
+        if share is not None:
+            raise ConfigError("needs --kv-cache-metrics", field="kv_cache_metrics_sample")
+        return 0.0
+    from kvarts.openai_api.residency import DEFAULT_SHARE, Residency
+
+    return Residency(DEFAULT_SHARE if share is None else share).share
 
 
 def _access_log(path: Path | None) -> AccessLog | None:
