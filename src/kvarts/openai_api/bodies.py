@@ -58,7 +58,6 @@ NOT_DONE = (
     "prompt_embeds",
     "repetition_detection",
     "return_prompt_text",
-    "thinking_token_budget",
     "watermarking",
 )
 
@@ -108,6 +107,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
+    thinking_token_budget: int | None = None
     kvarts_answer: Any = None
     kvarts_hints: Hints | None = None
     kv_hints: KvHints | None = None
@@ -123,7 +123,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     logprob_token_ids: Any = None
     repetition_detection: Any = None
     return_prompt_text: Any = None
-    thinking_token_budget: Any = None
     watermarking: Any = None
 
     def check(self) -> None:
@@ -281,6 +280,9 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Any = None
+    thinking_budget_tokens: int | None = None
+    """Of Anthropic's API: only a mock keeps it."""
     echo: bool | None = None
 
     def check(self) -> None:
