@@ -6,6 +6,7 @@ Unknown fields are ignored, and null equals a missing field, because clients sen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -196,8 +197,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         if top_logprobs is not None and not 0 <= top_logprobs <= MAX_LOGPROBS:
             raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}, got {top_logprobs}", param="logprobs")
         top_k = self.top_k or 0
+        make = SamplingParams if stop or self.stop_token_ids else _params
         try:
-            return SamplingParams(
+            return make(
                 max_tokens=max_tokens,
                 min_tokens=min(self.min_tokens or 0, max_tokens),
                 temperature=1.0 if self.temperature is None else self.temperature,
@@ -220,6 +222,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         except ConfigError as error:
             field = (error.field or "").removeprefix("sampling.")
             raise ApiError(400, f"{field} {error.what}", param=field) from error
+
+
+@lru_cache(256)
+def _params(**fields: Any) -> SamplingParams:
+    """Return sampling parameters, which most requests share; those with texts or tokens that end them are not kept."""
+    return SamplingParams(**fields)
 
 
 class CompletionBody(GenerationBody, kw_only=True):

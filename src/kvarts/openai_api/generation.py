@@ -102,6 +102,12 @@ class Exchange(msgspec.Struct, kw_only=True):
         return work() if num_bytes <= INLINE_BYTES else await self.workbench.run(self.owner.name, work)
 
 
+def may_end(served: Served, body: GenerationBody, most: int) -> bool:
+    """Return whether an answer of at most `most` tokens may end by itself before: the shortest has half the default."""
+    default = served.limits.default_tokens
+    return default is not None and not body.ignore_eos and most >= max(1, default // 2)
+
+
 def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
     """Return the length of an answer without a requested length: around the default, drawn from prompt and seed."""
     most = served.limits.default_tokens
@@ -170,7 +176,7 @@ def asks_of(
                 natural = len(written[answer])
                 if scripted[copy].is_as_long_as_asked:
                     most = min(natural, room)
-            elif served.limits.default_tokens is not None and not body.ignore_eos:
+            elif may_end(served, body, most):
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
                 most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"

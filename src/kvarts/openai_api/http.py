@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from random import Random, SystemRandom
 from typing import Any, Protocol
@@ -159,6 +159,9 @@ class Direct(Protocol):
     def write(self, payload: bytes) -> None:
         """Write a part."""
 
+    def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole answer, whose headers include its length. Return False if it cannot be written now."""
+
 
 class HttpResponse:
     """An answer on its way out. `extra_headers` are sent with every answer. `direct`: set if the server provides it."""
@@ -184,7 +187,13 @@ class HttpResponse:
     ) -> None:
         """Send a whole answer. `without_body`: for a HEAD request, whose headers describe the omitted body."""
         length = str(len(body)).encode()
-        await self._begin(status, [(b"content-type", content_type), (b"content-length", length), *(headers or ())])
+        told = [(b"content-type", content_type), (b"content-length", length), *(headers or ())]
+        direct = None if without_body else self.direct
+        if direct is not None and direct.write_whole(status, [*told, *self.extra_headers], body):
+            self.has_begun = self.has_ended = True
+            self.status = status
+            return
+        await self._begin(status, told)
         await self._send({"type": "http.response.body", "body": b"" if without_body else body, "more_body": False})
         self.has_ended = True
 

@@ -143,7 +143,10 @@ class Meter:
     def next_tokens(self, num_tokens: int, waited_s: float) -> None:
         """Count tokens after the first; they arrived `waited_s` after the previous ones."""
         self.num_generated_tokens += num_tokens
-        self.next_token_s.add(waited_s / num_tokens, num_tokens)
+        if num_tokens == 1:
+            self.next_token_s.add(waited_s)
+        else:
+            self.next_token_s.add(waited_s / num_tokens, num_tokens)
 
     def prefilled(self, request: Request) -> None:
         """Count a prompt that has been computed, with its hits."""

@@ -7,14 +7,14 @@ import contextlib
 import re
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
@@ -160,6 +160,28 @@ class _Direct:
     def write(self, payload: bytes) -> None:
         """Write a chunk."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole answer at once, as uvicorn does in two parts. Return False if it cannot be written now."""
+        cycle = self.cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_started or cycle.scope["method"] == "HEAD":
+            return False
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            if b"\r" in value or b"\n" in value:
+                return False  # uvicorn refuses it
+            parts += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts += (b"\r\n", body)
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+        self._transport.write(b"".join(parts))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()
+        return True
 
 
 class _Protocol(HttpToolsProtocol):
