@@ -45,6 +45,7 @@ ROOMS = {
     "plan": ("plan",),
     "fleet": ("fleet",),
     "sharing": ("sharing", "openai_api/several"),
+    "workers": ("openai_api/workers",),
     "connect_vllm": ("connect/vllm",),
     "offload": ("offload",),
     "record": ("record",),

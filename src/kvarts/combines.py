@@ -51,6 +51,11 @@ FEATURES = {
     "store": Feature("a store that workers share", ("replay", "fleet")),
     "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions", "fleet")),
     "gpu": Feature("a GPU", ("model", "sessions")),
+    "workers": Feature("several workers behind one port", ("mock",)),
+    "scripts": Feature("a script of failures", ("mock",)),
+    "uses": Feature("answers with a number of uses", ("mock",)),
+    "record_from": Feature("answers to be recorded of a real server", ("mock",)),
+    "state_dir": Feature("sessions on disk", ("mock", "model", "sessions")),
     "fused": Feature("FlashAttention and FlexAttention", ("model",)),
 }
 """Features that users can request: the rows of the table."""
@@ -94,6 +99,12 @@ REFUSED = (
     Refusal(("ranks", "several"), "it is not modelled"),
     Refusal(("pipeline", "several"), "it is not modelled"),
     Refusal(("ranks", "plan"), "a plan asks for replicas", "Replay the options you have in mind."),
+    Refusal(("workers", "several"), "the models share a device, and each worker has one"),
+    Refusal(("record", "workers"), "a journal is of one engine"),
+    Refusal(("scripts", "workers"), "a script counts requests in one order", "Let requests ask: --allow-failures."),
+    Refusal(("uses", "workers"), "uses are counted in one process", "Take the turn as the condition."),
+    Refusal(("record_from", "workers"), "two of them would ask for the same answer", "Record first, without workers."),
+    Refusal(("state_dir", "workers"), "a directory is of one process"),
     Refusal(("tiers", "gpu"), "only pages of a model on a CPU are copied there", "Leave it out."),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
-__all__ = ["asked_to_stop"]
+__all__ = ["SIGNALS", "asked_to_stop"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

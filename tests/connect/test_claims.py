@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.connect.decoding import MalformedError, decode_batch
+from kvarts.connect.decoding import MalformedError, Stored, decode_batch
 from kvarts.connect.follower import Followed
 from kvarts.connect.watched import Watched, WatchVerdict
 
@@ -137,7 +137,7 @@ ARRAY = ["BlockStored", [1, 2], None, [1, 1, 2, 2], 2, None, "GPU"]
 def test_maps_and_arrays_old_and_new_say_the_same(event: Any) -> None:
     (told,) = decode_batch(msgspec.msgpack.encode([1.5, [event], 0])).told
     (expected,) = decode_batch(msgspec.msgpack.encode([1, [stored([1, 2])]])).told
-    assert told == expected
+    assert isinstance(told, Stored) and msgspec.structs.replace(told, kind=None) == expected
 
 
 def test_secondary_tiers_and_other_machines_have_blocks_of_their_own() -> None:

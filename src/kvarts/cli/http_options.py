@@ -7,8 +7,9 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -22,6 +23,7 @@ from kvarts.reach import is_loopback
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from socket import socket
 
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
@@ -39,6 +41,29 @@ __all__ = [
 ]
 
 Command = Callable[..., Any]
+
+
+class OneOfSeveral(Protocol):
+    """The process of a server, as one of several behind one port."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of its engine."""
+
+    @property
+    def listening(self) -> socket:
+        """Its socket."""
+
+    def joined(self, opened: Opened) -> AbstractAsyncContextManager[None]:
+        """Return a context in which the server answers together with the others."""
+
+    def report_ready(self, what: str) -> None:
+        """Report that requests are accepted. `what`: a description of the served models."""
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+
+
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
 
 
@@ -96,6 +121,10 @@ def http_options() -> list[click.Option]:
                help="Render the chat templates that requests bring, which may compute for ever."),
         option(recording, "--record", metavar="FILE", type=OUTPUT,
                help="At the end, write the requests that arrived to FILE (.jsonl), for `kvarts replay`."),
+        option(recording, "--kv-cache-metrics", is_flag=True,
+               help="Measure how long KV blocks stay in memory: vllm:kv_block_lifetime_seconds and others."),
+        option(recording, "--kv-cache-metrics-sample", metavar="SHARE", type=float,
+               help="Share of the blocks to measure, above 0 and at most 1. [0.01]"),
         option(recording, "--access-log", metavar="FILE", type=OUTPUT,
                help="Append a line of JSON for each request; - is standard output."),
     ]  # fmt: skip
@@ -170,9 +199,22 @@ def door_settings(values: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
         "shares_prefix_cache": values["share_prefix_cache"],
         "has_page": values["has_page"],
         "access_log": _access_log(values["access_log"]),
+        "residency_share": _residency_share(values),
         "origins": values["origins"],
         "hosts": (values["host"], *values["hosts"]) if checks_names else None,
     }
+
+
+def _residency_share(values: dict[str, Any]) -> float:
+    """Return the share of blocks whose residency is measured. Raise ConfigError."""
+    share = values["kv_cache_metrics_sample"]
+    if not values["kv_cache_metrics"]:
+        if share is not None:
+            raise ConfigError("needs --kv-cache-metrics", field="kv_cache_metrics_sample")
+        return 0.0
+    from kvarts.openai_api.residency import DEFAULT_SHARE, Residency
+
+    return Residency(DEFAULT_SHARE if share is None else share).share
 
 
 def _access_log(path: Path | None) -> AccessLog | None:
@@ -208,22 +250,25 @@ def say(line: str) -> None:
     click.echo(f"kvarts: {line}", err=True)
 
 
-def serve_http(opened: Opened, address: Any, values: dict[str, Any], *, what: str) -> None:
-    """Serve until a signal arrives, then write the recorded requests."""
+def serve_http(
+    opened: Opened, address: Any, values: dict[str, Any], *, what: str, worker: OneOfSeveral | None = None
+) -> None:
+    """Serve until a signal arrives, then write the recorded requests. `worker`: the process, if there are several."""
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
 
     async def serve() -> None:
-        server = OpenAIServer(opened.app, opened.models, address)
-        await serve_until_signal(
-            server,
-            opened.models,
-            lambda url: say(f"{what} on {url}/v1"),
-            startup_delay_s=values["startup_delay"],
-            drain_s=values["drain"],
-            drain_delay_s=values["drain_delay"],
-            say=say,
-        )
+        server = OpenAIServer(opened.app, opened.models, address, None if worker is None else worker.listening)
+        async with nullcontext() if worker is None else worker.joined(opened):
+            await serve_until_signal(
+                server,
+                opened.models,
+                lambda url: say(f"{what} on {url}/v1") if worker is None else worker.report_ready(what),
+                startup_delay_s=values["startup_delay"],
+                drain_s=values["drain"],
+                drain_delay_s=values["drain_delay"],
+                say=say if worker is None else worker.say,
+            )
 
     give_back_memory()
     # Reference counting frees most objects of a request; a collection in a burst of tokens would delay it. Objects

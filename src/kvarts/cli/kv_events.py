@@ -56,6 +56,8 @@ def server_readers(
     values: Mapping[str, Any],
     sources: list[dict[str, Any]],
     kv_groups: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    rank: int = 0,
 ) -> Callable[[str], list[EventReader]]:
     """Return a function that opens a publisher for the model of a given name and returns its readers, empty if KV
     events are off. Publishers close with `stack`. Raise ConfigError.
@@ -63,8 +65,11 @@ def server_readers(
     Each model has its own endpoints and sequence numbers, like separate engines: a consumer of one model sees no gaps.
     Events do not name the model; indexers are configured with the model of each endpoint. Each publisher is added to
     `sources`, which /kv_event_sources returns. `kv_groups`: the KV groups of each model that has any, by name.
+    `rank`: of the engine, among those of several workers.
     """
     config = _config_of(values)
+    if config is not None:
+        config = config.for_rank(rank)
 
     def open_for(name: str) -> list[EventReader]:
         if config is None:

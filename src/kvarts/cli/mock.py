@@ -7,11 +7,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from kvarts.cli import (
     http_sessions,
     kv_events,
     mock_sharing,
+    workers,
 )
 from kvarts.cli.http_options import (
     address_of,
@@ -31,6 +33,7 @@ from kvarts.rooms import from_room
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
+    from kvarts.cli.http_options import OneOfSeveral
     from kvarts.event_log import EventReader
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.recordings import RecordedAnswers
@@ -85,6 +88,7 @@ def _options() -> list[click.Parameter]:
     options: list[click.Parameter] = [*of_engine.values(), *of_mock, *http_options(), *failure_options()]
     options += kv_events.server_options()
     options += http_sessions.server_options()
+    options += workers.server_options()
     return options
 
 
@@ -133,19 +137,24 @@ def mock_command(**params: Any) -> None:
         recordings=_recordings(params),
         media=params["media"] or _family(given),
     )
+    worker: OneOfSeveral | None = None
+    worker = workers.start_if_several(params, given, door.answers, address)
+    rank = 0 if worker is None else worker.rank
+    door = msgspec.structs.replace(door, rank=rank)
     readers_of: Callable[[str], list[EventReader]] = _no_readers
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         opened: Opened | None = None
-        readers_of = kv_events.server_readers(stack, params, sources, kv_groups)
+        readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
         opened = mock_sharing.open_if_several(
             given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
         )
         if opened is None:
             asked = {"windows": "session_window"} if params["session_window"] else {}
             config = resolve_replay(given, sections, asked=asked)
-            tell_whole_pages(config)
+            if not rank:
+                tell_whole_pages(config)
             if "eviction" in given:
                 config = from_room("plan.policy", "with_policy", field="eviction")(config, given, None)
             name = str(given["model"]) if "model" in given else "mock"
@@ -157,7 +166,7 @@ def mock_command(**params: Any) -> None:
             opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
         opened.routes.event_sources += sources
         http_sessions.open_sessions_of(opened, params, keys)
-        serve_http(opened, address, params, what=_told(opened))
+        serve_http(opened, address, params, what=_told(opened), worker=worker)
 
 
 def _family(given: Given) -> str:

@@ -54,7 +54,7 @@ MOST_WAITING = 1 << 16
 @of_engine("--allow-copies", is_flag=True,
            help="Permit a second store of a block, for engines that publish each copy.")  # fmt: skip
 @of_engine("--max-blocks", metavar="N", type=click.IntRange(min=1), default=524_288, show_default=True,
-           help="Blocks that are kept in mind at once, about 150 bytes each; of more, nothing is judged.")  # fmt: skip
+           help="Blocks that are kept in mind at once, about 250 bytes each; of more, nothing is judged.")  # fmt: skip
 @of_engine("--ui", "ui_port", metavar="PORT", type=click.IntRange(0, 65535),
            help="Serve a live page at this port of 127.0.0.1; 0: a free one.")  # fmt: skip
 @of_end("--duration", metavar="SECONDS", type=click.FloatRange(min=0.0, min_open=True),
@@ -109,7 +109,8 @@ def watch_command(endpoint: str, **values: Any) -> int:
         watch = _watch(stack, endpoint, values, watched, notes)
         if journal is not None and journal.ended_at is not None:
             notes.append(f"the journal ends before batch {journal.ended_at}: more tokens were stored than are kept")
-        verdict = watched.verdict(watch.follower.counts, notes)
+        looks = watch.looks
+        verdict = watched.verdict(watch.follower.counts, notes, sample=None if looks is None else looks.last)
     answer = msgspec.to_builtins(verdict)
     if values["verdict_file"] is not None:
         write_whole(values["verdict_file"], msgspec.json.encode(answer) + b"\n")

@@ -10,7 +10,7 @@ import msgspec
 
 from kvarts.connect.decoding import BlockHash, Removed, Stored
 
-__all__ = ["RULES", "Block", "BrokenClaim", "ClaimResult", "Claims"]
+__all__ = ["KEEP_ALL", "RULES", "Block", "BrokenClaim", "ClaimResult", "Claims"]
 
 RULES = MappingProxyType(
     {
@@ -39,6 +39,10 @@ Key = tuple[str, int]
 
 Block = int
 """Hash of the claims about a block: its parent, and its tokens, which are too few if the event has too few."""
+KEEP_ALL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""vLLM's kinds of groups that keep every block."""
+UNPLACED: Block = 0
+"""The block of a sparse event, whose parent and tokens are not known."""
 
 
 class BrokenClaim(msgspec.Struct, frozen=True, gc=False):
@@ -79,6 +83,11 @@ class Claims:
         self.media: dict[Key, dict[BlockHash, Block]] = {}
         self._copies: dict[tuple[Key, BlockHash], int] = {}
         self.block_size: int | None = None
+        """Of the first group."""
+        self._sizes: dict[int, int] = {}
+        """The block size of each group."""
+        self._sparse: set[int] = set()
+        """Groups that do not keep all blocks of a prefix."""
         self.violations: dict[str, list[BrokenClaim]] = {rule: [] for rule in RULES}
         self.num_violations = dict.fromkeys(RULES, 0)
         self.num_unjudged = dict.fromkeys(RULES, 0)
@@ -95,6 +104,8 @@ class Claims:
         """Forget the stored blocks: nothing is stored if `is_complete`; otherwise the contents are unknown."""
         self._forget()
         self.block_size = None
+        self._sizes.clear()
+        self._sparse.clear()
         self.is_complete = is_complete
 
     def clear(self) -> None:
@@ -111,12 +122,16 @@ class Claims:
         there = self.media.setdefault(key, {})
         self._check_tokens(seq, event)
         parent = event.parent
-        if parent is not None and not self._is_anywhere(parent, event.group):
+        is_sparse = event.is_sparse
+        if is_sparse:
+            self._sparse.add(event.group)
+        if parent is not None and event.group not in self._sparse and not self._is_anywhere(parent, event.group):
             self._judge("parent_unknown", seq, f"{brief(event.hashes[:1])} follows {brief([parent])}")
         size = event.block_size
         new = []
         for place, name in enumerate(event.hashes):
-            block = hash((parent, tuple(event.token_ids[place * size : (place + 1) * size])))
+            tokens = event.token_ids[place * size : (place + 1) * size]
+            block = UNPLACED if is_sparse else hash((parent, tuple(tokens))) or 1
             parent = name
             known = there.get(name)
             if known is None:
@@ -128,7 +143,7 @@ class Claims:
                 self._num_known += 1
                 new.append(name)
                 continue
-            if known != block:
+            if known != block and UNPLACED not in (known, block):
                 self.add("content", seq, f"{brief([name])} has another parent or other tokens than before")
             if self._allows_copies:
                 self._copies[key, name] = self._copies.get((key, name), 1) + 1
@@ -210,20 +225,28 @@ class Claims:
         self._num_known = 0
 
     def _check_tokens(self, seq: int, event: Stored) -> None:
-        size = event.block_size
-        if size < 1 or len(event.token_ids) != size * len(event.hashes):
+        """Check the tokens of an event.
+
+        The groups of a hybrid model have blocks of different sizes, and its large blocks can also be stored by a
+        shorter prefix, which ends within them.
+        """
+        size, known = event.block_size, self._sizes.get(event.group)
+        is_of_groups = len(self._sizes) > 1 or event.group > 0
+        if size < 1 or not (len(event.token_ids) == size * len(event.hashes) or (event.is_sparse and _may_skip(event))):
             what = f"{len(event.hashes)} blocks of {size} tokens have {len(event.token_ids)}"
             self.add("tokens", seq, what)
-        elif self.block_size not in (None, size):
-            self.add("tokens", seq, f"a block has {size} tokens, and had {self.block_size} before")
+        elif known is None or known == size or (is_of_groups and (known % size == 0 or size % known == 0)):
+            self._sizes[event.group] = max(size, known or 0)
+            if self.block_size is None:
+                self.block_size = size
         else:
-            self.block_size = size
+            self.add("tokens", seq, f"a block has {size} tokens, and had {known} before")
 
     def _compare(self, seq: int, name: BlockHash, block: Block, group: int) -> None:
         """Compare a block with the same block in other media."""
         for (_, other), there in self.media.items():
             known = there.get(name) if other == group else None
-            if known is not None and known != block:
+            if known is not None and known != block and UNPLACED not in (known, block):
                 self.add("content", seq, f"{brief([name])} has another parent or other tokens than in another medium")
 
     def _is_anywhere(self, name: BlockHash, group: int) -> bool:
@@ -235,6 +258,11 @@ class Claims:
             self.most_blocks = num_blocks
             if self.total_blocks is not None and num_blocks > self.total_blocks:
                 self.add("pool", seq, f"{num_blocks:,} blocks are stored in a pool of {self.total_blocks:,}")
+
+
+def _may_skip(event: Stored) -> bool:
+    """Return whether a group with the layers of `event` may keep some blocks of a prefix only."""
+    return event.kind not in KEEP_ALL if event.kind is not None else event.group > 0
 
 
 def brief(names: Sequence[BlockHash]) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import msgspec
-
-from kvarts.connect.decoding import BlockHash
 
 __all__ = ["CurvePoint", "ReStores"]
 
@@ -29,13 +27,13 @@ class ReStores:
     """
 
     def __init__(self) -> None:
-        self._evicted: OrderedDict[BlockHash, int] = OrderedDict()
+        self._evicted: OrderedDict[Hashable, int] = OrderedDict()
         self._num_evicted = 0
         self._by_distance: dict[int, int] = {}
         self.num_stored = 0
         self.num_again = 0
 
-    def store(self, new: Sequence[BlockHash]) -> None:
+    def store(self, new: Sequence[Hashable]) -> None:
         """Record blocks that were stored on the device."""
         self.num_stored += len(new)
         for name in new:
@@ -46,7 +44,7 @@ class ReStores:
                 bucket = 1 << (self._num_evicted - at - 1).bit_length()
                 self._by_distance[bucket] = self._by_distance.get(bucket, 0) + 1
 
-    def evict(self, gone: Sequence[BlockHash]) -> None:
+    def evict(self, gone: Sequence[Hashable]) -> None:
         """Record blocks that were evicted from the device."""
         for name in gone:
             self._evicted[name] = self._num_evicted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ __all__ = [
     "decode_batch",
 ]
 
+T = TypeVar("T")
 BlockHash = int | bytes
 DEFAULT_MEDIUM = "GPU"
 
@@ -36,7 +37,11 @@ class TooLongError(Exception):
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Consecutive blocks that can be found from now on; the first follows `parent`.
 
-    `medium`: with the name of a secondary tier, and whether it is remote, if the event has these.
+    `medium`: with the name of a secondary tier, and whether it is remote, if the event has these. `kind` and `span`: of
+    the group's layers, if the event has them: vLLM's name, and the tokens of a window.
+
+    With fewer blocks than its tokens fill, an event is sparse: the group does not keep all blocks of these tokens, and
+    the event does not name those that it skips.
     """
 
     hashes: Sequence[BlockHash]
@@ -45,6 +50,14 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     block_size: int
     medium: str
     group: int
+    kind: str | None = None
+    span: int | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether blocks between these are skipped."""
+        size, num_tokens = self.block_size, len(self.token_ids)
+        return size > 0 and num_tokens % size == 0 and num_tokens > size * len(self.hashes)
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
@@ -113,6 +126,8 @@ class _StoredMap(msgspec.Struct, gc=False):
     parent_block_hash: _Hash | None = None
     medium: _Medium = None
     group_idx: int | None = None
+    kv_cache_spec_kind: msgspec.Raw = _SKIPPED
+    kv_cache_spec_sliding_window: msgspec.Raw = _SKIPPED
     locality: _Medium = None
     ownership: _Medium = None
 
@@ -206,7 +221,19 @@ def _told(event: msgspec.Raw) -> Told:
         medium = f"{medium} remote"
     if kind == "BlockRemoved":
         return Removed(form.block_hashes, medium, group)
-    return Stored(form.block_hashes, form.parent_block_hash, form.token_ids, form.block_size, medium, group)
+    layers, span = _if_any(form.kv_cache_spec_kind, str), _if_any(form.kv_cache_spec_sliding_window, int)
+    if layers is not None:
+        layers = layers[:MAX_MEDIUM_CHARS]
+    size = form.block_size
+    return Stored(form.block_hashes, form.parent_block_hash, form.token_ids, size, medium, group, layers, span)
+
+
+def _if_any(raw: msgspec.Raw, kind: type[T]) -> T | None:
+    """Return an optional value; None if it is missing or of another type."""
+    try:
+        return msgspec.msgpack.decode(raw, type=kind) if memoryview(raw).nbytes else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _is_array(event: msgspec.Raw) -> bool:

@@ -8,9 +8,20 @@ import msgspec
 
 from kvarts.connect.claims import MAX_BLOCKS, BrokenClaim, ClaimResult, Claims
 from kvarts.connect.curve import CurvePoint, ReStores
-from kvarts.connect.decoding import Cleared, MalformedError, Removed, Stored, TooLongError, Unknown, decode_batch
+from kvarts.connect.decoding import (
+    BlockHash,
+    Cleared,
+    MalformedError,
+    Removed,
+    Stored,
+    TooLongError,
+    Unknown,
+    decode_batch,
+)
 from kvarts.connect.follower import Followed
+from kvarts.connect.hits import GroupedBlocks, Hits
 from kvarts.connect.journal import StreamJournal
+from kvarts.connect.metrics import EngineSample
 
 __all__ = ["Counts", "WatchVerdict", "Watched"]
 
@@ -40,6 +51,7 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
     total_blocks: int | None
     num_stored_again: int
     curve: list[CurvePoint]
+    hits: Hits | None
     rules: list[ClaimResult]
     violations: list[BrokenClaim]
     notes: list[str]
@@ -65,6 +77,8 @@ class WatchVerdict(msgspec.Struct, frozen=True, kw_only=True):
             f"  at the end {blocks} blocks; at most {self.most_blocks:,} on the device",
             f"  stored again after an eviction: {self.num_stored_again:,} blocks{curve}",
         ]
+        if self.hits is not None:
+            lines += self.hits.to_lines()
         for result in self.rules:
             status = result.status.replace("_", " ")
             if result.num_violations:
@@ -95,6 +109,9 @@ class Watched:
         self.claims = Claims(total_blocks=total_blocks, allows_copies=allows_copies, max_blocks=max_blocks)
         self.counts = Counts()
         self.again = ReStores()
+        self.groups = GroupedBlocks()
+        self._outside: set[tuple[str, int, BlockHash]] = set()
+        """Blocks that are not in the journal: of sparse events, and of other sizes than those of the first group."""
         self._journal = journal
         self.seq: int | None = None
         self.time_s = 0.0
@@ -103,9 +120,7 @@ class Watched:
     def begin(self, *, is_complete: bool) -> None:
         """Forget the stored blocks, at the start or for another engine."""
         self.claims.begin(is_complete=is_complete)
-        self.again.forget()
-        if self._journal is not None:
-            self._journal.forget()
+        self._forget()
 
     def lose(self, first: int, last: int) -> None:
         """Record that batches are not available."""
@@ -115,7 +130,12 @@ class Watched:
     def refuse(self) -> None:
         """Record a message that was too long to be read."""
         self.claims.refuse()
+        self._forget()
+
+    def _forget(self) -> None:
         self.again.forget()
+        self.groups.forget()
+        self._outside.clear()
         if self._journal is not None:
             self._journal.forget()
 
@@ -142,33 +162,48 @@ class Watched:
                     new = claims.store(seq, event)
                     counts.num_stored_blocks += len(event.hashes)
                     if event.medium == "GPU":
-                        self.again.store(new)
-                    if journal is not None:
+                        self.again.store(_in_group(event.group, new))
+                        self.groups.store(event, new)
+                    if journal is None:
+                        continue
+                    if event.is_sparse or event.block_size != claims.block_size:
+                        self._outside.update((event.medium, event.group, name) for name in new)
+                    else:
                         journal.store(event, new)
                 case Removed():
                     gone = claims.remove(seq, event)
                     counts.num_removed_blocks += len(event.hashes)
                     if event.medium == "GPU":
-                        self.again.evict(gone)
+                        self.again.evict(_in_group(event.group, gone))
+                        self.groups.remove(event)
                     if journal is not None:
-                        journal.remove(event.medium, gone)
+                        journal.remove(event.medium, self._inside(event.medium, event.group, gone))
                 case Cleared():
                     counts.num_clears += 1
                     if journal is not None:
-                        for (medium, _), there in claims.media.items():
-                            journal.remove(medium, list(reversed(there)))
+                        for (medium, group), there in claims.media.items():
+                            journal.remove(medium, self._inside(medium, group, list(reversed(there))))
                     claims.clear()
                     self.again.forget()
+                    self.groups.forget()
                 case Unknown():
                     counts.num_unknown_events += 1
+
+    def _inside(self, medium: str, group: int, gone: list[BlockHash]) -> list[BlockHash]:
+        """Return those of the blocks `gone` that are in the journal."""
+        if not self._outside:
+            return gone
+        outside = {(medium, group, name) for name in gone} & self._outside
+        self._outside -= outside
+        return [name for name in gone if (medium, group, name) not in outside]
 
     def blocks(self) -> dict[str, int]:
         """Return the number of blocks stored in each medium."""
         media = dict.fromkeys(medium for medium, _ in self.claims.media)
         return {medium: num for medium in media if (num := self.claims.num_blocks(medium))}
 
-    def verdict(self, followed: Followed, notes: list[str]) -> WatchVerdict:
-        """Judge the claims received so far."""
+    def verdict(self, followed: Followed, notes: list[str], *, sample: EngineSample | None = None) -> WatchVerdict:
+        """Judge the claims received so far. `sample`: the last reading of the metrics."""
         claims = self.claims
         rules = claims.results()
         statuses = {result.status for result in rules}
@@ -193,7 +228,15 @@ class Watched:
             total_blocks=claims.total_blocks,
             num_stored_again=self.again.num_again,
             curve=self.again.points(),
+            hits=self.groups.explained(
+                None if sample is None else sample.num_queried_tokens, None if sample is None else sample.hit_share
+            ),
             rules=rules,
             violations=[violation for listed in claims.violations.values() for violation in listed],
             notes=notes,
         )
+
+
+def _in_group(group: int, names: list[BlockHash]) -> list[BlockHash] | list[tuple[int, BlockHash]]:
+    """Return names that differ from those of other groups, which name the same tokens by the same hash."""
+    return [(group, name) for name in names] if group else names

@@ -284,8 +284,9 @@ class EngineLoop:
                 self._tell_end(listener, completion)
         gone: list[int] = []
         failed: list[tuple[int, Exception]] = []
+        generation_of = self._engine.generation
         for index, listener in self._listeners.items():
-            generation = self._engine.generation(index)
+            generation = generation_of(index)
             assert generation is not None, "a request with a listener is under way"
             try:
                 listener.update(generation)

@@ -120,10 +120,11 @@ class Generation:
     @property
     def final_text(self) -> str:
         """The part of `text` that no stop text can still remove."""
-        if self.finish_reason is not None or self.params.include_stop_str_in_output:
+        stops = self.params.stop
+        if not stops or self.finish_reason is not None or self.params.include_stop_str_in_output:
             return self.text
         held = 0
-        for stop in self.params.stop:
+        for stop in stops:
             for length in range(min(len(stop) - 1, len(self.text)), held, -1):
                 if self.text.endswith(stop[:length]):
                     held = length

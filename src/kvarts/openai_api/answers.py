@@ -21,6 +21,7 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
 from kvarts.openai_api.schemas import value_of
 from kvarts.openai_api.shapes import ANY_OBJECT, Segment
+from kvarts.openai_api.thinking import CLOSE, OPEN
 from kvarts.openai_api.tool_calls import call_text
 from kvarts.openai_api.words import WORDS
 
@@ -109,8 +110,7 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Return the text to generate, in the format of Qwen models, as segments."""
         parts: list[Segment] = []
         if self.reasoning:
-            parts += [Segment("unseen", "<think>\n"), Segment("reasoning", self.reasoning)]
-            parts.append(Segment("unseen", "\n</think>\n\n"))
+            parts += [Segment("unseen", OPEN), Segment("reasoning", self.reasoning), Segment("unseen", CLOSE)]
         text = self.text if isinstance(self.text, str) else encode(self.text).decode()
         if text or self.refusal:
             parts.append(Segment("refusal" if self.refusal else "content", self.refusal or text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.live import Live
 
-__all__ = ["ABORT", "OpenAIApp", "Watcher"]
+__all__ = ["ABORT", "OpenAIApp", "OtherWorkers", "Watcher"]
 
 ABORT = "kvarts.abort"
 """The extension of an ASGI scope that closes the connection at once."""
@@ -60,6 +60,16 @@ class Watcher:
         """Record its answer's `status`; `is_whole` is false if its client disconnected before the intended end."""
 
 
+class OtherWorkers(Protocol):
+    """The other processes of a server with several workers."""
+
+    async def answered(self, route: Route, exchange: Exchange) -> bool:
+        """Answer a request that concerns other workers. Return False if it remains to be answered here."""
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until the answers of others to requests received here have ended; return whether they did in time."""
+
+
 class OpenAIApp:
     """An ASGI application for the served models. `guard`: finds the owner of a request.
 
@@ -89,6 +99,7 @@ class OpenAIApp:
         self._live: Live | None = None
         """The live page, between `open` and `close`."""
         self._num_requests = 0
+        self.others: OtherWorkers | None = None
         self.script = FailureScript()
         self.set_script(script)
         shares = {} if guard.keys is None else guard.keys.shares
@@ -158,6 +169,10 @@ class OpenAIApp:
         if self._access_log is not None:
             self._access_log.close()
 
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until the answers of other workers have ended; return whether they did in time."""
+        return self.others is None or await self.others.drained(timeout_s)
+
     def set_script(self, script: FailureScript) -> None:
         """Set the script of failures from now on. Raise ConfigError if it fails transfers of models without tiers."""
         self._models.fail_transfers(script.transfer_fails if script.has_transfers else None)
@@ -182,7 +197,7 @@ class OpenAIApp:
             if request.method == "OPTIONS" and request.header("access-control-request-method") is not None:
                 await response.whole(b"", headers=[*PREFLIGHT])  # a preflight request never has a key
                 return
-        if self._access_log is None:
+        if self._access_log is None or request.is_relayed:
             await self._respond(scope, request, response, request_id, started_s)
             return
         client = scope.get("client")
@@ -256,6 +271,8 @@ class OpenAIApp:
                 read=partial(self._intake.drop, body),
             )
             del payload
+            if self.others is not None and await self.others.answered(route, exchange):
+                return
             if route.generates:
                 await self._generate(route, exchange)
             else:

@@ -6,6 +6,7 @@ Unknown fields are ignored, and null equals a missing field, because clients sen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -59,7 +60,6 @@ NOT_DONE = (
     "prompt_embeds",
     "repetition_detection",
     "return_prompt_text",
-    "thinking_token_budget",
     "watermarking",
 )
 
@@ -109,6 +109,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     session_id: str | None = None
+    thinking_token_budget: int | None = None
     kvarts_answer: Any = None
     kvarts_hints: Hints | None = None
     kv_hints: KvHints | None = None
@@ -124,7 +125,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     logprob_token_ids: Any = None
     repetition_detection: Any = None
     return_prompt_text: Any = None
-    thinking_token_budget: Any = None
     watermarking: Any = None
 
     def check(self) -> None:
@@ -198,8 +198,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         if top_logprobs is not None and not 0 <= top_logprobs <= MAX_LOGPROBS:
             raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}, got {top_logprobs}", param="logprobs")
         top_k = self.top_k or 0
+        make = SamplingParams if stop or self.stop_token_ids else _params
         try:
-            return SamplingParams(
+            return make(
                 max_tokens=max_tokens,
                 min_tokens=min(self.min_tokens or 0, max_tokens),
                 temperature=1.0 if self.temperature is None else self.temperature,
@@ -222,6 +223,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         except ConfigError as error:
             field = (error.field or "").removeprefix("sampling.")
             raise ApiError(400, f"{field} {error.what}", param=field) from error
+
+
+@lru_cache(256)
+def _params(**fields: Any) -> SamplingParams:
+    """Return sampling parameters, which most requests share; those with texts or tokens that end them are not kept."""
+    return SamplingParams(**fields)
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -282,6 +289,9 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Any = None
+    thinking_budget_tokens: int | None = None
+    """Of Anthropic's API: only a mock keeps it."""
     echo: bool | None = None
 
     def check(self) -> None:

@@ -45,6 +45,7 @@ from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
+from kvarts.openai_api.thinking import Thinking
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
 from kvarts.openai_api.workbench import Workbench
 from kvarts.owners.keys import Owner
@@ -100,6 +101,12 @@ class Exchange(msgspec.Struct, kw_only=True):
     async def work(self, work: Callable[[], T], *, num_bytes: int) -> T:
         """Return the result of `work`, which processes `num_bytes`; above INLINE_BYTES it runs off the event loop."""
         return work() if num_bytes <= INLINE_BYTES else await self.workbench.run(self.owner.name, work)
+
+
+def may_end(served: Served, body: GenerationBody, most: int) -> bool:
+    """Return whether an answer of at most `most` tokens may end by itself before: the shortest has half the default."""
+    default = served.limits.default_tokens
+    return default is not None and not body.ignore_eos and most >= max(1, default // 2)
 
 
 def natural_length(served: Served, tokens: Sequence[int], seed: int | None) -> int:
@@ -170,7 +177,7 @@ def asks_of(
                 natural = len(written[answer])
                 if scripted[copy].is_as_long_as_asked:
                     most = min(natural, room)
-            elif served.limits.default_tokens is not None and not body.ignore_eos:
+            elif may_end(served, body, most):
                 natural = max(body.min_tokens or 0, natural_length(served, tokens, seed))
             if natural is not None and natural <= most:
                 most, own_end = natural, (scripted[copy].finish_reason if scripted else "") or "stop"
@@ -277,6 +284,7 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
     if answers is None:
+        _check_model_thinks(body)
         return Wanted(structured)
     question = None
     if isinstance(body.prompt, str):
@@ -285,6 +293,8 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     if asked is None and answers.recordings is not None:
         sent = _sent(COMPLETION_PATH, body, exchange)
         return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
+    if asked is not None:
+        asked = Thinking.of([body.thinking_token_budget], None, None).limited(asked, served.text)
     if question is not None:
         if asked is None and schema is not None:
             return _scripted(
@@ -293,6 +303,13 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     elif schema is not None:
         raise ApiError(400, "of a mock, it is of prompts that are one text", param="response_format")
     return Wanted() if asked is None else _scripted([asked] * body.num_choices)
+
+
+def _check_model_thinks(body: GenerationBody) -> None:
+    """Raise ApiError for a budget of a real model's reasoning, which is not bounded."""
+    if body.thinking_token_budget is not None:
+        raise ApiError(400, "is of mocks: the reasoning of a model is not bounded; omit it",
+                       param="thinking_token_budget")  # fmt: skip
 
 
 def _asked(served: Served, body: GenerationBody, exchange: Exchange) -> ScriptedAnswer | None:
@@ -374,12 +391,17 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
         asked = asked or answers.find(question)
         if asked is None and recordings is not None and sent is not None:
             return _scripted(recordings.find(CHAT_PATH, sent, body.num_choices))
+        budgets = [body.thinking_token_budget, body.thinking_budget_tokens]
+        thinking = Thinking.of(budgets, body.reasoning_effort, body.chat_template_kwargs)
+        if asked is not None:
+            asked = thinking.limited(asked, served.text)
         scripted = [
             one
             for copy in range(body.num_choices)
             if (one := asked or _drawn(answers, question, copy, schema, allowed, exchange.budget, is_free=is_free))
         ]
         return _scripted(scripted) if scripted else Wanted()
+    _check_model_thinks(body)
     if is_free:
         if structured is not None or not allowed:
             return Wanted(structured)
@@ -494,8 +516,8 @@ class _Read(NamedTuple):
     body: GenerationBody
     asks: list[Ask]
     form: Form
-    scripted: ScriptedAnswer | None
-    """The answer of a mock that knows it beforehand."""
+    scripted: Sequence[ScriptedAnswer] = ()
+    """The choices of a mock that knows them beforehand."""
 
 
 MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
@@ -531,7 +553,7 @@ class Generating:
                 names_ids=bool(body.return_tokens_as_token_ids),
             )
             body.prompt = None
-            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
+            return _Read(served, body, asks, form, wanted.scripted)
 
         await self._answer(exchange, await self._read(exchange, read))
 
@@ -566,7 +588,7 @@ class Generating:
                 asks = [msgspec.structs.replace(ask, hints_of_parts=of_parts) for ask in asks]
             form = make(served, body, asks, wanted.shape)
             body.messages = body.tools = None
-            return _Read(served, body, asks, form, next(iter(wanted.scripted), None))
+            return _Read(served, body, asks, form, wanted.scripted)
 
         return await self._answer(exchange, await self._read(exchange, read_all, num_bytes=num_bytes))
 
@@ -584,13 +606,15 @@ class Generating:
 
     async def _answer(self, exchange: Exchange, read: _Read) -> Form:
         served, body, form = read.served, read.body, read.form
-        if read.scripted is not None:
-            _fail_as(read.scripted, exchange, served)
+        if read.scripted:
+            _fail_as(read.scripted[0], exchange, served)
         await checked(exchange, served, read.asks)
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted)
+        span_of = {id(each): served.reasoning_span(each) for each in _distinct(read.scripted)}
+        spans = [span_of[id(each)] for each in read.scripted]
+        usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted, spans)
         read.asks.clear()  # the engine has the tokens
         try:
             if body.stream:
@@ -650,15 +674,23 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
 
 
 class _Usage:
-    """Token counts of an answer. `copies`: choices of each prompt. `scripted`: overrides some of them."""
+    """Token counts of an answer. `copies`: choices of each prompt. `scripted`: the choices, the first of which may
+    override some counts. `spans`: the first token of reasoning in each, and the one after the last.
+    """
 
     def __init__(
-        self, choices: Sequence[Choice], prompt_lengths: Sequence[int], copies: int, scripted: ScriptedAnswer | None
+        self,
+        choices: Sequence[Choice],
+        prompt_lengths: Sequence[int],
+        copies: int,
+        scripted: Sequence[ScriptedAnswer],
+        spans: Sequence[tuple[int, int]],
     ) -> None:
         self._choices = choices
         self._prompt_lengths = prompt_lengths
         self._copies = copies
-        self._scripted = None if scripted is None or scripted.usage == ScriptedUsage() else scripted.usage
+        self._scripted = scripted[0].usage if scripted and scripted[0].usage != ScriptedUsage() else None
+        self._spans = spans
 
     @property
     def of_all(self) -> dict[str, Any]:
@@ -666,7 +698,16 @@ class _Usage:
         num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
         # The cached tokens of each prompt are counted once, although each of its copies may have hit more.
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
-        return self._overridden(usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached))
+        usage = usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached)
+        if any(end for _, end in self._spans):
+            num_reasoning = sum(map(self._num_reasoning, self._choices))
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return self._overridden(usage)
+
+    def _num_reasoning(self, choice: Choice) -> int:
+        start, end = self._spans[choice.number % self._copies]
+        num_tokens = 0 if choice.completion is None else len(choice.completion.tokens)
+        return max(0, min(num_tokens, end) - start)
 
     def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
         """Return the usage of a choice under way."""
@@ -679,7 +720,10 @@ class _Usage:
         prompt = usage["prompt_tokens"] if scripted.prompt_tokens is None else scripted.prompt_tokens
         completion = usage["completion_tokens"] if scripted.completion_tokens is None else scripted.completion_tokens
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        details = usage.get("completion_tokens_details")
         usage = usage_of(prompt, completion, cached if scripted.cached_tokens is None else scripted.cached_tokens)
+        if details is not None:
+            usage["completion_tokens_details"] = details
         if scripted.reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": scripted.reasoning_tokens}
         return usage

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from random import Random, SystemRandom
 from typing import Any, Protocol
 
 from kvarts.openai_api.errors import ApiError
 
-__all__ = ["DIRECT", "ClientGone", "Direct", "HttpRequest", "HttpResponse", "Receive", "Scope", "Send", "new_id"]
+__all__ = [
+    "DIRECT",
+    "RELAYED",
+    "ClientGone",
+    "Direct",
+    "HttpRequest",
+    "HttpResponse",
+    "Receive",
+    "Scope",
+    "Send",
+    "new_id",
+]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -19,6 +30,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 DIRECT = "kvarts.direct"
 """The extension of an ASGI scope that holds a Direct, as `call`."""
+RELAYED = "kvarts.relayed"
+"""The extension of an ASGI scope whose request another worker has received and passed on."""
 _RANDOM = Random(SystemRandom().getrandbits(256))
 
 
@@ -42,6 +55,8 @@ class HttpRequest:
         self.path: str = scope["path"]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.is_relayed = RELAYED in (scope.get("extensions") or ())
+        """Whether another worker has received it."""
         self.owner_name = ""
         """Of the owner of its key, once that is known."""
         self._receive = receive
@@ -144,6 +159,9 @@ class Direct(Protocol):
     def write(self, payload: bytes) -> None:
         """Write a part."""
 
+    def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole answer, whose headers include its length. Return False if it cannot be written now."""
+
 
 class HttpResponse:
     """An answer on its way out. `extra_headers` are sent with every answer. `direct`: set if the server provides it."""
@@ -169,7 +187,13 @@ class HttpResponse:
     ) -> None:
         """Send a whole answer. `without_body`: for a HEAD request, whose headers describe the omitted body."""
         length = str(len(body)).encode()
-        await self._begin(status, [(b"content-type", content_type), (b"content-length", length), *(headers or ())])
+        told = [(b"content-type", content_type), (b"content-length", length), *(headers or ())]
+        direct = None if without_body else self.direct
+        if direct is not None and direct.write_whole(status, [*told, *self.extra_headers], body):
+            self.has_begun = self.has_ended = True
+            self.status = status
+            return
+        await self._begin(status, told)
         await self._send({"type": "http.response.body", "body": b"" if without_body else body, "more_body": False})
         self.has_ended = True
 
@@ -192,6 +216,13 @@ class HttpResponse:
     async def more(self, payload: bytes) -> None:
         """Send a part of a stream, waiting while the client does not read."""
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
+
+    async def pass_on(self, message: MutableMapping[str, Any]) -> None:
+        """Send a message of an answer that another worker gives, unchanged."""
+        if message["type"] == "http.response.start":
+            self.has_begun, self.status = True, message["status"]
+        await self._send(message)
+        self.has_ended = message["type"] == "http.response.body" and not message["more_body"]
 
     async def end_stream(self) -> None:
         """End a stream."""

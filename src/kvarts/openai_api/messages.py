@@ -20,6 +20,7 @@ from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of_pa
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 from kvarts.openai_api.shapes import Part, Plain, Shape
+from kvarts.openai_api.thinking import budget_of_messages
 from kvarts.sampling import Logprobs
 
 __all__ = ["MessageForm", "Messages", "MessagesBody", "error_body"]
@@ -61,6 +62,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     seed: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -77,7 +79,10 @@ class MessagesBody(msgspec.Struct, kw_only=True):
         if isinstance(form, dict):
             form = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
         choice = self.tool_choice or {}
+        budget, is_off = budget_of_messages(self.thinking, self.max_tokens)
         return ChatBody(
+            thinking_budget_tokens=budget,
+            chat_template_kwargs={"enable_thinking": False} if is_off else None,
             model=self.model,
             messages=self._messages(),
             max_tokens=self.max_tokens,
@@ -142,6 +147,7 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     texts: list[dict[str, Any]] = []
+    reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for block in content:
@@ -154,10 +160,16 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             results.append(result)
         elif kind in ("text", "image"):
             texts.append(block)
-        elif kind not in ("thinking", "redacted_thinking"):  # omitted, as templates do
+        elif kind == "thinking":
+            reasoning.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
             raise ApiError(400, f"blocks of type {brief(kind)} are not read: give text", param=f"{where}.content")
-    own = {"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}
-    return [*results, *([own] if texts or calls or not results else [])]
+    own: dict[str, Any] = {"role": role, "content": texts}
+    if any(reasoning):
+        own["reasoning_content"] = "".join(reasoning)
+    if calls:
+        own["tool_calls"] = calls
+    return [*results, *([own] if len(own) > 2 or texts or not results else [])]
 
 
 class MessageForm:

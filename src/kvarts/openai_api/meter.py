@@ -5,11 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvarts.events import Event, LeapDone, StepDone
 from kvarts.llm.text import Completion
 from kvarts.request import Request
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.openai_api.residency import Residency
 
 __all__ = ["BucketCounts", "Meter"]
 
@@ -71,12 +75,14 @@ class ServedChoice(Protocol):
 class Meter:
     """An EventReader of one engine's steps, and the ChoiceMeter of its answers. For the engine's thread.
 
-    `speedup`: ratio of model time to real time; durations are reported in real time.
+    `speedup`: ratio of model time to real time; durations are reported in real time. `residency`: the meter of a share
+    of the blocks, another EventReader of the same engine.
     """
 
     wants_details = False
 
-    def __init__(self, *, max_model_len: int, speedup: float = 1.0) -> None:
+    def __init__(self, *, max_model_len: int, speedup: float = 1.0, residency: Residency | None = None) -> None:
+        self.residency = residency
         self._per_ns = 1e-9 / speedup
         tokens = bounds_1_2_5(max_model_len)
         self.first_token_s = BucketCounts(FINE_S, FIRST_TOKEN_S)
@@ -109,6 +115,11 @@ class Meter:
         self.num_aborted = 0
         """Requests that were ended because their client disconnected."""
 
+    @property
+    def readers(self) -> Sequence[EventReader]:
+        """The readers of the engine's events."""
+        return [self] if self.residency is None else [self, self.residency]
+
     # Steps ------------------------------------------------------------------------------------------------
 
     def observe(self, events: Sequence[Event]) -> None:
@@ -132,7 +143,10 @@ class Meter:
     def next_tokens(self, num_tokens: int, waited_s: float) -> None:
         """Count tokens after the first; they arrived `waited_s` after the previous ones."""
         self.num_generated_tokens += num_tokens
-        self.next_token_s.add(waited_s / num_tokens, num_tokens)
+        if num_tokens == 1:
+            self.next_token_s.add(waited_s)
+        else:
+            self.next_token_s.add(waited_s / num_tokens, num_tokens)
 
     def prefilled(self, request: Request) -> None:
         """Count a prompt that has been computed, with its hits."""

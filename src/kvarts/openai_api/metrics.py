@@ -52,7 +52,8 @@ class ModelMetrics:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._values = (served.names[0], "0")
+        self._engine = str(served.rank)
+        self._values = (served.names[0], self._engine)
         self._created_s = served.created_s
 
     def collect(self) -> Iterator[Metric]:
@@ -60,6 +61,7 @@ class ModelMetrics:
         yield from self._of_scheduler()
         yield from self._of_tokens()
         yield from self._of_requests()
+        yield from self._of_residency()
         yield from self._own()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -144,7 +146,7 @@ class ModelMetrics:
             "block_size": str(config.page_size),
             "cache_dtype": "auto",
             "enable_prefix_caching": "True",
-            "engine": "0",
+            "engine": self._engine,
             "gpu_memory_utilization": "0.9",
             "num_gpu_blocks": str(scheduler.cache.pool.total),
             "prefix_caching_hash_algo": "sha256_cbor",
@@ -253,6 +255,20 @@ class ModelMetrics:
         )
         for name, text, counts in histograms:
             yield self._histogram(f"vllm:{name}", text, counts)
+
+    def _of_residency(self) -> Iterator[Metric]:
+        residency = self._served.meter.residency
+        if residency is None:
+            return
+        sampled = "Sampled (--kv-cache-metrics-sample)."
+        histograms = (
+            ("lifetime", "KV cache block lifetime from allocation to eviction.", residency.lifetime_s),
+            ("idle_before_evict", "idle time before KV cache block eviction.", residency.idle_s),
+            ("reuse_gap", "time gaps between consecutive KV cache block accesses, the last ones.",
+             residency.reuse_gap_s),
+        )  # fmt: skip
+        for name, text, counts in histograms:
+            yield self._histogram(f"vllm:kv_block_{name}_seconds", f"Histogram of {text} {sampled}", counts)
 
     def _own(self) -> Iterator[Metric]:
         served = self._served

@@ -28,8 +28,9 @@ from kvarts.sim.config import ReplayConfig
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.recordings import RecordedAnswers
+    from kvarts.openai_api.residency import Residency
 
-__all__ = ["Door", "Opened", "make_served", "mock_limits", "open_app", "open_mock", "open_model"]
+__all__ = ["Door", "Opened", "make_served", "meter_of", "mock_limits", "open_app", "open_mock", "open_model"]
 
 DEFAULT_TOKENS = 128
 
@@ -39,9 +40,10 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
 
     `keys`: accepted keys; None: no key is required. `shares_prefix_cache`: owners can hit each other's KV. `origins`
     and `hosts`: see Guard. `fail`: a script of failures, drawn from `seed`. `allows_failures`: requests may ask for
-    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of
-    requests. `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images
-    and audio are counted.
+    failures. `is_recording`: record arrivals. `has_page`: serve the live page. `access_log`: log of requests.
+    `answers`, `recordings`, `media`: of mocks, rules, records, and the family by which images and audio are counted.
+    `residency_share`: the share of KV blocks whose residency is measured; 0: none. `rank`: the rank of its engines
+    among those of several workers.
     """
 
     names: tuple[str, ...] = ()
@@ -60,6 +62,8 @@ class Door(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[Rule, ...] = ()
     recordings: RecordedAnswers | None = None
     media: str = ""
+    residency_share: float = 0.0
+    rank: int = 0
 
 
 class Opened:
@@ -97,7 +101,7 @@ def open_mock(
     `max_model_len` of the limits is reduced to the tokens that the pages can hold.
     """
     limits = mock_limits(door, config)
-    meter = Meter(max_model_len=limits.max_model_len, speedup=speedup)
+    meter = meter_of(door, limits, speedup=speedup)
     host = mock_model(
         config,
         config.cost_model,
@@ -106,7 +110,7 @@ def open_mock(
         offload=config.offload,
         token_bytes=token_bytes,
         max_positions=limits.max_model_len,
-        readers=(*readers, meter),
+        readers=(*readers, *meter.readers),
         audit=config.audit,
         clock=clock,
         groups=None if config.kv_groups == "off" else config.memory,
@@ -115,6 +119,19 @@ def open_mock(
     facts = {"mock": True, "seed": door.seed, "speedup": speedup, "cost_model": config.to_builtins()["cost"]}
     served = make_served(host, WordText(), door.names or (model,), door, limits=limits, meter=meter, facts=facts)
     return open_app([served], door, speedup=speedup, watcher=watcher)
+
+
+def meter_of(door: Door, limits: Limits, *, speedup: float = 1.0) -> Meter:
+    """Return the meter of a mock's engine, with that of the residency of blocks if `door` asks for it."""
+    return Meter(max_model_len=limits.max_model_len, speedup=speedup, residency=_residency_of(door, speedup))
+
+
+def _residency_of(door: Door, speedup: float = 1.0) -> Residency | None:
+    if not door.residency_share:
+        return None
+    from kvarts.openai_api.residency import Residency
+
+    return Residency(door.residency_share, seed=door.seed, speedup=speedup)
 
 
 def mock_limits(door: Door, config: ReplayConfig) -> Limits:
@@ -145,13 +162,16 @@ def open_model(
 
     `tool_call_parser`: the model's format of calls, see kvarts.openai_api.tool_calls.
     """
+    residency = _residency_of(door)
+    if residency is not None:
+        readers = [*readers, residency]
     llm = from_room("llm.llm", "LLM", field="model")(path, readers=readers, **settings)
     host = llm.host()
     most = host.core.scheduler.most_tokens(host.max_positions or 1 << 40)
     limits = msgspec.structs.replace(
         door.limits, max_model_len=most if max_model_len is None else min(most, max_model_len)
     )
-    meter = Meter(max_model_len=limits.max_model_len)
+    meter = Meter(max_model_len=limits.max_model_len, residency=residency)
     host.core.log.add_reader(meter)
     facts = {"mock": False, "dtype": settings.get("dtype", "auto")}
     text = HubText(host.tokenizer, host.eos_ids, tool_call_parser=tool_call_parser)
@@ -188,6 +208,7 @@ def make_served(
         if facts.get("mock")
         else None,
         media=door.media,
+        rank=door.rank,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from kvarts.llm.token_bytes import TextOffsets, TokenBytes
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.thinking import spoken
 from kvarts.openai_api.tool_calls import FORMATS, CallFormat, call_text, format_named
 from kvarts.openai_api.words import MAX_CHARS_PER_WORD, WordTokenizer
 
@@ -91,8 +92,8 @@ class WordText:
         tools = options.get("tools")
         if tools:
             parts.append(f"<|im_start|>tools\n{_json(tools)}<|im_end|>\n")
-        for message in messages:
-            text = f"{message['content']}{_calls(message)}"
+        for message, reasoning in zip(messages, spoken(messages, options.get("chat_template_kwargs")), strict=True):
+            text = f"{reasoning}{message['content']}{_calls(message)}"
             parts.append(f"<|im_start|>{message['role']}\n{text}<|im_end|>\n")
         if options.get("continue_final_message"):
             return "".join(parts).removesuffix("<|im_end|>\n")

@@ -34,7 +34,7 @@ from kvarts.owners.keys import Owner
 from kvarts.owners.shares import Shares
 from kvarts.sampling import Logprobs
 
-__all__ = ["Responses"]
+__all__ = ["Responses", "rank_in"]
 
 MAX_STORED = 10_000
 MAX_STORED_BYTES = 32 * 1024 * 1024
@@ -42,6 +42,7 @@ MAX_STORED_BYTES = 32 * 1024 * 1024
 exceeds its share by most.
 """
 
+PREFIX, RANK_DIGITS = "resp_", 2
 OVERHEAD_BYTES = 8 * 1024
 """Memory of a stored response in addition to its content."""
 
@@ -49,6 +50,13 @@ PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "response_format
 """Fields whose names differ from those of completions."""
 
 encode = msgspec.json.encode
+
+
+def rank_in(response_id: str) -> int | None:
+    """Return the rank of the engine that gave a response, by its id; None if it is not such an id."""
+    digits = response_id[-RANK_DIGITS:]
+    is_one = response_id.startswith(PREFIX) and len(digits) == RANK_DIGITS and set(digits) <= set("0123456789abcdef")
+    return int(digits, 16) if is_one else None
 
 
 class _Stored(msgspec.Struct):
@@ -175,20 +183,31 @@ def _messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
     if not body.input:
         raise ApiError(400, "an input is needed: text, or a list of items", param="input")
     messages: list[dict[str, Any]] = []
+    reasoning = ""
     for index, item in enumerate(body.input):
         message = _message(item, index)
         if message is None:
+            reasoning += _reasoning(item)
             continue
+        if reasoning and message.get("role") == "assistant":
+            message["reasoning_content"], reasoning = reasoning, ""
         last = messages[-1] if messages else {}
-        if "tool_calls" in message and last.get("role") == "assistant":
+        if "tool_calls" in message and last.get("role") == "assistant" and "reasoning_content" not in message:
             last.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             messages.append(message)
     return messages
 
 
+def _reasoning(item: dict[str, Any]) -> str:
+    """Return the text of an item of reasoning, which belongs to the message or the call after it."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 def _message(item: Any, index: int) -> dict[str, Any] | None:
-    """Convert an item to a message. Return None for an item to omit."""
+    """Convert an item to a message. Return None for an item of reasoning."""
     if not isinstance(item, dict):
         raise ApiError(400, "an item is an object", param=f"input[{index}]")
     kind = item.get("type", "message")
@@ -202,7 +221,7 @@ def _message(item: Any, index: int) -> dict[str, Any] | None:
         calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
     if kind == "reasoning":
-        return None  # as templates do
+        return None
     raise ApiError(400, f"items of type {brief(kind)} are not read", param=f"input[{index}].type")
 
 
@@ -239,6 +258,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
         """Convert to a chat. Raise ApiError for unsupported values."""
@@ -281,6 +301,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             cache_control=self.cache_control,
             response_format=form if isinstance(form, dict) else None,
             tools=[{"type": "function", "function": tool} for tool in functions] or None,
+            reasoning_effort=(self.reasoning or {}).get("effort"),
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
         )
@@ -289,7 +310,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 def _form(
     body: ResponsesBody, served: Served, chat: ChatBody, asks: Sequence[Ask], shape: Shape | None
 ) -> ResponseForm:
-    return ResponseForm(body, served.names[0], Plain() if shape is None else shape)
+    return ResponseForm(body, served.names[0], Plain() if shape is None else shape, served.rank)
 
 
 class ResponseForm:
@@ -297,14 +318,14 @@ class ResponseForm:
 
     tells_ids = False
 
-    def __init__(self, body: ResponsesBody, model: str, shape: Shape) -> None:
+    def __init__(self, body: ResponsesBody, model: str, shape: Shape, rank: int) -> None:
         self._reader = shape.reader(0)
         self._reason = "stop"
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Of the last item, until it is complete."""
-        self.answer_id = f"resp_{uuid4().hex}"
+        self.answer_id = f"{PREFIX}{uuid4().hex[:-RANK_DIGITS]}{rank:0{RANK_DIGITS}x}"
         self.body: dict[str, Any] = {
             "id": self.answer_id,
             "object": "response",
@@ -341,7 +362,12 @@ class ResponseForm:
             if item["type"] == "function_call"
         ]
         text = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
-        return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if reasoning := "".join(_reasoning(item) for item in self._items if item["type"] == "reasoning"):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the first events."""

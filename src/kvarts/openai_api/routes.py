@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -21,7 +22,7 @@ from kvarts.openai_api.served import Ask, Served
 if TYPE_CHECKING:
     from kvarts.openai_api.metrics import Metrics
 
-__all__ = ["TOKENIZED_BYTES", "Routes"]
+__all__ = ["TOKENIZED_BYTES", "Routes", "sources_told"]
 
 TOKENIZED_BYTES = 4 * 1024 * 1024
 """Size limit of a text that is only tokenized."""
@@ -160,11 +161,7 @@ class Routes:
 
         The list is for consumers other than vLLM's. With several models, each model has the rank of its position.
         """
-        form = parse_qs(exchange.request.query).get("form", ["map"])[0]
-        if form not in ("map", "list"):
-            raise ApiError(400, f"form must be map or list, got {brief(form)}", param="form")
-        sources = self.event_sources
-        await self._tell(exchange, sources if form == "list" else dict(enumerate(sources)))
+        await self._tell(exchange, sources_told(exchange, self.event_sources))
 
     # Tokens -----------------------------------------------------------------------------------------------
 
@@ -297,6 +294,14 @@ class Routes:
 
     async def _tell(self, exchange: Exchange, told: Any) -> None:
         await exchange.response.whole(encode(told), without_body=exchange.request.method == "HEAD")
+
+
+def sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
+    """Return `sources` in the form that a request to /kv_event_sources asks for. Raise ApiError for another form."""
+    form = parse_qs(exchange.request.query).get("form", ["map"])[0]
+    if form not in ("map", "list"):
+        raise ApiError(400, f"form must be map or list, got {brief(form)}", param="form")
+    return sources if form == "list" else dict(enumerate(sources))
 
 
 def _metrics_of(models: Models) -> Metrics:

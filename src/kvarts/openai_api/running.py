@@ -82,11 +82,11 @@ class RunningServer:
     millisecond. `seed`: for texts and failures. `fail`: a script of failures. `allows_failures`: requests may ask for
     their own failures. `answers`: rules of the answers, as objects or as a file. `recordings`: a file of recorded
     answers. `record_from`: URL of the server that gives those that the file lacks. `has_page`: serve the live page.
-    `access_log`: receives every request. `media`: openai, qwen, gemma or claude, see kvarts.openai_api.media.
-    `api_key`: one key, several, or keys with their owners. `speedup`: divides the time of steps. `settings`: further
-    fields of ReplayConfig. `readers` receive all events of the engine. `several`: a SharingConfig, which replaces
-    `model` and the settings of the engine; its models are served under their names. `sessions`: a SessionsConfig, which
-    allows requests to name sessions.
+    `access_log`: receives every request. `residency_share`: the share of KV blocks whose residency is measured.
+    `media`: openai, qwen, gemma or claude, see kvarts.openai_api.media. `api_key`: one key, several, or keys with their
+    owners. `speedup`: divides the time of steps. `settings`: further fields of ReplayConfig. `readers` receive all
+    events of the engine. `several`: a SharingConfig, which replaces `model` and the settings of the engine; its models
+    are served under their names. `sessions`: a SessionsConfig, which allows requests to name sessions.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class RunningServer:
         record_from: str | None = None,
         has_page: bool = True,
         access_log: AccessLog | None = None,
+        residency_share: float = 0.0,
         trust_request_chat_template: bool = False,
         is_recording: bool = False,
         readers: Sequence[EventReader] = (),
@@ -144,6 +145,7 @@ class RunningServer:
             answers=rules_of(answers),
             has_page=has_page,
             access_log=access_log,
+            residency_share=residency_share,
             recordings=recorded,
             media=media,
         )

@@ -29,6 +29,7 @@ from kvarts.openai_api.kv_hints import with_parts
 from kvarts.openai_api.meter import BucketCounts, Meter
 from kvarts.openai_api.prompts import Message, TextModel
 from kvarts.openai_api.recorded import ArrivalRecorder
+from kvarts.openai_api.thinking import OPEN
 from kvarts.openai_api.words import NOTHING
 from kvarts.owners.keys import ANYONE, Owner
 from kvarts.owners.shares import Shares
@@ -176,8 +177,11 @@ class Served:
         sets_owners_apart: bool = False,
         answers: Answers | None = None,
         media: str = "",
+        rank: int = 0,
     ) -> None:
         self.host = host
+        self.rank = rank
+        """Of the engine, among those of several workers."""
         self._media = media
         self.answers = answers
         self.sets_owners_apart = sets_owners_apart
@@ -230,6 +234,14 @@ class Served:
         tokens = tuple(self.text.encode(text, add_special_tokens=False, most=self.limits.max_model_len))
         budget.draw_values(len(tokens), "kvarts_answer")
         return tokens or (NOTHING,)
+
+    def reasoning_span(self, answer: ScriptedAnswer) -> tuple[int, int]:
+        """Return the first token of reasoning in a scripted answer, and the one after the last; 0 and 0 for none."""
+        if not answer.reasoning:
+            return 0, 0
+        most = self.limits.max_model_len
+        start = len(self.text.encode(OPEN, add_special_tokens=False, most=most))
+        return start, len(self.text.encode(f"{OPEN}{answer.reasoning}", add_special_tokens=False, most=most))
 
     def open(self) -> None:
         """Accept requests from the running event loop."""

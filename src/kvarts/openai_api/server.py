@@ -7,14 +7,14 @@ import contextlib
 import re
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvarts.errors import ConfigError
 from kvarts.openai_api.app import ABORT, OpenAIApp
@@ -79,16 +79,39 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
     def listen(self) -> socket.socket:
         """Return a listening socket. Raise ConfigError if the address is not available."""
+        return self._bound(self.port, listens=True)
+
+    def listen_shared(self, num_sockets: int) -> list[socket.socket]:
+        """Return sockets that share the connections to one port, bound but not yet listening.
+
+        Raise ConfigError if the address is not available, or another server shares its port already.
+        """
+        alone = self.listen()  # with SO_REUSEPORT, another server of this user would go unnoticed
+        port = alone.getsockname()[1]
+        alone.close()
+        return [self._bound(port, listens=False) for _ in range(num_sockets)]
+
+    def url_of(self, listening: socket.socket) -> str:
+        """Return the URL of a socket."""
+        host, port = listening.getsockname()[:2]
+        scheme = "https" if self.is_encrypted else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _bound(self, port: int, *, listens: bool) -> socket.socket:
+        """Return a socket that listens, or else one that shares its port."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listening = socket.socket(family)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self.host, self.port))
-            listening.listen(BACKLOG)
+            if not listens:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listening.bind((self.host, port))
+            if listens:
+                listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
             raise ConfigError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror or error})",
+                f"cannot listen on {self.host}:{port} ({error.strerror or error})",
                 field="port",
                 hint="Is the port taken, or the host not here?",
             ) from None
@@ -137,6 +160,28 @@ class _Direct:
     def write(self, payload: bytes) -> None:
         """Write a chunk."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole answer at once, as uvicorn does in two parts. Return False if it cannot be written now."""
+        cycle = self.cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_started or cycle.scope["method"] == "HEAD":
+            return False
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            if b"\r" in value or b"\n" in value:
+                return False  # uvicorn refuses it
+            parts += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts += (b"\r\n", body)
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+        self._transport.write(b"".join(parts))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()
+        return True
 
 
 class _Protocol(HttpToolsProtocol):
@@ -304,15 +349,15 @@ class _Server(uvicorn.Server):
 
 
 class OpenAIServer:
-    """One application on one socket, in the event loop that runs `start`."""
+    """One application on one socket, in the event loop that runs `start`. `listening`: the socket, if it is open."""
 
-    def __init__(self, app: OpenAIApp, models: Models, address: Address) -> None:
+    def __init__(
+        self, app: OpenAIApp, models: Models, address: Address, listening: socket.socket | None = None
+    ) -> None:
         self._app = app
         self._models = models
-        self._socket = address.listen()
-        host, port = self._socket.getsockname()[:2]
-        scheme = "https" if address.is_encrypted else "http"
-        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        self._socket = address.listen() if listening is None else listening
+        self.url = address.url_of(self._socket)
         config = uvicorn.Config(
             app,
             http=_Protocol,
@@ -343,7 +388,7 @@ class OpenAIServer:
 
     async def stop(self, drain_s: float = 30.0) -> bool:
         """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
-        is_whole = await self._models.drained(drain_s)
+        is_whole = all(await asyncio.gather(self._models.drained(drain_s), self._app.drained(drain_s)))
         if not is_whole:
             self._models.abort_all()
         self._server.config.timeout_graceful_shutdown = 2

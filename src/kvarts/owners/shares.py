@@ -18,7 +18,7 @@ PARTED = "\x1f"
 
 def owner_of(name: str) -> str:
     """Return the owner of `name`, which is an owner or a tenant of one."""
-    return name.partition(PARTED)[0]
+    return name.partition(PARTED)[0] if PARTED in name else name
 
 
 class Shares:
@@ -71,6 +71,8 @@ class Shares:
 
     def room(self, name: str) -> int:
         """Return the number of units that an owner can take now; negative if more are held than exist."""
+        if not self._kept:
+            return self.total - self.num_used
         return self.total - self.num_used - (self._num_kept_free - self._kept_free(owner_of(name)))
 
     def take(self, name: str, amount: int = 1) -> bool:
@@ -87,8 +89,9 @@ class Shares:
 
     def give(self, name: str, amount: int = 1) -> None:
         """Return `amount` units held by the owner."""
-        assert 0 <= amount <= self.used(name), (name, amount, self.used(name))
-        self._change(owner_of(name), -amount)
+        owner = owner_of(name)
+        assert 0 <= amount <= self._used.get(owner, 0), (name, amount, self.used(name))
+        self._change(owner, -amount)
 
     def most_over(self, names: Iterable[str]) -> str | None:
         """Return the owner in `names` that is furthest beyond its guarantee: the first to lose units.
@@ -105,7 +108,7 @@ class Shares:
         else:
             self._used.pop(owner, None)
         self.num_used += amount
-        kept = self._kept.get(owner)
+        kept = self._kept.get(owner) if self._kept else None
         if kept is not None:
             self._num_kept_free += max(0, kept - used) - max(0, kept - before)
 

@@ -16,7 +16,7 @@ from kvarts.llm.loop import EngineLoop
 from kvarts.openai_api.app import Watcher
 from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.mock import MockParts, mock_parts
-from kvarts.openai_api.opening import Door, Opened, make_served, mock_limits, open_app
+from kvarts.openai_api.opening import Door, Opened, make_served, meter_of, mock_limits, open_app
 from kvarts.openai_api.prompts import WordText
 from kvarts.openai_api.several.device import (
     Assignments,
@@ -71,7 +71,7 @@ def open_several(
     limits = {name: mock_limits(door, config.configs[name]) for name in names}
     engines = {
         name: _engine(
-            config, name, device, clock, Meter(max_model_len=limits[name].max_model_len, speedup=speedup),
+            config, name, device, clock, meter_of(door, limits[name], speedup=speedup),
             seed=door.seed, readers=readers_of(name),
         )
         for name in names
@@ -136,7 +136,7 @@ def _engine(
     """Build the engine of one model, and register it on the device."""
     of_model = config.configs[name]
     below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
-    log = EventLog([*readers, meter], num_waiting=1)
+    log = EventLog([*readers, *meter.readers], num_waiting=1)
     register = partial(
         device.register,
         name,

@@ -1,0 +1,264 @@
+"""Which requests concern all workers, or another one than that which received them, and how these are answered.
+
+A client cannot choose the worker that its connection reaches, so every answer must be right on each: what describes the
+server covers all workers, what changes it is done in all of them, and a request that continues a conversation is passed
+to the worker that has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+from zlib import crc32
+
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from kvarts.openai_api.access import Route
+from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.failures import Cut
+from kvarts.openai_api.generation import SESSION_HEADERS, Exchange
+from kvarts.openai_api.http import ClientGone
+from kvarts.openai_api.opening import Opened
+from kvarts.openai_api.responses import rank_in
+from kvarts.openai_api.routes import sources_told
+from kvarts.openai_api.workers.exposition import merged
+from kvarts.openai_api.workers.peers import Answer, Asked, PeerGoneError, Peers
+from kvarts.openai_api.workers.processes import Worker
+
+__all__ = ["Together", "joined"]
+
+LEADER = 0
+"""The rank of the worker that makes all changes, one after the other, so that all workers make them in one order."""
+CHANGES = frozenset((
+    "/reset_prefix_cache", "/sleep", "/wake_up", "/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/admin/config",
+))  # fmt: skip
+"""Requests that change the server, as POST."""
+CONFIG, RESPONSE = "/admin/config", "/v1/responses/"
+NOT_ALL = "not all workers answer: one starts, or has ended"
+QUERIES = {"/kv_event_sources": b"form=list"}
+"""Queries to workers, if they differ from that of the client."""
+ONE_ORDER = "a script counts requests in one order, and several workers have none: requests can ask for failures"
+
+
+class _Continued(msgspec.Struct):
+    """The fields of a body that decide which worker answers it."""
+
+    session_id: Any = None
+    previous_response_id: Any = None
+
+
+class Together:
+    """An OtherWorkers. For one event loop."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._changing = asyncio.Lock()
+        self._num_relayed = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def answered(self, route: Route, exchange: Exchange) -> bool:
+        """Answer a request that concerns other workers. Return False if it remains to be answered here."""
+        request = exchange.request
+        if route.method == "POST" and route.path in CHANGES:
+            return await self._change(route, exchange)
+        if request.is_relayed:
+            return False
+        if route.generates or route.path == RESPONSE:
+            rank = self._home(route, exchange)
+            if rank is None or rank == self._peers.rank:
+                return False
+            await self._relay(rank, exchange)
+            return True
+        if route.path in ("/health", "/ping"):
+            await self._all(exchange, self._peers.others)
+            return False
+        if route.path == "/metrics":
+            texts = [answer.payload for answer in await self._all(exchange, range(len(self._peers)), leaves_out=True)]
+            payload = await exchange.work(lambda: merged(texts), num_bytes=sum(map(len, texts)))
+            await self._tell(exchange, payload, content_type=CONTENT_TYPE_PLAIN_0_0_4.encode())
+            return True
+        if route.method == "GET" and (merge := MERGES.get(route.path)) is not None:
+            answers = await self._all(exchange, range(len(self._peers)))
+            told = [msgspec.json.decode(answer.payload) for answer in answers]
+            await self._tell(exchange, msgspec.json.encode(merge(exchange, told)))
+            return True
+        return False
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until the answers of others to requests received here have ended; return whether they did in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # What describes the server ----------------------------------------------------------------------------
+
+    async def _all(self, exchange: Exchange, ranks: Sequence[int], *, leaves_out: bool = False) -> list[Answer]:
+        """Return the answers of the workers `ranks` to a request. Raise ApiError for the first that is not 200.
+
+        `leaves_out`: a worker that cannot be asked is left out.
+        """
+        asked = _asked(exchange)
+        is_head, query = asked.method == "HEAD", QUERIES.get(asked.path, asked.query)
+        asked = msgspec.structs.replace(asked, method="GET" if is_head else asked.method, query=query)
+        found = await asyncio.gather(*(self._ask(rank, asked) for rank in ranks))
+        answers = [each for each in found if each is not None]
+        if len(answers) < len(found) and not leaves_out:
+            raise ApiError(503, NOT_ALL, retry_after_s=1.0)
+        for answer in answers:
+            if answer.status != 200:
+                raise _error_of(answer)
+        return answers
+
+    async def _ask(self, rank: int, asked: Asked) -> Answer | None:
+        try:
+            return await self._peers.ask(rank, asked)
+        except PeerGoneError:
+            return None
+
+    async def _tell(self, exchange: Exchange, payload: bytes, content_type: bytes = b"application/json") -> None:
+        is_head = exchange.request.method == "HEAD"
+        await exchange.response.whole(payload, content_type=content_type, without_body=is_head)
+
+    # What changes it --------------------------------------------------------------------------------------
+
+    async def _change(self, route: Route, exchange: Exchange) -> bool:
+        """Make a change in all workers. Return False if the leader has asked this one to make it."""
+        if self._peers.rank != LEADER:
+            if not exchange.request.is_relayed:
+                await self._relay(LEADER, exchange)
+            return not exchange.request.is_relayed
+        if route.path == CONFIG and b'"fail"' in exchange.payload:
+            raise ApiError(400, ONE_ORDER, param="fail")
+        async with self._changing:
+            for rank in self._peers.others:
+                await self._all(exchange, [rank])
+            await route.handler(exchange)
+        return True
+
+    # What continues something -----------------------------------------------------------------------------
+
+    def _home(self, route: Route, exchange: Exchange) -> int | None:
+        """Return the rank of the worker that a request continues with; None if any worker can answer it."""
+        request, payload = exchange.request, exchange.payload
+        if route.path == RESPONSE:
+            return self._rank_in(request.path.removeprefix(RESPONSE))
+        name: Any = None
+        if b"session_id" in payload or b"previous_response_id" in payload:
+            try:
+                continued = msgspec.json.decode(payload, type=_Continued)
+            except msgspec.DecodeError:
+                return None  # any worker refuses it
+            if route.path == RESPONSE[:-1] and isinstance(continued.previous_response_id, str):
+                return self._rank_in(continued.previous_response_id)
+            name = continued.session_id
+        if not name:
+            name = next((told for header in SESSION_HEADERS if (told := request.header(header))), None)
+        return crc32(name.encode()) % len(self._peers) if isinstance(name, str) and name else None
+
+    def _rank_in(self, response_id: str) -> int | None:
+        rank = rank_in(response_id)
+        return rank if rank is not None and rank < len(self._peers) else None
+
+    async def _relay(self, rank: int, exchange: Exchange) -> None:
+        """Answer as the worker `rank` does, part by part."""
+        asked = _asked(exchange)
+        self._num_relayed += 1
+        self._is_idle.clear()
+        task = asyncio.current_task()
+        assert task is not None
+        is_gone = False
+
+        def gone() -> None:
+            nonlocal is_gone
+            is_gone = True
+            task.cancel()
+
+        exchange.drop_payload()
+        exchange.request.when_gone(gone)
+        try:
+            async with aclosing(self._peers.messages(rank, asked)) as messages:
+                async for message in messages:
+                    await exchange.response.pass_on(message)
+        except PeerGoneError as error:
+            if error.reached:
+                raise Cut from None
+            raise ApiError(503, NOT_ALL, retry_after_s=1.0) from None
+        except asyncio.CancelledError:
+            if not is_gone:
+                raise
+            task.uncancel()
+            raise ClientGone from None
+        finally:
+            await exchange.request.settle()
+            self._num_relayed -= 1
+            if not self._num_relayed:
+                self._is_idle.set()
+
+
+def _asked(exchange: Exchange) -> Asked:
+    request = exchange.request
+    headers = {**request.headers, b"x-request-id": exchange.request_id.encode("latin-1", "replace")}
+    return Asked(request.method, request.path, request.query.encode("latin-1"), headers, exchange.payload)
+
+
+def _error_of(answer: Answer) -> ApiError:
+    """Return the error of a worker that refuses."""
+    try:
+        error = msgspec.json.decode(answer.payload)["error"]
+        return ApiError(answer.status, str(error["message"]), param=error.get("param"))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ApiError(answer.status, "a worker refuses the request")
+
+
+def _load(_: Exchange, told: list[Any]) -> Any:
+    return {"server_load": sum(each["server_load"] for each in told)}
+
+
+def _event_sources(exchange: Exchange, told: list[Any]) -> Any:
+    """Return the sources of all workers, whose ranks are those of their engines."""
+    return sources_told(exchange, [source for each in told for source in each])
+
+
+def _live(_: Exchange, told: list[Any]) -> Any:
+    """Return the engines of all workers, each by a name of its own."""
+    return [{**engine, "name": f"{engine['name']} {rank}"} for rank, each in enumerate(told) for engine in each]
+
+
+def _config(_: Exchange, told: list[Any]) -> Any:
+    """Return the settings, which all workers share, with the number of requests and the worst health of all."""
+    health = {
+        name: next((state for each in told if (state := each["health"][name]) != "healthy"), "healthy")
+        for name in told[0]["health"]
+    }
+    return {**told[0], "num_requests": sum(each["num_requests"] for each in told), "health": health}
+
+
+MERGES: dict[str, Callable[[Exchange, list[Any]], Any]] = {
+    "/load": _load,
+    "/kv_event_sources": _event_sources,
+    "/live": _live,
+    CONFIG: _config,
+}
+"""Requests whose answers are made of those of all workers."""
+
+
+@asynccontextmanager
+async def joined(opened: Opened, worker: Worker) -> AsyncIterator[None]:
+    """Make a server that is about to start one of several workers, until the end of the block."""
+    peers = Peers(worker.rank, worker.paths)
+    together = Together(peers)
+    opened.app.others = together
+    await peers.open(opened.app)
+    worker.follow_parent()
+    try:
+        yield
+    finally:
+        peers.close()
