@@ -695,23 +695,26 @@ class _Usage:
     @property
     def of_all(self) -> dict[str, Any]:
         """The usage of all choices, once they have ended."""
-        num_tokens = sum(len(choice.completion.tokens) for choice in self._choices if choice.completion is not None)
+        lengths = [0 if choice.completion is None else len(choice.completion.tokens) for choice in self._choices]
         # The cached tokens of each prompt are counted once, although each of its copies may have hit more.
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
-        usage = usage_of(sum(self._prompt_lengths[:: self._copies]), num_tokens, cached)
-        if any(end for _, end in self._spans):
-            num_reasoning = sum(map(self._num_reasoning, self._choices))
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        usage = usage_of(sum(self._prompt_lengths[:: self._copies]), sum(lengths), cached)
+        self._add_reasoning(usage, lengths)
         return self._overridden(usage)
-
-    def _num_reasoning(self, choice: Choice) -> int:
-        start, end = self._spans[choice.number % self._copies]
-        num_tokens = 0 if choice.completion is None else len(choice.completion.tokens)
-        return max(0, min(num_tokens, end) - start)
 
     def of_one(self, choice: Choice, num_tokens: int) -> dict[str, Any]:
         """Return the usage of a choice under way."""
-        return usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
+        usage = usage_of(self._prompt_lengths[choice.number], num_tokens, choice.cached_tokens)
+        self._add_reasoning(usage, [num_tokens], choice.number)
+        return usage
+
+    def _add_reasoning(self, usage: dict[str, Any], lengths: Sequence[int], first: int = 0) -> None:
+        """Add the tokens of reasoning of choices from `first` on, which have so many tokens, if there is reasoning."""
+        spans = self._spans
+        if any(end for _, end in spans):
+            places = [spans[number % self._copies] for number in range(first, first + len(lengths))]
+            counts = [max(0, min(length, end) - start) for length, (start, end) in zip(lengths, places, strict=True)]
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
 
     def _overridden(self, usage: dict[str, Any]) -> dict[str, Any]:
         scripted = self._scripted
