@@ -51,6 +51,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
             full_prompt_hits=offload.full_prompt_hits,
             fail_every=offload.fail_every,
             store_within_ns=round(offload.store_within_ms * 1e6),
+            swaps=offload.preemption_mode == "swap",
         )
         for _ in range(case.replicas)
     ]
