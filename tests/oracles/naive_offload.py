@@ -340,7 +340,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.ready
             or self.transfers
             or self.spills
-            or self.wanted
+            or (self.wanted and not self.is_stuck)
             or (self.has_left and self.is_lazy and not self.is_stuck)
             or self.following
         )
@@ -462,7 +462,7 @@ class NaiveOffloadEngine(NaiveEngine):
         host = self.tiers[0]
         names = self.resident(sequence)
         if self.passes_through(len(names)):
-            start = self.pass_through(names, start, room)
+            start = self.pass_through(sequence, len(names), start, room)
         deepest_first = self.is_lazy
         if self.is_lazy and room < len(names) - start:
             deepest_first = False  # what is first can be found, even if the rest is gone before it is stored
@@ -490,14 +490,14 @@ class NaiveOffloadEngine(NaiveEngine):
         """Host memory is too small for all pages of a prefix, and there are files below: it goes there in pieces."""
         return len(self.tiers) > 1 and num_pages > self.tiers[0].num_pages and not self.is_lazy
 
-    def pass_through(self, names: list[Name], start: int, room: int) -> int:
+    def pass_through(self, names: list[Name], num_here: int, start: int, room: int) -> int:
         """The first page that no tier has; what files have of those before it makes room in host memory."""
         host, disk = self.tiers
-        while start < len(names) and (host.is_stored(names[start]) or disk.is_stored(names[start])):
+        while start < num_here and (host.is_stored(names[start]) or disk.is_stored(names[start])):
             start += 1
         here = [index for index in range(start) if host.is_stored(names[index])]
         num_used = host.num_pages - host.num_empty - host.num_cached()
-        num_short = min(len(names) - start, room, len(here)) - (host.num_pages - num_used - len(here))
+        num_short = min(num_here - start, room, len(here)) - (host.num_pages - num_used - len(here))
         if num_short > 0:
             begin = end = here[-1] + 1
             while end - begin < num_short and begin - 1 in here:
