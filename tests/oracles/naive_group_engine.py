@@ -289,6 +289,7 @@ class NaiveGroupEngine(NaiveEngine):
                 part.refs += 1
             self.sequences[head.seq] = sequence
             self.running.append(head)
+            head.seniority = self.take_seniority()
             head.admissions += 1
             if head.first_admitted_ns is None:
                 head.first_admitted_ns = now_ns

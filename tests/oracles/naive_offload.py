@@ -772,6 +772,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.begin(transfer)
         self.leading.append(transfer)
         self.loading.append(head)
+        head.seniority = self.take_seniority()
         return True
 
     def fronts(self) -> list[NaiveRequest]:
@@ -815,7 +816,7 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         while self.ready and budget:
-            request, num_pages, by_tier = self.ready.pop(0)
+            request, num_pages, by_tier = self.ready[0]
             hit_tokens = min(num_pages * self.page_size, request.known - 1)
             seen = request.furthest
             tokens = self.below_tokens.setdefault(request.seq, [0] * len(self.tiers))
@@ -826,4 +827,8 @@ class NaiveOffloadEngine(NaiveEngine):
                     position += 1
             before[request.seq] = hit_tokens
             budget -= self.enter(request, hit_tokens, budget, now_ns)
+            self.ready.pop(0)
         return budget
+
+    def keeps_seniority(self, head: NaiveRequest) -> bool:
+        return any(request is head for request, _, _ in self.ready)

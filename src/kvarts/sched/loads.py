@@ -352,6 +352,7 @@ class Loads:
             self._let_follow(request.index)
             if not can_go_on and request.state is RequestState.LOADING:
                 self._release(request)
+                request.seniority = -1
                 request.become(RequestState.WAITING)
                 request.goes_first = True
                 self._waiting.push(request)

@@ -575,6 +575,8 @@ class Scheduler:
             if tell is not None:
                 self._told_blocked = None
             if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting, now_ns):
+                if request.state is RequestState.LOADING:
+                    running.start_loading(request)
                 if loads.fronts and loads.fronts[-1].request is request:
                     budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
                 continue
