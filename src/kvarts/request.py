@@ -105,6 +105,7 @@ class Request:
         "recomputed_tokens",
         "request_id",
         "row",
+        "seniority",
         "stalls_ns",
         "start",
         "state",
@@ -149,6 +150,9 @@ class Request:
         self.holding: Holding | None = None
         self.admission = -1
         """Its position in admission order while it runs, else -1."""
+        self.seniority = -1
+        """Its position in the order of preemption, the first is preempted last: that of its admission, or of the start
+        of its load. -1 if it neither runs nor loads."""
         self.row = -1
         """Its row in the executor's batch while it runs, if the executor needs rows, else -1."""
 

@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[str, Any]] = {
 
 
 CHOICES = (
-    *("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "vllm", "missing"),
+    *("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "recompute", "vllm", "missing"),
     "worker",
     "lcfs",
 )

@@ -53,6 +53,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
             store_within_ns=round(offload.store_within_ms * 1e6),
             long_prefill_token_threshold=case.long_prefill_token_threshold,
             watermark=case.watermark,
+            swaps=offload.preemption_mode == "swap",
         )
         for _ in range(case.replicas)
     ]

@@ -22,7 +22,8 @@ SECTIONS = all_sections()
 def test_every_flag_reaches_the_tiers() -> None:
     flags = (
         "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
-        "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6"
+        "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6 "
+        "--preemption-mode recompute"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
         host_pages=70,
@@ -36,6 +37,7 @@ def test_every_flag_reaches_the_tiers() -> None:
         disk_read="3GB/s",
         disk_write="5GB/s",
         disk_latency_us=6.0,
+        preemption_mode="recompute",
     )
 
 
@@ -62,6 +64,7 @@ def test_the_report_has_the_tiers(
         "disk_write": "3GB/s",
         "disk_latency_us": 100.0,
         "store_within_ms": 500.0,
+        "preemption_mode": "swap",
         "deadline_s": 60.0,
         "fail_every": 0,
     }

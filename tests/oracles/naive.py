@@ -42,6 +42,7 @@ class NaiveRequest:
     token_times_ns: list[int] = field(default_factory=list)
     gives_up_ns: int | None = None
     cancelled: bool = False
+    seniority: int = 0
     cancelled_prompt_tokens: int = 0  # prompt tokens computed that were never in its pages before
 
     @property
@@ -140,6 +141,7 @@ class NaiveEngine:
         self.steps: list[NaiveStep] = []
         self.finished: list[NaiveRequest] = []
         self.is_pausing = False
+        self.num_seniors = 0
         self.budget_left = self.num_preempted = 0  # in the last step
 
     # Pages ------------------------------------------------------------------------------------------------
@@ -239,10 +241,14 @@ class NaiveEngine:
         assert not victim.token_times_ns or victim.token_times_ns[-1] <= now_ns
 
     def victim(self) -> NaiveRequest:
-        if self.profile == "mocker":
-            return self.running[-1]
         lowest = min(r.priority for r in self.running)
-        return [r for r in self.running if r.priority == lowest][-1]
+        same = [r for r in self.running if r.priority == lowest or self.profile == "mocker"]
+        return max(same, key=lambda r: r.seniority)
+
+    def take_seniority(self) -> int:
+        """Of those that run, the last is preempted first."""
+        self.num_seniors += 1
+        return self.num_seniors
 
     def pin(self, pages: list[Page]) -> None:
         for page in pages:
@@ -260,6 +266,8 @@ class NaiveEngine:
         need = self.pages_for(hit_tokens + want) - len(head.pages)
         head.pages += [self.take_page() for _ in range(need)]
         self.running.append(head)
+        if not self.keeps_seniority(head):
+            head.seniority = self.take_seniority()
         head.admissions += 1
         if head.first_admitted_ns is None:
             head.first_admitted_ns = now_ns
@@ -294,6 +302,10 @@ class NaiveEngine:
 
     def begin_step(self, now_ns: int) -> None:
         pass
+
+    def keeps_seniority(self, head: NaiveRequest) -> bool:
+        """Whether it has it since its load began."""
+        return False
 
     def compute_fronts(self, budget: int, before: dict[int, int]) -> int:
         return budget

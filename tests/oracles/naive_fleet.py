@@ -232,6 +232,7 @@ class NaiveWorker(NaiveEngine):
         self.waiting.remove(request)
         self.ready.remove(request.seq)
         self.running.append(request)
+        request.seniority = self.take_seniority()
         request.admissions += 1
         request.first_admitted_ns = now_ns
         request.furthest = request.computed

@@ -301,6 +301,7 @@ class NaiveGroupEngine(NaiveEngine):
                 branch = self.groups.branch(tokens, sequence.salt, (head.known - 1) // self.page_size)
                 self.branches[head.seq] = branch * self.page_size if branch > length else 0
             self.running.append(head)
+            head.seniority = self.take_seniority()
             head.admissions += 1
             if head.first_admitted_ns is None:
                 head.first_admitted_ns = now_ns

@@ -33,6 +33,11 @@ class PageName(tuple):  # type: ignore[type-arg]
         return names[::-1]
 
 
+def is_shared(name: Name) -> bool:
+    """Whether other requests could find the page: all its tokens are known."""
+    return all(token[0] == "token" for token in name[1])  # type: ignore[index]
+
+
 @dataclass(eq=False)
 class Hold:
     """One page that a store reads. `orphan`: what it holds has left the device's tree since."""
@@ -77,6 +82,7 @@ class NaiveOffloadEngine(NaiveEngine):
         full_prompt_hits: bool,
         fail_every: int,
         store_within_ns: int,
+        swaps: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -92,6 +98,8 @@ class NaiveOffloadEngine(NaiveEngine):
         self.safe: list[Page] = []
         self.holds: dict[Name, list[Hold]] = {}
         self.store_within_ns = store_within_ns
+        self.swaps = swaps
+        self.swapped: set[int] = set()  # requests that were preempted: what they alone can find is stored, too
         self.num_loads = self.num_good_loads = 0
         self.following: list[tuple[NaiveRequest, NaiveRequest]] = []  # with the request whose load it awaits
         self.chosen_load: list[int] = []
@@ -249,6 +257,33 @@ class NaiveOffloadEngine(NaiveEngine):
                     self.num_released += not self.is_held(page)
         request.pages = []
 
+    def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
+        num_full = victim.computed // self.page_size
+        super().preempt(victim, asker, now_ns)
+        if self.swaps:
+            self.swapped.add(victim.seq)
+            if num_full and not self.is_lazy:
+                self.wanted[victim.seq] = (victim, 0, num_full)
+
+    def forget(self, request: NaiveRequest) -> None:
+        """It has ended: what it alone could find is of no use in host memory."""
+        if request.seq not in self.swapped:
+            return
+        self.swapped.remove(request.seq)
+        num_known = sum(1 for page in range(request.known // self.page_size) if self.is_known(request, page))
+        if request.seq in self.wanted:
+            _, start, end = self.wanted.pop(request.seq)
+            if start < min(end, num_known):
+                self.wanted[request.seq] = request, start, min(end, num_known)
+        if request.known // self.page_size > num_known:
+            self.tiers[0].drop(self.name_of(request, num_known))
+            self.after_host()
+            self.unmark_removed()
+
+    def cancel(self, request: NaiveRequest) -> None:
+        super().cancel(request)
+        self.forget(request)
+
     def give_name(self, request: NaiveRequest, index: int) -> None:
         page = request.pages[index]
         page.name = self.name_of(request, index)
@@ -305,7 +340,7 @@ class NaiveOffloadEngine(NaiveEngine):
             or self.ready
             or self.transfers
             or self.spills
-            or self.wanted
+            or (self.wanted and not self.is_stuck)
             or (self.has_left and self.is_lazy and not self.is_stuck)
             or self.following
         )
@@ -355,7 +390,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.end_transfers(now_ns)
         if not self.has_work():
             return now_ns  # at rest: nothing is begun for its own sake
-        num_steps = len(self.steps)
+        num_steps, num_finished = len(self.steps), len(self.finished)
         end_ns = super().step(now_ns)
         if len(self.steps) == num_steps:
             self.counts.pop()  # a pause
@@ -363,6 +398,8 @@ class NaiveOffloadEngine(NaiveEngine):
             if not self.is_lazy:
                 self.wanted.update((request.seq, (request, 0, num_pages)) for request, num_pages in self.computed_now)
             self.computed_now = []
+        for request in self.finished[num_finished:]:
+            self.forget(request)
         return end_ns
 
     # Stores -----------------------------------------------------------------------------------------------
@@ -425,7 +462,7 @@ class NaiveOffloadEngine(NaiveEngine):
         host = self.tiers[0]
         names = self.resident(sequence)
         if self.passes_through(len(names)):
-            start = self.pass_through(names, start, room)
+            start = self.pass_through(sequence, len(names), start, room)
         deepest_first = self.is_lazy
         if self.is_lazy and room < len(names) - start:
             deepest_first = False  # what is first can be found, even if the rest is gone before it is stored
@@ -453,14 +490,14 @@ class NaiveOffloadEngine(NaiveEngine):
         """Host memory is too small for all pages of a prefix, and there are files below: it goes there in pieces."""
         return len(self.tiers) > 1 and num_pages > self.tiers[0].num_pages and not self.is_lazy
 
-    def pass_through(self, names: list[Name], start: int, room: int) -> int:
+    def pass_through(self, names: list[Name], num_here: int, start: int, room: int) -> int:
         """The first page that no tier has; what files have of those before it makes room in host memory."""
         host, disk = self.tiers
-        while start < len(names) and (host.is_stored(names[start]) or disk.is_stored(names[start])):
+        while start < num_here and (host.is_stored(names[start]) or disk.is_stored(names[start])):
             start += 1
         here = [index for index in range(start) if host.is_stored(names[index])]
         num_used = host.num_pages - host.num_empty - host.num_cached()
-        num_short = min(len(names) - start, room, len(here)) - (host.num_pages - num_used - len(here))
+        num_short = min(num_here - start, room, len(here)) - (host.num_pages - num_used - len(here))
         if num_short > 0:
             begin = end = here[-1] + 1
             while end - begin < num_short and begin - 1 in here:
@@ -480,7 +517,7 @@ class NaiveOffloadEngine(NaiveEngine):
                 break
             num_covered += 1
             name: Any = page.name
-            is_known = all(token[0] == "token" for token in name[1])
+            is_known = all(token[0] == "token" or token[1] in self.swapped for token in name[1])
             if is_known and name not in self.below | self.failed | coming:
                 chosen.append(name)
         # Neighbours that follow each other in a sequence go together.
@@ -555,7 +592,7 @@ class NaiveOffloadEngine(NaiveEngine):
         for _, placement in transfer.stores:
             tier.settle(placement, is_stored=is_good)
             if is_good and transfer.kind == "store" and len(self.tiers) > 1:
-                self.spills += [entry.name for entry in placement.new if entry.state == "stored"]
+                self.spills += [entry.name for entry in placement.new if entry.state == "stored" and is_shared(entry.name)]
         for entries in transfer.sources:
             self.tiers[0].unpin(entries)
         if transfer.kind == "spill" and not is_good:
@@ -735,6 +772,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.begin(transfer)
         self.leading.append(transfer)
         self.loading.append(head)
+        head.seniority = self.take_seniority()
         return True
 
     def fronts(self) -> list[NaiveRequest]:
@@ -778,7 +816,7 @@ class NaiveOffloadEngine(NaiveEngine):
 
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
         while self.ready and budget:
-            request, num_pages, by_tier = self.ready.pop(0)
+            request, num_pages, by_tier = self.ready[0]
             hit_tokens = min(num_pages * self.page_size, request.known - 1)
             seen = request.furthest
             tokens = self.below_tokens.setdefault(request.seq, [0] * len(self.tiers))
@@ -789,4 +827,8 @@ class NaiveOffloadEngine(NaiveEngine):
                     position += 1
             before[request.seq] = hit_tokens
             budget -= self.enter(request, hit_tokens, budget, now_ns)
+            self.ready.pop(0)
         return budget
+
+    def keeps_seniority(self, head: NaiveRequest) -> bool:
+        return any(request is head for request, _, _ in self.ready)

@@ -102,13 +102,27 @@ def test_the_victim_is_the_last_admitted_of_the_lowest_priority() -> None:
     running = RunningOrder()
     requests = [request(i, priority=p) for i, p in enumerate([0, -1, -1, 3])]
     for admission, each in enumerate(requests):
-        each.admission = admission
+        each.admission = each.seniority = admission
         running.add(each)
+    assert victims_of(running) == [2, 1, 0, 3]
+
+
+def test_a_request_that_was_loaded_is_senior_to_those_admitted_meanwhile() -> None:
+    running = RunningOrder()
+    for index, seniority in enumerate([0, 2, 3, 1]):
+        each = request(index)
+        each.admission, each.seniority = index, seniority
+        running.add(each)
+        assert running.is_in_order == (index < 3 and seniority >= index)
+    assert victims_of(running) == [2, 1, 3, 0]
+
+
+def victims_of(running: RunningOrder) -> list[int]:
     victims = []
     while running.num_running:
         victims.append(running.victim())
         running.remove(victims[-1])
-    assert [victim.index for victim in victims] == [2, 1, 0, 3]
+    return [victim.index for victim in victims]
 
 
 def run(scheduler: Scheduler, steps: int) -> None:

@@ -651,7 +651,7 @@ class Auditor:
 
     def _found_below(self, known: KnownRequest, start: int) -> tuple[tuple[str, int], ...]:
         last_token = 0 if self._books.full_prompt_hits else 1
-        limit = min((known.known - last_token) // self._page_size, known.content.num_known_pages)
+        limit = (known.known - last_token) // self._page_size
         return self._books.found(self._digests.upto(known.content, limit)[start:limit])
 
     def _load(self, event: LoadStarted) -> None:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from kvarts.offload.pagefiles import PageFiles
     from kvarts.offload.part_offloader import PartOffloader
 
-__all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy"]
+__all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
 
 OffloadPolicy = Literal["eager", "lazy"]
+PreemptionMode = Literal["swap", "recompute"]
 
 Size = int | str
 """Bytes, as a number or with a unit: 64GiB."""
@@ -46,7 +47,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     and at least twice the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every
     transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits.
     `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again. `workers`: how many
-    must report a transfer before it is complete.
+    must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request can
+    find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are not.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
@@ -134,6 +136,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             metavar="MS",
         ),
     ] = 500.0
+    preemption_mode: Annotated[
+        PreemptionMode,
+        setting(
+            "Store pages of generated tokens without ids when their request is preempted, or compute them again.",
+            flag="--preemption-mode",
+        ),
+    ] = "swap"
     deadline_s: Annotated[
         float,
         setting("A transfer that an executor has not reported within so long counts as failed.", flag=None),
@@ -151,6 +160,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 check_whole(self._bytes(memory), memory, least=0, most=MOST_BYTES)
         if self.policy not in ("eager", "lazy"):
             raise SettingError(f"must be 'eager' or 'lazy', got {self.policy!r}", "policy")
+        if self.preemption_mode not in ("swap", "recompute"):
+            raise SettingError(f"must be 'swap' or 'recompute', got {self.preemption_mode!r}", "preemption_mode")
         if self.target_free is not None:
             check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
         for field in ("h2d", "d2h", "disk_read", "disk_write"):

@@ -54,7 +54,7 @@ class Offloader(Transfers):
 
     `tiers`: the fastest first; pages stored in one are then stored in the next. `policy`: which pages are stored below
     the device, and when. `order`: the eviction order of `cache`, for a policy that stores the pages that are evicted
-    next. `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the
+    next. `swaps`: preempted requests keep all their pages in the first tier. `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the
     time that their channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no
     transfer does. `tell` receives events.
     """
@@ -70,6 +70,7 @@ class Offloader(Transfers):
         full_prompt_hits: bool = False,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
+        swaps: bool = False,
         deadline_ns: int = ALL,
         workers: int = 1,
         fail_every: int = 0,
@@ -91,6 +92,7 @@ class Offloader(Transfers):
         self._order = order
         self._tell = tell
         self._store_within_ns = store_within_ns
+        self._swaps = swaps
         self.page_bytes = page_bytes
         self.full_prompt_hits = full_prompt_hits
         self.tiers = tuple(connected.tier for connected in tiers)
@@ -164,6 +166,18 @@ class Offloader(Transfers):
         for place, wanted in enumerate(self._spills):
             if wanted and not self._is_behind[place]:
                 self._begin_spills(place)
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Store the pages of a preempted request in the first tier, also those that only this request can find."""
+        if self._swaps and num_pages:
+            self._policy.preempted(content, num_pages, holding)
+
+    def ended(self, content: Content) -> None:
+        """Drop the pages below that only the request of `content` could find."""
+        if self._swaps:
+            self._policy.ended(content)
+            self.tiers[0].drop(content, content.num_known_pages)
+            self._marks.unmark_removed()
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Return how much the tiers have of `content` in pages [start, limit), from `start` on; None without pages.
@@ -556,7 +570,8 @@ class Offloader(Transfers):
     def _on_stored(self, place: int, content: Content, start: int, end: int, parent: Content | None) -> None:
         if self._tell is not None:
             self._tell(PagesStored(content, start, end, parent, self.tier_names[place]))
-        if place + 1 < len(self.tiers):
+        end = min(end, content.num_known_pages)  # others stay in the first tier
+        if place + 1 < len(self.tiers) and start < end:
             spills = self._spills[place]
             if spills and precedes(spills[-1][0], spills[-1][2], content, start):
                 start = spills.pop()[1]

@@ -126,6 +126,7 @@ def open_offloader(
         prefill=prefill,
         full_prompt_hits=offload.full_prompt_hits,
         store_within_ns=round(offload.store_within_ms * 1e6),
+        swaps=offload.preemption_mode == "swap" and len(tiers) > len(more),  # others would find no use for them
         deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
         fail_every=offload.fail_every,

@@ -27,6 +27,15 @@ class StorePolicy(Protocol, Generic[Where]):
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
 
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Note that a request with the first `num_pages` pages of `content` complete has lost its `holding`.
+
+        Until `ended`, it may find pages of unknown tokens again, so these are stored as well.
+        """
+
+    def ended(self, content: Content) -> None:
+        """Note that the request of `content`, which was preempted before, has ended."""
+
     def choose(self) -> Iterator[tuple[Content, int, int, Where]]:
         """Yield pages to store in this step: content, first page, page after the last, and where these are.
 
@@ -87,6 +96,16 @@ class EagerPolicy:
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Keep the pages for `choose`, in place of fewer pages of the same content."""
         self._wanted[content.owner] = (content, 0, num_pages, holding)
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Keep all complete pages for `choose`."""
+        self._wanted[content.owner] = (content, 0, num_pages, holding)
+
+    def ended(self, content: Content) -> None:
+        """Want no pages of unknown tokens any more."""
+        wanted = self._wanted.pop(content.owner, None)
+        if wanted is not None and wanted[1] < (end := min(wanted[2], content.num_known_pages)):
+            self._wanted[content.owner] = (content, wanted[1], end, wanted[3])
 
     def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
         """Yield wanted pages, by request."""
@@ -149,6 +168,8 @@ class LazyPolicy:
         self._cache = cache
         self._order = order
         self._target_free = target_free
+        self._preempted: set[int] = set()
+        """Owners of contents whose pages of unknown tokens may be looked up."""
         self.is_stuck = self._has_left = False
         """Whether the tier lacked room for the chosen pages, or its channel was behind; whether it did last time."""
 
@@ -166,6 +187,14 @@ class LazyPolicy:
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: pages are chosen when they are about to be evicted."""
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Choose pages of unknown tokens as well."""
+        self._preempted.add(content.owner)
+
+    def ended(self, content: Content) -> None:
+        """Choose no pages of unknown tokens any more."""
+        self._preempted.discard(content.owner)
 
     def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
         """Yield the unsafe pages nearest to eviction; nothing while none can be stored."""
@@ -206,9 +235,11 @@ class LazyPolicy:
             return chosen, num_covered
         for node in order.unsafe_nodes():
             # Most runs are stored or coming (`below` is not Below.NOT): this is spelled out to pass them quickly.
-            start, end = node.start, node.end
-            if not node.notes.below and start < node.content.num_known_pages:
-                known_end = min(end, node.content.num_known_pages)
+            start, end, content = node.start, node.end, node.content
+            known_end = content.num_known_pages
+            if known_end > end or content.owner in self._preempted:
+                known_end = end
+            if not node.notes.below and start < known_end:
                 num_covered += end - known_end
                 if num_covered >= target:
                     break

@@ -118,6 +118,9 @@ class Tier(Protocol):
         It ends before one that is pinned, that something follows, or that is not here.
         """
 
+    def drop(self, content: Content, page: int) -> None:
+        """Drop `page`, which nobody will look for or which is broken, and all later pages."""
+
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
 
@@ -313,7 +316,6 @@ class MemoryTier:
         self, content: Content, start: int, end: int, *, deepest_first: bool = False, limit: int = ALL
     ) -> TierStore | None:
         """Make room for the missing pages of [start, end), or for as many as possible, and at most `limit`."""
-        end = min(end, content.num_known_pages)
         placement = self.index.place(content, start, end, deepest_first=deepest_first, limit=limit)
         if placement is None:
             return None
@@ -360,7 +362,7 @@ class MemoryTier:
         return True
 
     def drop(self, content: Content, page: int) -> None:
-        """Drop `page`, which is broken, and all later pages."""
+        """Drop `page` and all later pages."""
         self.index.drop(content, page)
 
     def reset(self) -> None:

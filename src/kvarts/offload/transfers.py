@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from kvarts.content import Content
+from kvarts.kv.cache import Holding
 from kvarts.kv.transfer import Coming, Direction, Loaded, Move, Transfer, TransferReport
 from kvarts.offload.channel import Channel
 from kvarts.offload.under_way import OffloadCounts, UnderWay
@@ -65,6 +66,12 @@ class Transfers:
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
         self._weigher.measure(num_tokens, num_decodes, duration_ns)
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Do nothing: pages that no other request can find are computed again."""
+
+    def ended(self, content: Content) -> None:
+        """Do nothing: all pages of a request can be found by others."""
 
     def coming(self, content: Content, start: int, limit: int) -> Coming | None:
         """Return the pages of `content` from `start` on that other engines are storing below; None without any."""

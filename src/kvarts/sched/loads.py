@@ -69,6 +69,12 @@ class LowerTiers(Protocol):
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
 
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Record that a request lost the first `num_pages` pages of `content`, in `holding`, and waits again."""
+
+    def ended(self, content: Content) -> None:
+        """Record that the request of `content`, which was preempted before, has ended."""
+
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
         """Pin and return the pages [start, limit) of `content` that the tiers have; None if there are none."""
 
@@ -346,6 +352,7 @@ class Loads:
             self._let_follow(request.index)
             if not can_go_on and request.state is RequestState.LOADING:
                 self._release(request)
+                request.seniority = -1
                 request.become(RequestState.WAITING)
                 request.goes_first = True
                 self._waiting.push(request)

@@ -9,6 +9,7 @@ from kvarts.event_log import Tell
 from kvarts.events import Preemption
 from kvarts.kv.cache import Cache, Holding, Mark
 from kvarts.request import Request, RequestState
+from kvarts.sched.loads import LowerTiers
 from kvarts.sched.page_source import PageSource
 from kvarts.sched.policy import WaitingQueue
 from kvarts.sched.running import Running
@@ -47,6 +48,7 @@ class Preemptor:
         "_pages",
         "_running",
         "_tell",
+        "_tiers",
         "_waiting",
         "gave_way",
         "last_end_ns",
@@ -61,6 +63,7 @@ class Preemptor:
         pages: PageSource,
         mark: Mark,
         tell: Tell | None,
+        tiers: LowerTiers | None = None,
     ) -> None:
         self._running = running
         self._waiting = waiting
@@ -68,6 +71,7 @@ class Preemptor:
         self._pages = pages
         self._mark = mark
         self._tell = tell
+        self._tiers = tiers
         self._page_size = running.wheel.page_size
         self._page_blocks = cache.page_blocks
         self.preemptions: list[Preemption] = []
@@ -200,7 +204,10 @@ class Preemptor:
         """Return `victim`, which is off the wheel, to the waiting queue."""
         if self._tell is not None:
             self._tell(preemption)
+        holding = holding_of(victim)
         self._running.release(victim, num_unused)
+        if self._tiers is not None:
+            self._tiers.preempted(victim.content, victim.num_computed // self._page_size, holding)
         victim.become(RequestState.PREEMPTED)
         victim.num_preemptions += 1
         victim.num_computed = 0

@@ -17,17 +17,19 @@ DECODING: Final = RequestState.DECODING
 
 
 class RunningOrder:
-    """Running requests in the order of priority, then admission."""
+    """Running requests in the order of priority, then seniority: that of admission, but for those that were loaded."""
 
-    __slots__ = ("_by_priority", "_with_own_pages", "num_running")
+    __slots__ = ("_by_priority", "_num_loaded", "_with_own_pages", "num_running")
 
     def __init__(self) -> None:
         self._by_priority: dict[int, dict[int, Request]] = {}
         self._with_own_pages: dict[int, Request] = {}
+        self._num_loaded = 0
+        """Running requests that are senior to some that were admitted before them, as their load took time."""
         self.num_running = 0
 
     def add(self, request: Request) -> None:
-        """Add `request`, which has a larger `admission` than all before."""
+        """Add `request`, which has a larger `admission` than all before; a larger `seniority`, unless it was loaded."""
         self.num_running += 1
         if request.own is not None:
             self._with_own_pages[request.admission] = request
@@ -35,7 +37,11 @@ class RunningOrder:
         same = self._by_priority.get(request.priority)
         if same is None:
             same = self._by_priority[request.priority] = {}
-        same[request.admission] = request
+        is_senior = bool(same) and request.seniority < next(reversed(same))
+        same[request.seniority] = request
+        if is_senior:
+            self._by_priority[request.priority] = dict(sorted(same.items()))
+        self._num_loaded += request.seniority < request.admission
 
     def remove(self, request: Request) -> None:
         """Remove a request that ended or was preempted."""
@@ -44,16 +50,18 @@ class RunningOrder:
             del self._with_own_pages[request.admission]
             return
         same = self._by_priority[request.priority]
-        del same[request.admission]
+        del same[request.seniority]
+        self._num_loaded -= request.seniority < request.admission
         if not same:
             del self._by_priority[request.priority]
 
     def victim(self) -> Request:
-        """Return the request to preempt when a page is missing: the last admitted of the lowest priority.
+        """Return the request to preempt when a page is missing: the least senior of the lowest priority.
 
         The request that needs a page is among the candidates. So a victim never has a higher priority, and of the same
-        priority only requests admitted later are preempted before it. Requests that bring their own pages are not
-        candidates, as no other request could use these.
+        priority only less senior requests are preempted before it. A request that was loaded is senior to those that
+        were admitted during its load: otherwise a tier would let them take its pages. Requests that bring their own
+        pages are not candidates, as no other request could use these.
         """
         lowest = self._by_priority[min(self._by_priority)]
         return lowest[next(reversed(lowest))]
@@ -61,6 +69,8 @@ class RunningOrder:
     @property
     def is_in_order(self) -> bool:
         """Whether none was admitted after a less important one, so that none is preempted for a later one."""
+        if self._num_loaded:
+            return False
         last = -1
         for priority in sorted(self._by_priority, reverse=True):
             same = self._by_priority[priority]
@@ -118,6 +128,8 @@ class Running(RunningOrder):
         request.state = PREFILLING
         request.admission = self.num_admitted
         self.num_admitted += 1
+        if request.seniority < 0:
+            request.seniority = request.admission
         self.add(request)
         request.num_computed = request.hit_tokens = hit_tokens
         if request.num_admissions == 0:
@@ -133,6 +145,11 @@ class Running(RunningOrder):
         request.num_admissions += 1
         if self.batch is not None:
             self.batch.enter(request)
+
+    def start_loading(self, request: Request) -> None:
+        """Note that `request` waits for its load: it is senior to all that are admitted from now on."""
+        request.seniority = self.num_admitted
+        self.num_admitted += 1
 
     def start_decoding(self, request: Request) -> None:
         """Put `request`, whose known tokens are all computed, on the wheel."""
@@ -202,7 +219,7 @@ class Running(RunningOrder):
                 batch.append_sampled(request, request.num_known, self.wheel.step)
                 batch.leave(request)
             self.remove(request)
-            request.admission = -1
+            request.admission = request.seniority = -1
             return
         assert holding is not None
         if batch is not None:
@@ -222,7 +239,7 @@ class Running(RunningOrder):
     def part(self, request: Request) -> None:
         """Remove `request`, which is off the wheel, from the running requests; it keeps its pages."""
         self.remove(request)
-        request.admission = -1
+        request.admission = request.seniority = -1
         if request.furthest_computed:
             recomputed = min(request.num_computed, request.furthest_computed) - request.hit_tokens
             if recomputed > 0:

@@ -103,7 +103,7 @@ class Scheduler:
         self.own_pages = OwnPagesInUse(cache, tell)
         self.mark = Mark()
         self.mark.parts = cache.counts()
-        self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell)
+        self.preemptor = Preemptor(self.running, self.waiting, cache, pages, self.mark, tell, self.tiers)
         self.blocked = NOT_BLOCKED
         """Why the head waits; NOT also if no request waits, or if the head was not examined since a change."""
         self.blocked_head: Request | None = None
@@ -210,15 +210,17 @@ class Scheduler:
         elif request.state in LOADING:
             assert self.loads is not None
             self.loads.cancel(request)
+        elif self.loads is not None and request in self.loads.following():
+            self.loads.cancel(request)
+            self._end_below(request)
+            return
         else:
-            if self.loads is not None and request in self.loads.following():
-                self.loads.cancel(request)
-                return
             if request.own is None:
                 self.waiting.remove(request)
             else:
                 self.waiting_with_pages.remove(request)
             request.become(RequestState.CANCELLED)
+        self._end_below(request)
         self.blocked = NOT_BLOCKED
 
     def most_pages_needed(self) -> int:
@@ -573,6 +575,8 @@ class Scheduler:
             if tell is not None:
                 self._told_blocked = None
             if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting, now_ns):
+                if request.state is RequestState.LOADING:
+                    running.start_loading(request)
                 if loads.fronts and loads.fronts[-1].request is request:
                     budget -= self._prefill.compute_front(loads.fronts[-1], budget, chunks)
                 continue
@@ -742,6 +746,13 @@ class Scheduler:
         self.running.release(request)
         assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = FINISHED
+        if request.num_preemptions:
+            self._end_below(request)
+
+    def _end_below(self, request: Request) -> None:
+        """Let the tiers drop the pages that only `request`, which has ended, could find."""
+        if request.num_preemptions and self.tiers is not None:
+            self.tiers.ended(request.content)
 
     # Laws -------------------------------------------------------------------------------------------------
 

@@ -63,9 +63,9 @@ def _freed_by(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[int
 
 
 def _in_order(scheduler: Scheduler, below_priority: int) -> list[Request]:
-    """Return running requests of lower priority, the lowest priority first, then the last admitted."""
+    """Return running requests of lower priority, the lowest priority first, then the least senior."""
     less = [request for request in scheduler.running if request.priority < below_priority]
-    return sorted(less, key=lambda request: (request.priority, -request.admission))
+    return sorted(less, key=lambda request: (request.priority, -request.seniority))
 
 
 def cheapest(choices: Sequence[Sequence[Victims]], limits: Sequence[int], num_bytes: int) -> list[int] | None:
