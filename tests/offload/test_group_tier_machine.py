@@ -122,15 +122,16 @@ class TieredMachine(RuleBasedStateMachine):
             with_page_ids=has_ids,
         )
         self.limit = limit
+        self.most_bytes = max(
+            max(num_blocks // 16, 2) * memory.block_bytes, *(group.part_bytes for group in memory.groups)
+        )
         self.model = NaiveTieredGroups(
             [(group.layer, group.part_bytes) for group in memory.groups],
             page_size,
             num_blocks * memory.block_bytes,
             keeps_all=keeps == "all",
             host_bytes=host_blocks * memory.block_bytes,
-            idle_room=max(
-                max(num_blocks // 16, 2) * memory.block_bytes, *(group.part_bytes for group in memory.groups)
-            ),
+            idle_room=self.most_bytes,
         )
         self.holders: list[Holder] = []
         self.stores: dict[int, list[tuple[NaivePart, NaiveBelow]]] = {}
@@ -282,7 +283,7 @@ class TieredMachine(RuleBasedStateMachine):
         number = self.offloader.num_transfers
         self.offloader.begin_step(self.now_ns)
         self.offloader.plan_stores(self.now_ns)
-        chosen = self.model.plan_store(self.limit * self.block_bytes)
+        chosen = self.model.plan_store(min(self.limit * self.block_bytes, self.most_bytes))
         assert self.offloader.num_transfers - number == bool(chosen)
         if chosen:
             self.stores[number] = chosen

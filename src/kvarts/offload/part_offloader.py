@@ -33,7 +33,8 @@ __all__ = ["PartOffloader"]
 
 MOST_IDLE = 16
 IDLE_WITHIN_NS = 10_000_000
-"""Limit on unused blocks held by stores: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
+"""Limit on unused blocks held by stores, and on the blocks of one store, since those in use may go out of use while it
+is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
 
 
 class PartsUnderWay(UnderWay, kw_only=True):
@@ -178,7 +179,10 @@ class PartOffloader(Transfers):
         self._now_ns = now_ns
         if self._is_behind:
             return
-        room = self.channels[0].num_within(now_ns, self._store_within_ns, self._block_bytes)
+        room = min(
+            self.channels[0].num_within(now_ns, self._store_within_ns, self._block_bytes),
+            max(self._least_idle, self.channels[0].num_within(now_ns, IDLE_WITHIN_NS, self._block_bytes)),
+        )
         store = NewStore(holding_of_transfer(len(self.tier.groups)), room)
         num_idle = self._num_idle
         for run, start, end in self._policy.choose():
