@@ -5,7 +5,7 @@
 DATA: a folder with mooncake/conversation_trace.jsonl, mooncake/synthetic_trace.jsonl and kv-cache-tester/. Printed is a
 table in Markdown: the hits of requests that come one after the other, with snapshots at the ends of prompts and also
 where prompts leave others (`--snapshots`), evicted by LRU and by the order of Marconi
-(docs/examples/published_orders.py) with several weights; and the hits of whole pages, as if no layer had a state.
+(docs/examples/published_orders.py) with a fixed weight; and the hits of whole pages, as if no layer had a state.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from kvarts.traffic.trace import Trace
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 MODELS = ("granite-4.0-h-tiny", "qwen3.5-27b")
-PAGE_SIZE = 16
+PAGE_SIZES = {"conversation": 512, "synthetic": 512, "90 coding agents": 64}
+"""The tokens of a hash id: the next turn has the ids of all full pages of a prompt, and another for the rest."""
 GIB = 2**30
 SIZES_GIB = (16, 64, 256)
-ALPHAS = (0.1, 0.5)
+ALPHAS = (0.5,)
 MINUTE_NS = 60 * 10**9
 
 
@@ -61,16 +62,17 @@ def main() -> None:
     print("| model | trace | memory | " + " | ".join(columns) + " |")
     print("|---" * (3 + len(columns)) + "|")
     for name, trace in traces_of(arguments.data).items():
-        whole = CachePlan(trace, PAGE_SIZE)
+        page_size = PAGE_SIZES[name]
+        whole = CachePlan(trace, page_size)
         for model in MODELS:
-            given = {"model": model, "device": "h200-141gb", "kv_groups": "all", "page_size": PAGE_SIZE}
+            given = {"model": model, "device": "h200-141gb", "kv_groups": "all", "page_size": page_size}
             config = make_config(given)
             for size_gib in SIZES_GIB:
                 num_pages = size_gib * GIB // config.memory.page_bytes
                 branches = replace(config, snapshots="branches")
                 tried = [config, branches, *(replace(branches, eviction=marconi(config, alpha)) for alpha in ALPHAS)]
                 found = [GroupHits(trace, replace(each, num_pages=num_pages)).hit_ratio(num_pages) for each in tried]
-                found.append(whole.curve.hit_pages(num_pages) * PAGE_SIZE / whole.num_prompt_tokens)
+                found.append(whole.curve.hit_pages(num_pages) * page_size / whole.num_prompt_tokens)
                 cells = " | ".join(f"{ratio:.1%}" for ratio in found)
                 print(f"| {model} | {name} | {size_gib} GiB | {cells} |", flush=True)
 

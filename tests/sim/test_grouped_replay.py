@@ -21,7 +21,7 @@ from kvarts.traffic.workload import FixedLength, Workload
 
 from builders.case import Case, Row
 from builders.command_line import parsed
-from builders.grouped import FULL, WINDOW, assert_grouped_as_in_naive
+from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive
 from builders.rooms import HAS_OFFLOAD
 
 GROUPS = (PartGroup(FULL, 1), WINDOW)
@@ -132,6 +132,22 @@ def test_a_state_is_found_at_the_last_page_end_of_a_prompt() -> None:
     )
     assert report.summary["num_cached_tokens"] == 3 * 1600
     assert {group["kind"] for group in report.summary["kv_groups"]} == {"full", "state"}
+
+
+@pytest.mark.parametrize(("page_size", "warns"), [(16, True), (64, False), (128, False)])
+def test_pages_smaller_than_what_a_hash_id_stands_for_are_warned_of(page_size: int, warns: bool) -> None:
+    """The next turn has another id for the last block of a prompt, so a snapshot within it is never found."""
+    prompts = [[*range(length), 60 + length] for length in (40, 41, 42)]
+    rows = [Row(2000 * place, units, 64 * len(units) - 20, 1, None, 0, None) for place, units in enumerate(prompts)]
+    case = Case(rows, 64, page_size, 100_000 // page_size, 8192, 4, "default", 1)
+    report = replay(case.trace(), case.config(kv_groups="all", groups=STATES))
+    warnings = report.summary.get("warnings", [])
+    assert [warning.partition(":")[0] for warning in warnings] == [
+        "layers have a state, and a hash id of the trace stands for 64 tokens"
+    ] * warns
+    assert (report.summary["num_cached_tokens"] == 0) == warns
+    whole = replay(case.trace(), case.config())
+    assert "warnings" not in whole.summary and whole.summary["num_cached_tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ class Report:
             **self._cancelled(raw),
             "num_skipped_lines": self._trace.num_skipped_lines,
             **({"left_out": dict(self._trace.left_out)} if self._trace.left_out else {}),
-            **({"warnings": list(warnings)} if (warnings := self._trace.said()) else {}),
+            **({"warnings": warnings} if (warnings := self._warnings()) else {}),
             "num_input_tokens": input_tokens,
             "num_output_tokens": output_tokens,
             "ttft_ms": distributions["ttft_ms"],
@@ -404,6 +404,19 @@ class Report:
             **lane,
             "share_of_waiting": {name: _ratio(value, total) for name, value in waited.items()},
         }
+
+    def _warnings(self) -> list[str]:
+        """Return the notes on the trace, and on how it fits the model."""
+        said = list(self._trace.said())
+        unit_tokens, page_size = self._trace.unit_tokens, self.config.page_size
+        groups = [group for log in self.step_logs for group in log.memory.get("kv_groups", ())]
+        if page_size < unit_tokens and any(group["kind"] == "state" for group in groups):
+            said.append(
+                f"layers have a state, and a hash id of the trace stands for {unit_tokens} tokens: with pages of "
+                f"{page_size}, most snapshots at the ends of prompts are never found; use --page-size "
+                f"{unit_tokens}"
+            )
+        return said
 
     def _cancelled(self, raw: Mapping[str, Numbers]) -> dict[str, Any]:
         """Return the counts of requests that their clients cancelled; empty without any.
