@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--lm-eval", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--tasks", default=",".join(TASKS))
     options = parser.parse_args()
     model = options.model.resolve()
     with ExitStack() as stack:
@@ -90,9 +91,9 @@ def main() -> None:
             seconds[side] = round(time.monotonic() - started, 1)
             print(side, seconds[side], "s", file=sys.stderr)
     result: dict[str, Any] = {"seconds": seconds}
-    for task in TASKS:
+    for task in options.tasks.split(","):
         pairs = list(zip(samples["transformers"][task], samples["kvarts"][task], strict=True))
-        result[task] = compare(pairs)
+        result[task] = compare(pairs, is_text=TASKS[task]["output_type"] == "generate_until")
     print(json.dumps(result, indent=1))
 
 
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace, folder: Path, side: str, kind: str, argumen
     out = folder / side
     command = [
         options.lm_eval, "--model", kind, "--model_args", arguments, "--include_path", folder, "--tasks",
-        ",".join(TASKS), "--output_path", out, "--log_samples", "--limit", str(options.limit), "--batch_size", "1",
+        options.tasks, "--output_path", out, "--log_samples", "--limit", str(options.limit), "--batch_size", "1",
     ]  # fmt: skip
     if kind == "hf":
         command += ["--device", "cpu"]
@@ -145,28 +146,29 @@ def run(options: argparse.Namespace, folder: Path, side: str, kind: str, argumen
     if done.returncode:
         sys.exit(f"{side}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     samples = {}
-    for task in TASKS:
+    for task in options.tasks.split(","):
         (path,) = out.rglob(f"samples_{task}_*.jsonl")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         samples[task] = sorted(rows, key=lambda row: row["doc_id"])
     return samples
 
 
-def compare(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """Return how the samples of two sides differ."""
-    largest, num_values, equal = 0.0, 0, 0
-    for one, other in pairs:
-        ours, theirs = one["filtered_resps"], other["filtered_resps"]
-        equal += one["target"] == other["target"] and all(
-            (mine == yours) if isinstance(mine, str) else mine[1:] == yours[1:]
-            for mine, yours in zip(ours, theirs, strict=True)
-        )
-        for mine, yours in zip(ours, theirs, strict=True):
-            if not isinstance(mine, str):
-                num_values += 1
-                values = [float(each[0] if isinstance(each, list) else each) for each in (mine, yours)]
-                largest = max(largest, abs(values[0] - values[1]))
-    return {"samples": len(pairs), "log-likelihoods": num_values, "largest difference": largest, "equal": equal}
+def compare(pairs: list[tuple[Any, Any]], *, is_text: bool) -> dict[str, Any]:
+    """Return how the samples of two sides differ: in their texts, or in log-likelihoods."""
+    answers = [(one["filtered_resps"], other["filtered_resps"]) for one, other in pairs]
+    if is_text:
+        return {"samples": len(pairs), "equal": sum(one == other for one, other in answers)}
+    values = [
+        [float(each[0] if isinstance(each, list) else each) for each in side]
+        for side in ([each for answer in answers for each in answer[number]] for number in range(2))
+    ]
+    differences = [abs(one - other) for one, other in zip(*values, strict=True)]
+    return {
+        "samples": len(pairs),
+        "log-likelihoods": len(differences),
+        "largest": round(max(map(abs, values[0])), 1),
+        "largest difference": max(differences),
+    }
 
 
 if __name__ == "__main__":
