@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvarts.openai_api.answers import Rule
     from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.workers.processes import Worker
+    from kvarts.openai_api.workers.processes import WorkerProcess
     from kvarts.settings import Given
 
 __all__ = ["StartedWorker", "server_options", "start_if_several"]
@@ -37,7 +37,7 @@ def server_options() -> list[click.Option]:
 class StartedWorker:
     """A OneOfSeveral: the process that runs. `rank`: of its engine."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         self.rank = worker.rank
         self._worker = worker
 

@@ -126,7 +126,7 @@ class Residency:
                 self._groups.clear()  # as in vLLM, blocks that are dropped by /reset_prefix_cache do not count
 
     def _drawn(self) -> int:
-        """Draw the number of blocks up to the next sampled one, as if each were drawn by itself."""
+        """Draw the number of blocks up to the next sampled one, as if each block were drawn separately."""
         if self.share == 1.0:
             return 1
         return 1 + int(log(1.0 - self._random.random()) / log(1.0 - self.share))
@@ -170,6 +170,6 @@ def _digests(content: Content, pages: Sequence[int]) -> Iterator[bytes]:
             hasher.update(units[read:stop])
             read = stop
             at_page = hasher.copy()
-            if page >= content.num_known_pages:  # of this owner only, whose tokens are not known
+            if page >= content.num_known_pages:  # tokens of one owner, not known
                 at_page.update(b"%d %d" % (content.owner, page))
             yield at_page.digest()

@@ -1,9 +1,9 @@
-"""Reasoning of scripted answers: how much of it a request allows, and whether it stays in the next turn's prompt.
+"""Reasoning of scripted answers: the amount that a request allows, and its place in the next turn's prompt.
 
 A mock cuts the reasoning of a scripted answer to the budget of the request, as vLLM ends the reasoning of a model with
-the tokens that close it, or leaves the reasoning out. What the next turn's prompt has of it, and so what the cache
-finds, is decided by the chat template. A mock's follows Qwen3: reasoning stays in the messages after the last one of
-the user, while an agent uses tools, and earlier reasoning is dropped.
+the tokens that close it, or leaves the reasoning out. The chat template decides how much of it the next turn's prompt
+contains, and so how much the cache finds. The template of a mock follows Qwen3: reasoning stays in the messages after
+the last one of the user, while an agent uses tools, and earlier reasoning is dropped.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ LEAST_BUDGET = 1024
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """What a request allows. `budget`: the most tokens of reasoning; None: all. `is_off`: no reasoning."""
+    """The reasoning that a request allows. `budget`: the most tokens of it; None: all. `is_off`: none."""
 
     budget: int | None = None
     is_off: bool = False
 
     @classmethod
     def of(cls, budgets: Sequence[int | None], effort: Any, variables: Mapping[str, Any] | None) -> Thinking:
-        """Return what a chat allows: the least of `budgets`, a reasoning effort, and variables of its template.
+        """Return the reasoning that a chat allows: by the least of `budgets`, an effort, and variables of its template.
 
-        Of the efforts, only none has a meaning here: others tell a model how much to think, and a script has decided.
+        Of the efforts, only none has an effect: the others ask a model for more or less, and a script is fixed.
         Raise ApiError for a budget out of range.
         """
         given = [budget for budget in budgets if budget is not None]

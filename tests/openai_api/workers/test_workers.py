@@ -187,6 +187,21 @@ def test_a_failure_is_the_same_on_any_connection(pair: tuple[Process, str]) -> N
             call(url, COMPLETIONS, body, headers={"x-kvarts-fail": "drop"})
 
 
+def test_keys_are_asked_for_whichever_worker_answers() -> None:
+    with workers("--api-key", "mine", "--admin-key", "theirs") as (_, url):
+        mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("mine", "theirs"))
+        for number in range(6):
+            name = {"session_id": f"s{number}"}
+            body = {"prompt": "a", "max_tokens": 2, **name}
+            assert call(url, "/health").status == 200
+            assert [call(url, path).status for path in ("/metrics", "/load", "/admin/config")] == [401] * 3
+            assert call(url, COMPLETIONS, body).status == 401
+            assert call(url, COMPLETIONS, body, headers=mine).status == 200
+            assert ranks_of(call(url, "/metrics", headers=mine).payload.decode(), "kvarts:steps_total") == ["0", "1"]
+            assert call(url, "/sleep", {}, headers=mine).status == 403
+            assert call(url, "/reset_prefix_cache", {}, headers=theirs).status == 200
+
+
 def test_one_dead_engine_makes_every_worker_unhealthy() -> None:
     with workers("--allow-failures") as (process, url):
         assert all(call(url, "/health").status == 200 for _ in range(8))

@@ -18,14 +18,14 @@ import msgspec
 from kvarts.openai_api.app import ABORT, OpenAIApp
 from kvarts.openai_api.http import RELAYED
 
-__all__ = ["Answer", "Asked", "PeerGoneError", "Peers"]
+__all__ = ["PeerAnswer", "PeerGoneError", "PeerRequest", "Peers"]
 
 SIZE_BYTES = 4
 TIMEOUT_S = 10.0
 """Time limit of a short answer."""
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class PeerRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request. `headers`: with names in lower case."""
 
     method: str
@@ -58,7 +58,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
         return {"type": "http.response.body", "body": self.body, "more_body": self.more_body}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PeerAnswer(msgspec.Struct, frozen=True):
     """A whole answer."""
 
     status: int
@@ -73,7 +73,7 @@ class PeerGoneError(Exception):
         self.reached = reached
 
 
-StructT = TypeVar("StructT", Asked, _Message)
+StructT = TypeVar("StructT", PeerRequest, _Message)
 
 
 class Peers:
@@ -110,7 +110,7 @@ class Peers:
         if self._door is not None:
             self._door.close()
 
-    async def messages(self, rank: int, asked: Asked) -> AsyncGenerator[MutableMapping[str, Any]]:
+    async def messages(self, rank: int, asked: PeerRequest) -> AsyncGenerator[MutableMapping[str, Any]]:
         """Pass a request on to a worker, and yield the messages of its answer. Raise PeerGoneError if it is cut off."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._paths[rank])
@@ -128,7 +128,7 @@ class Peers:
         finally:
             writer.close()
 
-    async def ask(self, rank: int, asked: Asked) -> Answer:
+    async def ask(self, rank: int, asked: PeerRequest) -> PeerAnswer:
         """Return the whole answer of a worker. Raise PeerGoneError if it is late or cut off."""
         status, parts = 0, []
         try:
@@ -138,12 +138,12 @@ class Peers:
                     parts.append(message.get("body", b""))
         except TimeoutError:
             raise PeerGoneError(reached=True) from None
-        return Answer(status, b"".join(parts))
+        return PeerAnswer(status, b"".join(parts))
 
 
 async def _serve(app: OpenAIApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer the request of one connection."""
-    asked = await _read(reader, Asked)
+    """PeerAnswer the request of one connection."""
+    asked = await _read(reader, PeerRequest)
     is_read = False
 
     async def receive() -> MutableMapping[str, Any]:
@@ -170,7 +170,7 @@ async def _serve(app: OpenAIApp, reader: asyncio.StreamReader, writer: asyncio.S
     await app(scope, receive, send)
 
 
-async def _write(writer: asyncio.StreamWriter, message: Asked | _Message) -> None:
+async def _write(writer: asyncio.StreamWriter, message: PeerRequest | _Message) -> None:
     payload = msgspec.msgpack.encode(message)
     writer.write(len(payload).to_bytes(SIZE_BYTES, "big") + payload)
     await writer.drain()

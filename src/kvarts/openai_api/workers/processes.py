@@ -22,7 +22,7 @@ from kvarts.errors import ConfigError
 from kvarts.openai_api.server import Address
 from kvarts.signals import SIGNALS
 
-__all__ = ["Worker", "WorkersEndedError", "start_workers"]
+__all__ = ["WorkerProcess", "WorkersEndedError", "start_workers"]
 
 MOST_WORKERS = 64
 LONGEST_PATH = 100
@@ -37,7 +37,7 @@ class WorkersEndedError(Exception):
         self.code = code
 
 
-class Worker:
+class WorkerProcess:
     """The process of one worker, as it sees itself.
 
     `rank`: its place, from 0, which is the rank of its engine. `listening`: its socket on the common port. `paths`: the
@@ -100,7 +100,7 @@ class _Child:
 
 def start_workers(
     num_workers: int, address: Address, *, ready: Callable[[str, str], object], say: Callable[[str], object]
-) -> Worker:
+) -> WorkerProcess:
     """Start `num_workers` processes, and return in each of them. In the parent, raise WorkersEndedError at the end.
 
     `ready` receives the URL and a description of the server when all workers accept connections. The first one starts
@@ -131,7 +131,7 @@ def start_workers(
                 for other in listening:
                     if other is not listening[rank]:
                         other.close()
-                return Worker(rank, listening[rank], paths, life, started)
+                return WorkerProcess(rank, listening[rank], paths, life, started)
             os.close(started)
             children.append(_Child(rank, pid, starts))
             if rank == 0:

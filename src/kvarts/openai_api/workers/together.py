@@ -25,8 +25,8 @@ from kvarts.openai_api.opening import Opened
 from kvarts.openai_api.responses import rank_in
 from kvarts.openai_api.routes import sources_told
 from kvarts.openai_api.workers.exposition import merged
-from kvarts.openai_api.workers.peers import Answer, Asked, PeerGoneError, Peers
-from kvarts.openai_api.workers.processes import Worker
+from kvarts.openai_api.workers.peers import PeerAnswer, PeerGoneError, PeerRequest, Peers
+from kvarts.openai_api.workers.processes import WorkerProcess
 
 __all__ = ["Together", "joined"]
 
@@ -62,7 +62,7 @@ class Together:
         self._is_idle.set()
 
     async def answered(self, route: Route, exchange: Exchange) -> bool:
-        """Answer a request that concerns other workers. Return False if it remains to be answered here."""
+        """PeerAnswer a request that concerns other workers. Return False if it remains to be answered here."""
         request = exchange.request
         if route.method == "POST" and route.path in CHANGES:
             return await self._change(route, exchange)
@@ -100,7 +100,7 @@ class Together:
 
     # What describes the server ----------------------------------------------------------------------------
 
-    async def _all(self, exchange: Exchange, ranks: Sequence[int], *, leaves_out: bool = False) -> list[Answer]:
+    async def _all(self, exchange: Exchange, ranks: Sequence[int], *, leaves_out: bool = False) -> list[PeerAnswer]:
         """Return the answers of the workers `ranks` to a request. Raise ApiError for the first that is not 200.
 
         `leaves_out`: a worker that cannot be asked is left out.
@@ -117,7 +117,7 @@ class Together:
                 raise _error_of(answer)
         return answers
 
-    async def _ask(self, rank: int, asked: Asked) -> Answer | None:
+    async def _ask(self, rank: int, asked: PeerRequest) -> PeerAnswer | None:
         try:
             return await self._peers.ask(rank, asked)
         except PeerGoneError:
@@ -168,7 +168,7 @@ class Together:
         return rank if rank is not None and rank < len(self._peers) else None
 
     async def _relay(self, rank: int, exchange: Exchange) -> None:
-        """Answer as the worker `rank` does, part by part."""
+        """PeerAnswer as the worker `rank` does, part by part."""
         asked = _asked(exchange)
         self._num_relayed += 1
         self._is_idle.clear()
@@ -203,13 +203,13 @@ class Together:
                 self._is_idle.set()
 
 
-def _asked(exchange: Exchange) -> Asked:
+def _asked(exchange: Exchange) -> PeerRequest:
     request = exchange.request
     headers = {**request.headers, b"x-request-id": exchange.request_id.encode("latin-1", "replace")}
-    return Asked(request.method, request.path, request.query.encode("latin-1"), headers, exchange.payload)
+    return PeerRequest(request.method, request.path, request.query.encode("latin-1"), headers, exchange.payload)
 
 
-def _error_of(answer: Answer) -> ApiError:
+def _error_of(answer: PeerAnswer) -> ApiError:
     """Return the error of a worker that refuses."""
     try:
         error = msgspec.json.decode(answer.payload)["error"]
@@ -251,7 +251,7 @@ MERGES: dict[str, Callable[[Exchange, list[Any]], Any]] = {
 
 
 @asynccontextmanager
-async def joined(opened: Opened, worker: Worker) -> AsyncIterator[None]:
+async def joined(opened: Opened, worker: WorkerProcess) -> AsyncIterator[None]:
     """Make a server that is about to start one of several workers, until the end of the block."""
     peers = Peers(worker.rank, worker.paths)
     together = Together(peers)
