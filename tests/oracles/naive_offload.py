@@ -592,7 +592,9 @@ class NaiveOffloadEngine(NaiveEngine):
         for _, placement in transfer.stores:
             tier.settle(placement, is_stored=is_good)
             if is_good and transfer.kind == "store" and len(self.tiers) > 1:
-                self.spills += [entry.name for entry in placement.new if entry.state == "stored" and is_shared(entry.name)]
+                self.spills += [
+                    entry.name for entry in placement.new if entry.state == "stored" and is_shared(entry.name)
+                ]
         for entries in transfer.sources:
             self.tiers[0].unpin(entries)
         if transfer.kind == "spill" and not is_good:
