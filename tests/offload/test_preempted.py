@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_never_hurts import RATES, WORSE, config_of, longest_step_ms
 
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored
 from kvarts.offload.config import OffloadConfig
@@ -19,7 +20,6 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from builders.case import Case, Row
 from builders.outcome import Outcome, run_kvarts
 from builders.tiers import offloader_of
-from test_never_hurts import RATES, WORSE, config_of, longest_step_ms
 
 NS_PER_S = 1_000_000_000
 

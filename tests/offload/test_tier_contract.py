@@ -216,12 +216,18 @@ def test_tenants_share_nothing(make: Callable[[int], Tier]) -> None:
     assert tier.find(Content.from_tokens([1, 2], page_size=1, owner=3), 0, 2) == 0
 
 
-def test_pages_of_unknown_tokens_are_never_stored(make: Callable[[int], Tier]) -> None:
+def test_only_its_request_finds_pages_of_unknown_tokens(make: Callable[[int], Tier]) -> None:
+    """Memory may keep them until the request ends; a file would outlive it."""
     tier, content = make(8), content_of(range(3))
     store = tier.prepare_store(content, 0, 6)
     assert store is not None
-    assert [(segment.start, segment.end) for segment in store.segments] == [(0, 3)]
-    assert tier.prepare_store(content, 3, 6) is None
+    tier.complete_store(store)
+    num_kept = 3 if isinstance(tier, FileTier) else 6
+    assert [(segment.start, segment.end) for segment in store.segments] == [(0, num_kept)]
+    assert tier.find(content, 0, 6) == num_kept
+    assert tier.find(Content.from_tokens(range(3), page_size=1, owner=2), 0, 6) == 3
+    tier.drop(content, 3)
+    assert tier.find(content, 0, 6) == 3
 
 
 def test_files_of_transfers_under_way_stay_until_they_are_reported() -> None:

@@ -47,8 +47,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     and at least twice the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every
     transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits.
     `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again. `workers`: how many
-    must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request can
-    find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are not.
+    must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request
+    can find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are
+    not.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is

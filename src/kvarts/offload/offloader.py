@@ -54,9 +54,9 @@ class Offloader(Transfers):
 
     `tiers`: the fastest first; pages stored in one are then stored in the next. `policy`: which pages are stored below
     the device, and when. `order`: the eviction order of `cache`, for a policy that stores the pages that are evicted
-    next. `swaps`: preempted requests keep all their pages in the first tier. `with_page_ids`: transfers name pages, for an executor that copies them and reports; otherwise they end at the
-    time that their channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no
-    transfer does. `tell` receives events.
+    next. `swaps`: preempted requests keep all their pages in the first tier. `with_page_ids`: transfers name pages, for
+    an executor that copies them and reports; otherwise they end at the time that their channel predicts. `workers`: how
+    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
     """
 
     def __init__(
