@@ -10,6 +10,7 @@ from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.match import Match
 from kvarts.kv.spans import RunMatch
 from kvarts.kv.transfer import Awaited, Loaded
+from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
@@ -45,6 +46,16 @@ class GroupLoads(Loads):
         held = self._parts.held_of(match)
         start = match.num_pages * self._page_size
         return self._needs.to_admit(start, num_known, min(num_known, start + self._needs.most_new), held)
+
+    def num_to_load(self, request: Request, match: Match, num_known: int) -> int:
+        """Return the blocks that must be free to load what the tiers have after `match`; MOST_COUNT if nothing."""
+        tiers, page_size = self._group_tiers, self._page_size
+        limit = (num_known if tiers.full_prompt_hits else num_known - 1) // page_size
+        if tiers.lookup(request.index, request.content, match.num_pages, limit) is None:
+            return MOST_COUNT
+        num_wanted = self._wanted(request, num_known)
+        tiers.forget(request.index)
+        return num_wanted
 
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether the most blocks that `request` may hold at a time are free."""

@@ -18,6 +18,7 @@ from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
 from kvarts.kv.transfer import Awaited, Coming, Loaded, Offer, Transfer, TransferReport, TransferTotals, Weighed
+from kvarts.limits import MOST_COUNT
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import WaitingQueue
 
@@ -294,6 +295,13 @@ class Loads:
             load.end_ns = max(load.end_ns, now_ns + weighed.front_ns)
             self.fronts.append(load)
         return True
+
+    def num_to_load(self, request: Request, match: Match, num_known: int) -> int:
+        """Return the blocks that must be free to load what the tiers have for `request` after `match`.
+
+        At least MOST_COUNT if they have nothing, or if loading takes as many as computing.
+        """
+        return MOST_COUNT
 
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether there is room to load the offer to `request`: always, as it needs no more than computing."""

@@ -560,20 +560,24 @@ class Scheduler:
                 if pins is not None and pins.num_pins and pins.give_up_oldest():
                     continue  # it may now have to take pages that it shared with the pin
                 if not pages.make_way(request, num_wanted, to_admit=True):
+                    least = cache.least_to_admit(match, num_known, min(budget, most_tokens)) + watermark + num_matched
+                    if loads is not None:
+                        # Where groups keep less than all tokens, loading takes fewer blocks than computing.
+                        num_to_load = watermark + loads.num_to_load(request, match, num_known)
+                        if num_to_load > cache.num_free:
+                            least = min(least, num_to_load)
+                        elif loads.try_start(request, match, num_known, waiting.num_waiting - 1, now_ns):
+                            self._take_from_waiting(request)
+                            continue
                     self.blocked = FOR_PAGES
-                    self.num_pages_wanted = num_wanted
-                    least = cache.least_to_admit(match, num_known, min(budget, most_tokens))
-                    self._least_wanted = least + watermark + num_matched
+                    self.num_pages_wanted, self._least_wanted = num_wanted, least
                     self._lacking = request, num_wanted, self._least_wanted, budget
                     self._num_published = cache.num_published if pages.is_alone and loads is None else -1
                     break
             if not self._prefill.has_room(request, match.num_pages * page_size, chunks):
                 self.blocked = FOR_BUDGET
                 break
-            waiting.remove(request)
-            self._num_published = -1
-            if tell is not None:
-                self._told_blocked = None
+            self._take_from_waiting(request)
             if loads is not None and loads.try_start(request, match, num_known, waiting.num_waiting, now_ns):
                 if request.state is RequestState.LOADING:
                     running.start_loading(request)
@@ -601,14 +605,17 @@ class Scheduler:
                 self._tell_blocked(tell, request)
         return tuple(admitted)
 
+    def _take_from_waiting(self, request: Request) -> None:
+        """Remove `request` from the waiting queue, because it begins to run or to load."""
+        self.waiting.remove(request)
+        self._num_published = -1
+        self._told_blocked = None
+
     def _join(self, request: Request, now_ns: int, admitted: list[int]) -> int:
         """Let `request` run, after another engine has computed its prompt; return the tokens that count as budget."""
         handoffs = self.handoffs
         assert handoffs is not None
-        self.waiting.remove(request)
-        self._num_published = -1
-        if self._tell is not None:
-            self._told_blocked = None
+        self._take_from_waiting(request)
         handoffs.join(request, now_ns)
         self._prefill.completing.append(request)
         admitted.append(request.index)
