@@ -119,7 +119,7 @@ class Tier(Protocol):
         """
 
     def drop(self, content: Content, page: int) -> None:
-        """Drop `page`, which nobody will look for or which is broken, and all later pages."""
+        """Drop `page` and all later pages."""
 
     def complete_store(self, store: TierStore, *, is_stored: bool = True) -> bool:
         """End a store: its pages become findable, or are dropped. Return False if it had ended before."""
