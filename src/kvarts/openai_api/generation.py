@@ -365,7 +365,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     if not is_free:
         if body.structured(None) is not None:
             raise ApiError(400, "calls of tools have a form already", param=_named(body))
-        schema = None  # it is the format of texts, and the answer is a call
+        schema = None  # a format applies to texts, and this answer is a call
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
     if answers is not None:
@@ -498,7 +498,7 @@ class _Read(NamedTuple):
     scripted: ScriptedAnswer | None
     """The answer of a mock that knows it beforehand."""
     reasoning: Sequence[range] = ()
-    """The places of its reasoning among the tokens of each choice, if there is any."""
+    """Positions of its reasoning among the tokens of each choice; empty without reasoning."""
 
 
 MakeForm = Callable[[Served, ChatBody, Sequence[Ask], Shape | None], Form]
@@ -627,7 +627,7 @@ def _chat_form(served: Served, body: ChatBody, asks: Sequence[Ask], shape: Shape
 
 
 def _reasoning(served: Served, asks: Sequence[Ask], scripted: Sequence[ScriptedAnswer]) -> list[range]:
-    """Return the places of the reasoning among the tokens of each choice; nothing if there is no reasoning."""
+    """Return the positions of the reasoning among the tokens of each choice; empty without reasoning."""
     if not any(answer.reasoning for answer in scripted):
         return []
     found: dict[int, range] = {}
@@ -679,7 +679,7 @@ async def _collect(answer: Answer, wholes: list[Whole]) -> None:
 class _Usage:
     """Token counts of an answer. `copies`: choices of each prompt. `scripted`: overrides some of them.
 
-    `reasoning`: the places of the reasoning among the tokens of each choice, if there is any.
+    `reasoning`: positions of the reasoning among the tokens of each choice; empty without reasoning.
     """
 
     def __init__(
@@ -731,7 +731,7 @@ class _Usage:
 
 
 def _num_within(places: range, num_tokens: int) -> int:
-    """Return how many of the first `num_tokens` places are in `places`."""
+    """Return the number of positions in `places` below `num_tokens`."""
     return len(range(places.start, min(places.stop, num_tokens)))
 
 
