@@ -93,6 +93,7 @@ def outcome(name: str, program: Path, url: str, folder: Path) -> dict[str, Any]:
         "aider": {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "none"},
     }
     environment = {**os.environ, "HOME": str(folder / "home"), **of_agents[name]}
+    environment["PWD"] = str(folder / "work")  # opencode takes its folder from it
     environment.pop("PYTHONPATH", None)
     provider = '{name="kvarts",base_url="' + url + '/v1",wire_api="responses"}'
     model = {"name": "mock", "limit": {"context": 100_000, "output": 4000}}

@@ -353,7 +353,7 @@ def decoded(payload: bytes, kind: type[BodyT], budget: Budget) -> BodyT:
 def parsed(payload: bytes, kind: type[BodyT]) -> BodyT:
     """Parse JSON. Raise ApiError if it is not JSON, or a field has the wrong type.
 
-    Types differ in what they detect: fields that a type does not know are skipped, and may have invalid texts.
+    A field that `kind` lacks is skipped, and its text is not checked.
     """
     try:
         return msgspec.json.decode(payload or b"{}", type=kind)

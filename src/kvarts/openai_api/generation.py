@@ -381,7 +381,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     if not is_free:
         if body.structured(None) is not None:
             raise ApiError(400, "calls of tools have a form already", param=_named(body))
-        schema = None  # it is the format of texts, and the answer is a call
+        schema = None  # a format applies to texts, and this answer is a call
     structured, answers = _structured(served, body, schema), served.answers
     asked = _asked(served, body, exchange)
     if answers is not None:
