@@ -38,7 +38,7 @@ MODULES = (
     "typing",
     "zipfile",
 )
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "choose": {
         "output_type": "multiple_choice",
         "doc_to_text": "{{start}}",

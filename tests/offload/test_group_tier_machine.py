@@ -15,7 +15,7 @@ from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvKind, KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.part_account import Listed, Place
+from kvarts.kv.part_account import Listed, Spot
 from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import PartRun, RunHolding
 from kvarts.kv.transfer import TransferReport
@@ -399,7 +399,7 @@ class TieredMachine(RuleBasedStateMachine):
         """The parts of runs, the next to be evicted first, with what the model calls their pages."""
         parts: list[tuple[int, Any]] = []
         for run in entries:
-            if isinstance(run, Place):
+            if isinstance(run, Spot):
                 continue
             assert isinstance(run, PartRun) and run.span is not None
             content = run.span.content

@@ -24,8 +24,8 @@ class CountingGroups(NaiveGroups):
 
     released_bytes = 0
 
-    def release(self, part: NaivePart) -> None:
-        super().release(part)
+    def release(self, part: NaivePart, *, is_passed: bool = False) -> None:
+        super().release(part, is_passed=is_passed)
         if part.refs == 0:
             self.released_bytes += self.bytes_of(part)
 

@@ -30,9 +30,9 @@ class RememberingGroups(CountingGroups):
         if (part.group, part.name) not in self.copies:
             self.was_evicted[part.group, part.name] = part not in self.leaving
 
-    def release(self, part: NaivePart) -> None:
+    def release(self, part: NaivePart, *, is_passed: bool = False) -> None:
         self.leaving = (part,)
-        super().release(part)
+        super().release(part, is_passed=is_passed)
         self.leaving = ()
 
     def had(self, group: int, name: Name) -> bool:

@@ -31,8 +31,8 @@ class GroupsOnDevice(CountingGroups):
             self.empty_bytes -= self.tenant.page_bytes
         return NaivePart(group, is_kept=self.keeps_all or layer.kind not in ("window", "chunk"))
 
-    def release(self, part: NaivePart) -> None:
-        super().release(part)
+    def release(self, part: NaivePart, *, is_passed: bool = False) -> None:
+        super().release(part, is_passed=is_passed)
         if part.refs == 0:
             self.tenant.num_released += 1
             self.tenant.device.num_releases += 1

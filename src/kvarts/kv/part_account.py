@@ -14,7 +14,7 @@ from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.shared_memory import SharedMemory
 
-__all__ = ["Listed", "PartAccount", "Place"]
+__all__ = ["Listed", "PartAccount", "Spot"]
 
 
 class Listed:
@@ -54,7 +54,7 @@ class Listed:
         self.older = self.newer = None
 
 
-class Place(Listed):
+class Spot(Listed):
     """The place of an entry that is not listed for the time being. There is nothing to evict, and it stays."""
 
     def next_bytes(self, account: PartAccount) -> int:

@@ -55,7 +55,7 @@ class RunAccount(PartAccount):
     def release(self, index: int, runs: Iterable[PartRun], holding: RunHolding, *, is_passed: bool = False) -> None:
         """End the hold on `runs` of a group, one after the other; they are already removed from `holding.held`.
 
-        `is_passed`: the sequence goes on without them.
+        `is_passed`: the sequence continues without them.
         """
         before: PartRun | None = None
         num_cached = num_empty = 0

@@ -15,7 +15,7 @@ from kvarts.content import Content
 from kvarts.kv.decodes import Decodes, turned
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.part_account import Listed, Place
+from kvarts.kv.part_account import Listed, Spot
 from kvarts.kv.pool import IdPool, PageError, PageId
 from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
@@ -101,19 +101,19 @@ class RunCache(RunAccount):
     def lost_holder(self, run: PartRun) -> None:
         """Reserve the place of `run` in the list if only stores hold it now.
 
-        What a window has passed has none: its release may be a turn of a stream.
+        A run that a window has passed gets no place: its release may be a turn of a stream.
         """
         if not run.is_kept or run.is_passed or run.spot is not None or self.eviction_order is not None:
             return
         if all(holder.is_transfer for holder in run.holders):
-            run.spot = Place()
+            run.spot = Spot()
             self.append(run.spot)
 
     def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
         """Make a store a holder of `run`, which keeps its place in the list, unless a window has passed it."""
-        spot: Place | None = None
+        spot: Spot | None = None
         if not (run.holders or run.is_passed or run.listed_by is not None):
-            spot = Place()
+            spot = Spot()
             spot.list_after(run)
         self.hold(run, holding)
         if spot is not None:

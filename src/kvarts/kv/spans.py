@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvarts.content import Content, PageKey
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.node import NOTHING
-from kvarts.kv.part_account import Listed, PartAccount, Place
+from kvarts.kv.part_account import Listed, PartAccount, Spot
 from kvarts.kv.pool import PageId
 from kvarts.kv.streams import Stream
 
@@ -78,7 +78,7 @@ class PartRun(Listed):
         self.keeps = 0
         self.listed_by: EvictionOrder | None = None
         self.place: Any = None
-        self.spot: Place | None = None
+        self.spot: Spot | None = None
 
     # The interface of eviction orders: Run.
 
@@ -270,7 +270,7 @@ class PartRun(Listed):
         elif self.stream is not None:
             self.stream.insert(head, before=self)
         elif self.spot is not None:
-            head.spot = Place()
+            head.spot = Spot()
             head.spot.list_after(self.spot)
         return head
 
