@@ -100,6 +100,7 @@ class NaiveGroups:
     def branch(self, tokens: list[int], salt: str | None, limit: int) -> int:
         """Return the number of pages after which these tokens leave others whose next page is there; 0 for none.
 
+        A next page with a token that only its own request knows does not count.
         Layers that keep all tokens have all pages up to there.
         """
         whole = [index for index, (layer, _) in enumerate(self.groups) if layer.kind in ("full", "latent")]
@@ -113,6 +114,7 @@ class NaiveGroups:
         mine, common = self.name(tokens, salt, length)[1], tuple(tokens[: length * self.page_size])
         for index, (tenant, others) in self.copies:
             is_other = index in whole and tenant == salt and len(others) == len(mine) and others != mine
+            is_other = is_other and not any(isinstance(token, tuple) and token[0] == "made" for token in others)
             if is_other and others[: len(common)] == common:
                 return length
         return 0

@@ -170,7 +170,7 @@ class Ledger:
         """Resident pages by the page directly before them, in groups that need every page."""
         self._before: dict[tuple[int, bytes], bytes] = {}
         self._followers: dict[bytes, dict[bytes, None]] = {}
-        """Pages that have ever been published after a page, in groups that need every page."""
+        """Pages of known tokens that have ever been published after a page, in groups that need every page."""
         self._kept: dict[tuple[int, bytes], list[Keep]] = {}
         """Holds of transfers on pages that can be found."""
 
@@ -276,10 +276,11 @@ class Ledger:
         self._num_held[group] += 1
         return LedgerPart(group, stays=self._keeps_all or not self.groups[group].is_bounded)
 
-    def publish(self, part: LedgerPart, name: bytes, *, before: bytes | None = None) -> bool:
+    def publish(self, part: LedgerPart, name: bytes, *, before: bytes | None = None, is_known: bool = True) -> bool:
         """Make a part findable by the name of its page. Return whether it is the first copy in its group.
 
-        `before`: the page before it, if there is one. Raise LedgerError if the part has a name already or is not held.
+        `before`: the page before it, if there is one. `is_known`: all of its tokens are known. Raise LedgerError if the
+        part has a name already or is not held.
         """
         if part.name is not None or not part.refs:
             raise LedgerError("has a name already, or is not held", field="part")
@@ -293,7 +294,7 @@ class Ledger:
             part.keeps += 1
         if len(copies) > 1:
             return False
-        if before is not None and not self._keeps_prefixes and self.groups[part.group].has_every_page:
+        if before is not None and is_known and not self._keeps_prefixes and self.groups[part.group].has_every_page:
             self._followers.setdefault(before, {})[name] = None
         if before is not None and self._keeps_prefixes and self.groups[part.group].has_every_page:
             self._before[key] = before

@@ -143,7 +143,9 @@ class RequestParts:
         """Publish a part under the digest of its page."""
         digests = self._digests.upto(known.content, page + 1)
         self._digests.where.setdefault(digests[page], (known.content.owner, page))
-        self._ledger.publish(part, digests[page], before=digests[page - 1] if page else None)
+        is_known = page < known.content.num_known_pages
+        before = digests[page - 1] if page else None
+        self._ledger.publish(part, digests[page], before=before, is_known=is_known)
 
     def _keep_tails(self, known: KnownRequest) -> None:
         """Keep the parts that the token after the last full page sees."""

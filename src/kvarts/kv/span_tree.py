@@ -98,16 +98,15 @@ class SpanTree:
         return match
 
     def _branch_of(self, span: Span, content: Content, page: int) -> int:
-        """Return `page` if another content than `content` continues there, with a resident page; else 0.
+        """Return `page` if another content than `content` continues there, with known tokens; else 0.
 
-        `span` has the page before, and groups that keep all tokens have `content` up to there.
+        Its next page must be resident. `span` has the page before, and groups that keep all tokens have `content` up to there.
         """
         key = content.key(page)
-        if page < span.end:
-            others = [span] if span.content.key(page) != key else []
-        else:
-            others = [child for other, child in span.children.items() if other != key]
-        for other in others:
+        nexts = [(span.content.key(page), span)] if page < span.end else list(span.children.items())
+        for key_of_next, other in nexts:
+            if key_of_next == key or not isinstance(key_of_next, bytes):
+                continue
             for index in self._whole:
                 if any(run.start <= page < run.end for run in other.parts[index]):
                     return page
