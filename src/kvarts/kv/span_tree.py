@@ -100,7 +100,8 @@ class SpanTree:
     def _branch_of(self, span: Span, content: Content, page: int) -> int:
         """Return `page` if another content than `content` continues there, with known tokens; else 0.
 
-        Its next page must be resident. `span` has the page before, and groups that keep all tokens have `content` up to there.
+        Its next page must be resident. `span` has the page before, and groups that keep all tokens have `content` up to
+        there.
         """
         key = content.key(page)
         nexts = [(span.content.key(page), span)] if page < span.end else list(span.children.items())
