@@ -3,9 +3,9 @@
     python benchmarks/offload_sessions.py [--cells 300] [--seed 0] [--arrivals 4]
 
 Deterministic: virtual time. Each cell draws sessions, a model with KV groups, what stays cached, a policy of stores,
-the bandwidth towards host memory and back, and its size. TTFT is the mean over `--arrivals` seeds of the same sessions: on
-such devices hits depend on every microsecond, so that a single run differs by more, in both directions. Prints how many
-cells are slower than without a tier by more than 5 % and one step, and the slowest.
+the bandwidth towards host memory and back, and its size. TTFT is the mean over `--arrivals` seeds of the same
+sessions: on such devices hits depend on every microsecond, so that a single run differs by more, in both directions.
+Prints how many cells are slower than without a tier by more than 5 % and one step, and the slowest.
 """
 
 from __future__ import annotations
