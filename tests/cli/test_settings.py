@@ -59,6 +59,7 @@ CHOICES = (
     *("mocker", "prefix", "tails", "lazy", "pin", "evict", "time", "deltas", "implied", "recompute", "vllm", "missing"),
     "worker",
     "lcfs",
+    "branches",
 )
 """Values that are not the default, of settings with a few."""
 

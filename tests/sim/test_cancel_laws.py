@@ -145,7 +145,7 @@ BUSY: dict[str, Any] = {
     "cost": lambda batch: 1.0 + 3 * sum(chunk.num_tokens for chunk in batch.chunks),
     "audit": HAS_AUDIT,
 }
-BELOW = {"host_pages": 200, "d2h": "1MB/s", "h2d": "2kB/s", "kv_bytes_per_token": 1, "policy": "eager"}
+BELOW = {"host_pages": 200, "d2h": "1MB/s", "h2d": "1kB/s", "kv_bytes_per_token": 1, "policy": "eager"}
 
 
 def _requests() -> Trace:
