@@ -105,6 +105,25 @@ def test_a_tier_of_whole_pages_never_hurts(
 
 @given(
     traffics(),
+    st.sampled_from(["gemma-3-27b", "gpt-oss-20b"]),
+    st.sampled_from([1.05, 1.5, 3.0, 6.0]),
+    st.sampled_from(["all", "tails"]),
+    st.sampled_from(["eager", "lazy"]),
+    st.sampled_from(RATES),
+    st.sampled_from([0.1, 1.0, 10.0]),
+)
+def test_a_tier_of_parts_of_pages_never_hurts(
+    traffic: Workload, model: str, num_longest: float, keeps: str, policy: Any, rate: str, num_devices: float
+) -> None:
+    """The same for models whose layers keep less."""
+    num_pages = int(-(-longest(traffic) // PAGE_SIZE) * num_longest) + 2
+    host_pages = max(64, int(num_pages * num_devices))
+    offload = OffloadConfig(host_pages=host_pages, policy=policy, h2d=rate, d2h=rate)
+    assert_no_worse(traffic, config_of(model, num_pages, keeps), offload)
+
+
+@given(
+    traffics(),
     st.sampled_from([1.05, 1.5, 3.0]),
     st.sampled_from([None, "all", "tails"]),
     st.sampled_from(["eager", "lazy"]),
