@@ -134,7 +134,8 @@ def test_stores_take_nothing_from_requests(
 ) -> None:
     """Where no prompt comes again a tier is of no use. What it stores is idle, and is given back when it is wanted.
 
-    With KV groups a stored part is evicted later than without, so that preempted requests find other parts.
+    With KV groups a stored part that a window has passed is evicted later than without, so that preempted requests find
+    other parts.
     """
     traffic = msgspec.structs.replace(traffic, turns_per_session=1, prefix_tokens=0)
     num_pages = int(-(-longest(traffic) // PAGE_SIZE) * num_longest) + 2
