@@ -346,13 +346,14 @@ class Ledger:
                 del self._idle[part]
         part.keeps += 1
 
-    def end_read(self, part: LedgerPart, *, goes_first: bool) -> None:
+    def end_read(self, part: LedgerPart, *, goes_first: bool = False) -> None:
         """End the hold of `read`. `goes_first`: if nothing holds the part, evict it next."""
         part.keeps -= 1
         if part.keeps or part.refs:
             return
-        if not part.stays:
+        if part.name is not None and not part.stays:
             self._forget(part, "dropped")
+        if part.name is None:
             self._free(part)
             return
         self._idle.setdefault(part)
@@ -380,13 +381,7 @@ class Ledger:
     def end_keep(self, kept: Keep) -> None:
         """End the hold of `keep`. Copies that can no longer be found become empty once they are not held."""
         for part in kept.parts:
-            part.keeps -= 1
-            if part.keeps or part.refs:
-                continue
-            if part.name is None:
-                self._free(part)
-            else:
-                self._count_cached(part, 1)
+            self.end_read(part)
         of_page = self._kept.get(kept.key, [])
         if kept in of_page:
             of_page.remove(kept)

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -194,7 +195,8 @@ class RunningServer:
 
     @property
     def requests(self) -> list[SeenRequest]:
-        """The requests that generate, in order of arrival."""
+        """The requests that generate, in order of arrival; those whose answer was received have ended."""
+        self._pass_turn()
         return list(self._seen.requests)
 
     def cache_hits(self) -> int:
@@ -284,6 +286,16 @@ class RunningServer:
             await server.stop(self._drain_s)
 
         asyncio.run(serve())
+
+    def _pass_turn(self) -> None:
+        """Wait until the event loop is done with the answer that it wrote last."""
+        loop = self._loop
+        if loop is None or loop.is_closed() or threading.current_thread() is self._thread:
+            return
+        done = threading.Event()
+        with suppress(RuntimeError):  # it was closed meanwhile
+            loop.call_soon_threadsafe(done.set)
+            done.wait(1.0)
 
     def _between_steps(self, task: Callable[[], T]) -> T:
         def run(_: LLMEngine) -> T:
