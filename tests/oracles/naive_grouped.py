@@ -31,6 +31,11 @@ def needed_pages(layer: KvLayer, num_tokens: int, page_size: int) -> frozenset[i
     return frozenset(position // page_size for position in seen)
 
 
+def is_made(token: object) -> bool:
+    """Return whether only the request that generated a token knows it."""
+    return isinstance(token, tuple) and token[0] == "made"
+
+
 @dataclass(eq=False)
 class NaivePart:
     """The part of a page in a group; `name` once it can be found.
@@ -114,7 +119,7 @@ class NaiveGroups:
         mine, common = self.name(tokens, salt, length)[1], tuple(tokens[: length * self.page_size])
         for index, (tenant, others) in self.copies:
             is_other = index in whole and tenant == salt and len(others) == len(mine) and others != mine
-            is_other = is_other and not any(isinstance(token, tuple) and token[0] == "made" for token in others)
+            is_other = is_other and not any(map(is_made, others))
             if is_other and others[: len(common)] == common:
                 return length
         return 0
