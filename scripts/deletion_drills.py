@@ -71,7 +71,7 @@ NEEDED_BY = {
 
 COMMANDS = {
     "connect": ("watch",),
-    "openai_api": ("http", "mock", "serve_model"),
+    "openai_api": ("http", "mock", "serve_model", "workers"),
     "plan": ("sweep",),
     "session": ("serve_sessions", "sessions", "chat", "soak"),
 }
