@@ -138,6 +138,8 @@ def stage(folder: Path) -> None:
         name = path.relative_to(ROOT / "docs").as_posix()
         text = with_links(path.read_text(), posixpath.join("docs", posixpath.dirname(name)))
         _write(folder / name, f"{text}{contents()}" if name == "index.md" else text)
+    for path in sorted((ROOT / "docs" / "examples").glob("*.py")):
+        _write(folder / "examples" / path.name, path.read_text())
     for name, text in generated_pages():
         _write(folder / name, text)
 
