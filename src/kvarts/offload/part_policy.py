@@ -74,7 +74,9 @@ class EagerParts:
                     continue
                 found: list[tuple[PartRun, int, int]] = []
                 find(span.parts[group], max(start, span.start), min(known, span.end), found)
-                yield from found
+                for run, first, last in found:
+                    wanted[0] = content, group, first, end  # the device has lost those before it
+                    yield run, first, last
             wanted.popleft()
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
