@@ -96,7 +96,9 @@ class GroupedBlocks:
             group.there.clear()
 
     def store(self, event: Stored, new: Sequence[BlockHash]) -> None:
-        """Record the blocks of an event that are `new`."""
+        """Record the blocks of an event that are `new`. Blocks without tokens belong to no prefix."""
+        if not event.hashes or event.block_size <= 0:
+            return
         group = self._groups.get(event.group)
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
@@ -201,9 +203,9 @@ def _num_needed(group: _Group, base: _Group, depth: int) -> int:
 def _why(groups: Sequence[GroupOfLayers], stored: int, resumable: int, hit_share: float | None) -> str:
     """Return what limits the hits; empty if nothing does that the events show."""
     there = {group.group for group in groups}
-    missing = [number for number in range(max(there)) if number not in there]
-    if missing:
-        return f"group {missing[0]} has stored no block, and a hit needs blocks of every group"
+    first_missing = next(number for number in range(len(there) + 1) if number not in there)
+    if first_missing < max(there):
+        return f"group {first_missing} has stored no block, and a hit needs blocks of every group"
     if len(groups) > 1 and resumable < stored:
         least = min(groups, key=lambda group: group.resumable_tokens)
         how = "none" if not least.resumable_tokens else f"those of {least.resumable_tokens:,} tokens"
