@@ -18,7 +18,7 @@ from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 
-from builders.case import Case, cases
+from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, fleets
 from builders.grouped import FULL, Told, part_groups
 from builders.tiered import BYTES_PER_TOKEN, tiers_below
@@ -124,7 +124,6 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
         assert fleet["faults"]["num_failed_transfers"] == naive.num_failed_transfers
 
 
-@pytest.mark.xfail(strict=False, reason="open: a leap reports evictions after removals from a store")
 @given(
     fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), memories(), stores()
 )
@@ -136,24 +135,64 @@ def test_fast_forward_equals_step_by_step(
         case.case.profile = "default"
     if store is not None:
         memory = with_store(memory)
-    told: list[dict[int, Told]] = [{}, {}] if case.case.rows[0].num_output_tokens % 2 else []
-    fast, slow = (
-        structs.replace(
-            case.config(step_by_step=step_by_step, **memory),
-            scaler=None if policy is None else partial(parse_scaler, policy),
-            startup_s=0.03,
-            sharing="worker" if is_shared else "none",
-            store=store,
-            faults=case.faults if policy is None else (*case.faults, *LATE),
-        ).replay(case.case.trace(), observers_of=partial(told_to, told[step_by_step]) if told else None)
-        for step_by_step in (False, True)
-    )
-    if told:
-        fast_told, slow_told = ([of_requests(each) for each in by_worker.values()] for by_worker in told)
-        assert fast_told == slow_told
+    is_told = bool(case.case.rows[0].num_output_tokens % 2)
+    fast, told = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=False)
+    slow, told_slowly = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=True)
+    assert told == told_slowly
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
+
+
+def replayed_with(
+    case: FleetCase,
+    policy: str | None,
+    is_shared: bool,
+    memory: dict[str, Any],
+    store: StoreSettings | None,
+    *,
+    is_told: bool,
+    step_by_step: bool,
+) -> tuple[FleetReport, list[list[tuple[Any, ...]]]]:
+    told: dict[int, Told] = {}
+    config = structs.replace(
+        case.config(step_by_step=step_by_step, **memory),
+        scaler=None if policy is None else partial(parse_scaler, policy),
+        startup_s=0.03,
+        sharing="worker" if is_shared else "none",
+        store=store,
+        faults=case.faults if policy is None else (*case.faults, *LATE),
+    )
+    report = config.replay(case.case.trace(), observers_of=partial(told_to, told) if is_told else None)
+    return report, [of_requests(each) for each in told.values()]
+
+
+def test_leaps_tell_removals_from_a_store_in_their_place() -> None:
+    """A worker in a leap is told that another worker took its pages out of the store after what happened before."""
+    rows = [(0, [0], 13), (0, [0] * 4, 36), (0, [0], 1), (0, [0], 1), (0, [0], 1), (200, [0] * 4, 11), (200, [0], 1)]
+    rows += [(200, [0], 17), (200, [0], 1), (200, [0], 1), (200, [1, 0, 0], 1), (200, [0] * 5, 1)]
+    traffic = [
+        Row(arrival_ms, units, 4 * len(units), num_outputs, None, 0, "a" if index == 11 else None,
+            cancel_after_ms=0 if index in (1, 4, 9) else None)
+        for index, (arrival_ms, units, num_outputs) in enumerate(rows)
+    ]  # fmt: skip
+    case = FleetCase(
+        Case(traffic, 4, 2, 25, 4, 1, "default", 1), 2, 1, 25, 1, None, 0.0, only_missing=False,
+        faults=(Fault("down", 1, 0), Fault("down", 2, 0), Fault("down", 0, 40_000_000)),
+    )  # fmt: skip
+    offload = OffloadConfig(
+        host_pages=8, policy="eager", h2d="50kB/s", d2h="50kB/s", latency_us=0.0, kv_bytes_per_token=1000,
+        full_prompt_hits=True, store_within_ms=0.0,
+    )  # fmt: skip
+    store = StoreSettings(pages=20, rate="1MB/s", worker_rate="1MB/s", latency_us=0.0)
+    both = [
+        replayed_with(
+            case, SCALERS[2], is_shared=False, memory={"offload": offload}, store=store, is_told=True,
+            step_by_step=step_by_step,
+        )[1]
+        for step_by_step in (False, True)
+    ]  # fmt: skip
+    assert both[0] == both[1]
 
 
 @given(fleets(profile="default", cancels=True), memories(), stores())

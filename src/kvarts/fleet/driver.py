@@ -76,6 +76,12 @@ class FleetDriver(Moves):
         """Times at which clients give up, with the requests' indices; entries of ended requests are skipped."""
         self._interrupted: list[Worker] = []
         """Workers whose step has ended now and that have interrupts to run, or lose their requests."""
+        self._starting_rank = 0
+        """The rank of the worker that starts a step."""
+        self._caught_up: list[Worker] = []
+        """Workers that have become idle while others start their steps."""
+        if store is not None:
+            store.store.on_told = self._catch_up
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -235,9 +241,10 @@ class FleetDriver(Moves):
     def _start_steps(self, now_ns: int) -> None:
         if not self._roused:
             return
-        roused = sorted(self._roused, key=lambda index: self.workers[index].rank)
+        roused = sorted((self.workers[index].rank, index) for index in self._roused)  # a heap
         self._roused.clear()
-        for index in roused:
+        while roused:
+            self._starting_rank, index = heappop(roused)
             worker = self.workers[index]
             if worker.end_ns != NEVER_NS:
                 continue
@@ -253,6 +260,19 @@ class FleetDriver(Moves):
                 self._reserve_for(worker, now_ns)
                 if len(worker.pending) < num_pending:
                     self._roused.add(index)
+            for other in self._caught_up:
+                heappush(roused, (other.rank, other.index))
+            self._caught_up.clear()
+
+    def _catch_up(self, index: int) -> None:
+        """Let a leap of a worker catch up with the worker that starts a step now, as if its steps had been alone."""
+        worker = self.workers[index]
+        if worker.engine.log.tell_details is None:
+            return  # nobody reads in which order
+        starts_first = worker.rank < self._starting_rank
+        end_ns = worker.end_ns
+        if not self._is_busy(worker, self.now_ns + starts_first) and end_ns != NEVER_NS:
+            self._caught_up.append(worker)
 
     def _set_gate(self, worker: Worker) -> None:
         is_gated = bool(worker.pending)

@@ -24,7 +24,12 @@ __all__ = ["Moves", "SharedPages", "StoreUse"]
 
 
 class SharedPages(Protocol):
-    """A store that workers share."""
+    """A store that workers share.
+
+    `on_told`: called with a worker before its readers are told what another worker did to its pages.
+    """
+
+    on_told: Callable[[int], object] | None
 
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""

@@ -63,7 +63,10 @@ class Write:
 
 
 class SharedStore:
-    """A store of `num_pages` pages. `links`: carry the pages, of `page_bytes` bytes each."""
+    """A store of `num_pages` pages. `links`: carry the pages, of `page_bytes` bytes each.
+
+    `on_told`: called with a worker before it is told that others have removed its pages.
+    """
 
     def __init__(self, num_pages: int, page_bytes: int, links: LinksToStore) -> None:
         self.num_pages = num_pages
@@ -74,6 +77,7 @@ class SharedStore:
         self.writes: dict[Placement, Write] = {}
         """Writes under way."""
         self.num_writes = 0
+        self.on_told: Callable[[int], object] | None = None
         self._waited_for: list[tuple[int, int]] = []
 
     def take_waited_for(self) -> list[tuple[int, int]]:
@@ -110,8 +114,11 @@ class SharedStore:
             on_stored(run.content, run.start, run.end, before)
 
     def _on_removed(self, content: Content, start: int, end: int) -> None:
-        on_removed = self.views[self.index.removed_of].on_removed
+        worker = self.index.removed_of
+        on_removed = self.views[worker].on_removed
         if on_removed is not None:
+            if self.on_told is not None:
+                self.on_told(worker)
             on_removed(content, start, end)
 
 

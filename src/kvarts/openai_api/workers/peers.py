@@ -142,7 +142,7 @@ class Peers:
 
 
 async def _serve(app: OpenAIApp, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """PeerAnswer the request of one connection."""
+    """Answer the request of one connection."""
     asked = await _read(reader, PeerRequest)
     is_read = False
 

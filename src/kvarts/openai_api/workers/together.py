@@ -62,7 +62,7 @@ class Together:
         self._is_idle.set()
 
     async def answered(self, route: Route, exchange: Exchange) -> bool:
-        """PeerAnswer a request that concerns other workers. Return False if it remains to be answered here."""
+        """Answer a request that concerns other workers. Return False if it remains to be answered here."""
         request = exchange.request
         if route.method == "POST" and route.path in CHANGES:
             return await self._change(route, exchange)
@@ -168,7 +168,7 @@ class Together:
         return rank if rank is not None and rank < len(self._peers) else None
 
     async def _relay(self, rank: int, exchange: Exchange) -> None:
-        """PeerAnswer as the worker `rank` does, part by part."""
+        """Answer as the worker `rank` does, part by part."""
         asked = _asked(exchange)
         self._num_relayed += 1
         self._is_idle.clear()
