@@ -195,6 +195,25 @@ def test_leaps_tell_removals_from_a_store_in_their_place() -> None:
     assert both[0] == both[1]
 
 
+@pytest.mark.parametrize("step_by_step", [False, True])
+def test_pages_that_a_store_releases_can_be_reserved_in_a_mocker(step_by_step: bool) -> None:
+    """L8: a prompt waits for pages that only a store to host memory holds."""
+    rows = [
+        Row(290, [3, 2, 2, 0], 15, 6, None, -1, None, cancel_after_ms=200), Row(330, [3], 4, 4, None, -1, None),
+        Row(545, [2, 0, 3, 0], 16, 1, None, 1, None), Row(825, [3, 3, 0, 0], 15, 4, None, 0, None),
+        Row(825, [0, 1, 2, 2], 15, 7, None, 0, None, cancel_after_ms=1000),
+    ]  # fmt: skip
+    case = FleetCase(Case(rows, 4, 8, 3, 16, 4, "mocker", 1), 1, 1, 3, 8, 1000.0, 0.0, only_missing=True)
+    offload = OffloadConfig(
+        host_pages=8, policy="lazy", h2d="1GB/s", d2h="50kB/s", kv_bytes_per_token=1000, disk_pages=10,
+        disk_read="50kB/s", disk_write="1MB/s",
+    )  # fmt: skip
+    report, _ = replayed_with(
+        case, None, is_shared=False, memory={"offload": offload}, store=None, is_told=False, step_by_step=step_by_step
+    )
+    assert report.summary["num_completed"] + report.summary["num_cancelled"] == len(rows)
+
+
 @given(fleets(profile="default", cancels=True), memories(), stores())
 def test_nothing_starves_and_nothing_deadlocks_by_default(
     case: FleetCase, memory: dict[str, Any], store: StoreSettings | None

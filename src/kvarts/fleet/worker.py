@@ -143,10 +143,10 @@ class Worker:
 
     def generation(self) -> int:
         """Return a number that changes whenever a refused request may get its pages."""
-        running = self.scheduler.running
+        running, cache = self.scheduler.running, self.scheduler.cache
         if self.is_mocker:
-            return running.num_left
-        cache = self.scheduler.cache
+            # As in Dynamo's mocker, and stores below, which it does not have, release pages as well.
+            return running.num_left if self.tiers is None else running.num_left + cache.num_released
         return running.num_left + running.num_admitted + cache.num_published + cache.num_released
 
     def cut(self, now_ns: int) -> bool:
