@@ -249,15 +249,17 @@ def raw_frames(address: str, rng: random.Random) -> str:
 
 def a_batch(rng: random.Random) -> bytes:
     """A batch of KV events."""
-    names = [rng.randrange(1 << rng.choice([4, 40])) for _ in range(length_of(rng, 20_000))]
+    names = [rng.randrange(1 << rng.choice([4, 40])) for _ in range(rng.choice([0, length_of(rng, 20_000)]))]
     as_map = {
         "type": rng.choice(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Else"]),
         "block_hashes": names,
         "parent_block_hash": rng.choice([None, 3]),
         "token_ids": [rng.randrange(100_000) for _ in range(rng.choice([0, len(names), 2 * len(names)]))],
-        "block_size": rng.choice([0, 1, 2]),
+        "block_size": rng.choice([0, 1, 2, -1, 1 << 62]),
         "medium": rng.choice([None, "CPU", f"m{rng.randrange(1000)}"]),
-        "group_idx": rng.choice([None, 0, rng.randrange(1000)]),
+        "group_idx": rng.choice([None, 0, rng.randrange(1000), -1, 1 << 62]),
+        "kv_cache_spec_kind": rng.choice([None, "full_attention", "sliding_window", "mamba", 7]),
+        "kv_cache_spec_sliding_window": rng.choice([None, 0, 1, 128, -5, 1 << 62, "x"]),
     }
     return msgspec.msgpack.encode([rng.random(), [as_map] * rng.choice([0, 1, 1, 3]), rng.choice([0, None])])
 
