@@ -474,7 +474,8 @@ class NaiveFleet:
         if what == "send":
             if handoff.given_up:
                 return
-            handoff.is_local = False
+            if self.wants_prefill(handoff):
+                handoff.is_local = False
             if self.stays(handoff):
                 self.compute_locally(handoff)
                 return

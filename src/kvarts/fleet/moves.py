@@ -125,7 +125,9 @@ class Moves:
         if handoff.is_given_up:
             return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
-        front = self._second if has_begun or self._stays(handoff, now_ns) else self._first
+        if not has_begun:
+            handoff.is_local = self._stays(handoff, now_ns)
+        front = self._second if has_begun or handoff.is_local else self._first
         if not front.is_open:
             front.stranded.append(handoff)
         elif handoff.is_held:
@@ -169,7 +171,6 @@ class Moves:
     def _submit(self, handoff: Handoff, front: Front, now_ns: int) -> None:
         """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
         decode = request = handoff.decode
-        handoff.is_local = front is self._second and handoff.planned >= 0
         worker = self._route_second(handoff, now_ns) if front is self._second else self._route(front, handoff, now_ns)
         reason = None
         if worker.only_prefills:
