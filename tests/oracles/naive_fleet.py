@@ -692,9 +692,12 @@ class NaiveFleet:
     def submit(self, handoff: NaiveHandoff, worker: NaiveWorker) -> None:
         if worker in self.decodes:
             handoff.target = self.decodes.index(worker)
-            self.queue(handoff.decode, worker)
+            if self.is_mocker and self.never_fits(handoff):
+                handoff.outcome = "failed"
+            else:
+                self.queue(handoff.decode, worker)
             return
-        handoff.source = self.prefills.index(worker)
+        handoff.source, handoff.target = self.prefills.index(worker), -1
         source = worker
         fits_here = source.pages_for(len(handoff.request.tokens)) <= source.num_pages
         if not fits_here or (self.never_fits(handoff) and not self.is_mocker):

@@ -192,7 +192,7 @@ class Moves:
             reason = worker.replica.submit(request, now_ns)
         if reason is not None:
             front.ended(request)
-            self._refuse(handoff, worker.index, reason, REJECTED)
+            self._refuse(handoff, worker.index, reason, REJECTED if handoff.held_ns < 0 else FAILED)
             return
         self._enter(handoff, request, worker)
 
