@@ -44,6 +44,7 @@ class NaiveRequest:
     cancelled: bool = False
     seniority: int = 0
     cancelled_prompt_tokens: int = 0  # prompt tokens computed that were never in its pages before
+    decodes: bool = False
 
     @property
     def known(self) -> int:
@@ -234,6 +235,7 @@ class NaiveEngine:
         self.running.remove(victim)
         self.release(victim)
         victim.computed = 0
+        victim.decodes = False
         victim.preemptions += 1
         self.waiting.insert(0, victim)
         if self.profile == "default":
@@ -339,6 +341,17 @@ class NaiveEngine:
     def others_make_way(self, request: NaiveRequest, num_pages: int) -> bool:
         return False
 
+    def is_in_order(self) -> bool:
+        """Whether nobody is preempted for somebody who was admitted later."""
+        return self.running == sorted(self.running, key=lambda r: (-r.priority, r.seniority))
+
+    def compute_given(self, took: dict[int, tuple[NaiveRequest, int]], before: dict[int, int]) -> None:
+        """Whoever still runs computes what it was given; a victim's share is never computed."""
+        for request, want in took.values():
+            before[request.seq] = request.computed
+            self.compute(request, request.computed + want)
+        took.clear()
+
     def take_given(self) -> int:
         """How many gave way to other models since the last step."""
         return 0
@@ -349,7 +362,8 @@ class NaiveEngine:
         budget = self.max_num_batched_tokens
         is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
         self.most_tokens = self.long_prefill_token_threshold if is_limited else budget
-        took: dict[int, tuple[NaiveRequest, int]] = {}  # seq -> (request, computed before)
+        took: dict[int, tuple[NaiveRequest, int]] = {}  # seq -> (request, tokens to compute)
+        before: dict[int, int] = {}
         num_preempted = 0
         mark = (-1, 0, 0)  # used, cached and released when most was in use
         for request in list(self.running):
@@ -361,6 +375,8 @@ class NaiveEngine:
             if want == 0:
                 continue
             need = self.pages_for(request.computed + want) - len(request.pages)
+            if not request.decodes and self.is_in_order():
+                self.compute_given(took, before)  # of equal pages theirs come first
             while need > self.num_free() and not self.others_make_way(request, need):
                 mark = self.higher(mark)
                 victim = self.victim()
@@ -375,11 +391,7 @@ class NaiveEngine:
             request.pages += [self.take_page() for _ in range(need)]
             took[request.seq] = (request, want)
             budget -= want
-        # Whoever still runs computes what it was given; a victim's share is never computed.
-        before = {}
-        for request, want in took.values():
-            before[request.seq] = request.computed
-            self.compute(request, request.computed + want)
+        self.compute_given(took, before)
         if not num_preempted:
             budget = self.compute_fronts(budget, before)
             budget = self.admit_loaded(now_ns, budget, before)
@@ -420,6 +432,7 @@ class NaiveEngine:
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
                 request.made += 1
+                request.decodes = True
                 request.token_times_ns.append(end_ns)
                 if request.first_token_ns is None:
                     request.first_token_ns = end_ns

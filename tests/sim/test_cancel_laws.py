@@ -237,3 +237,10 @@ def test_a_request_that_waits_in_the_router_can_be_given_up() -> None:
     in_router = columns["replica"] == NO_REPLICA
     assert 0 < in_router.sum() < 40 and (columns["status"][in_router] == CANCELLED).all()
     assert (columns["first_admitted_ns"][in_router] == -1).all()
+
+
+def test_one_replica_may_have_a_queue_in_its_router() -> None:
+    workload = Workload(num_sessions=12, new_tokens=FixedLength(300), output_tokens=FixedLength(40), sessions_per_s=30)
+    config = ReplayConfig(num_pages=60, router="least-loaded", routing=Routing(queue_threshold=0.1))
+    summary = replay(workload, config).summary
+    assert summary["num_completed"] == summary["num_requests"]

@@ -385,7 +385,7 @@ class Driver:
                     quiet_ns[index] = quiet_until_ns
                     leaping.append(index)
         for index in leaping:
-            until_ns = min(arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :])
+            until_ns = min([arrival_ns, *quiet_ns[:index], *quiet_ns[index + 1 :]])
             ends_ns[index] = runners[index].start(now_ns, until_ns)
             if ends_ns[index] > quiet_ns[index]:
                 quiet_ns[index] = ends_ns[index]  # a transfer ends while the last of its steps is under way
