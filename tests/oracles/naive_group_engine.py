@@ -47,6 +47,8 @@ class NaiveGroupEngine(NaiveEngine):
         self.branches: dict[int, int] = {}
         """Tokens before the place where a request leaves others."""
         self.decoding: set[int] = set()
+        self.continued: set[int] = set()
+        """Those that go on with a chunk after they have decoded: no prompt ends where they do."""
         """Requests that have sampled a token since they were last admitted."""
         self.counts: list[tuple[int, ...]] = []
         """Parts used and cached in each group, at the mark of each step."""
@@ -146,6 +148,7 @@ class NaiveGroupEngine(NaiveEngine):
 
     def release(self, request: NaiveRequest) -> None:
         self.decoding.discard(request.seq)
+        self.continued.discard(request.seq)
         sequence = self.sequences.pop(request.seq)
         sequence.num_tokens = request.computed
         self.groups.close(sequence)
@@ -163,13 +166,13 @@ class NaiveGroupEngine(NaiveEngine):
         sequence = self.sequences[request.seq]
         end = request.computed + want
         sequence.tokens[:] = self.tokens_of(request, end)
-        is_end = end == request.known
+        is_end = end == request.known and request.seq not in self.continued
         page_end = end - end % self.page_size
         branch = self.branches.get(request.seq, 0)
         if request.computed < branch < end:
             self.groups.grow(sequence, branch - sequence.num_tokens, is_end=True)
         is_end = is_end or request.computed < branch == end
-        if end == request.known and sequence.num_tokens < page_end < end:
+        if is_end and sequence.num_tokens < page_end < end:
             self.groups.grow(sequence, page_end - sequence.num_tokens, is_end=True)
         self.groups.grow(sequence, end - sequence.num_tokens, is_end=is_end)
         self.count_computed(request, end)
@@ -205,8 +208,16 @@ class NaiveGroupEngine(NaiveEngine):
                 if page not in needed:
                     self.groups.release(sequence.parts[group].pop(page))
 
-    def can_settle(self) -> bool:
-        """Whether all pages that decodes begin in the next step are free already, so that turns make no difference."""
+    def can_settle(self, joined: set[int]) -> bool:
+        """Whether turns make no difference in the next step.
+
+        All pages that decodes begin in it are free already, and no chunk, nor any who only now begin to decode, releases
+        something before a decode does.
+        """
+        decodes = [r.seq in self.decoding for r in self.running]
+        others = [place for place, r in enumerate(self.running) if r.seq in joined or not decodes[place]]
+        if self.long_prefill_token_threshold and any(any(decodes[place + 1 :]) for place in others):
+            return False
         page_bytes = sum(part_bytes for layer, part_bytes in self.layers if layer.kind != "state")
         begins = [r for r in self.running if r.seq in self.decoding and r.computed % self.page_size == 0]
         return page_bytes * len(begins) <= self.groups.free_bytes()
@@ -268,7 +279,9 @@ class NaiveGroupEngine(NaiveEngine):
                     break
             if request not in self.running:
                 # As in vLLM, none that was admitted after it computes. A decode among them goes on with a chunk.
-                self.decoding -= {other.seq for other in self.running} - set(took)
+                stalled = self.decoding & ({other.seq for other in self.running} - set(took))
+                self.decoding -= stalled
+                self.continued |= stalled
                 break
             if not is_decode:
                 planned[request.seq] = missing
@@ -326,9 +339,12 @@ class NaiveGroupEngine(NaiveEngine):
         duration_ns = self.cost(batch, self)
         end_ns = now_ns + duration_ns
         num_running, num_waiting = len(self.running), len(self.waiting)
+        joined: set[int] = set()
         for request in list(self.running):
             if request.seq in before and request.computed == request.known:
                 request.made += 1
+                if request.seq not in self.decoding:
+                    joined.add(request.seq)
                 self.decoding.add(request.seq)
                 request.token_times_ns.append(end_ns)
                 if request.first_token_ns is None:
@@ -338,7 +354,7 @@ class NaiveGroupEngine(NaiveEngine):
                     self.running.remove(request)
                     self.release(request)
                     self.finished.append(request)
-        if self.can_settle():
+        if self.can_settle(joined):
             for request in self.running:
                 if request.seq in self.decoding:
                     self.settle(request)

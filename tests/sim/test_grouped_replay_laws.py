@@ -208,3 +208,29 @@ def test_what_a_request_needs(
         pages = engine.while_computing(first, min(known, first + most_new))
         held = sum(groups[index].part_bytes * len(pages_of) for index, pages_of in pages.items())
         assert held + states <= most_bytes
+
+
+def test_what_a_stream_of_known_tokens_has_lost_is_not_found() -> None:
+    """Generated pages that others may find are released by a window, and evicted, with and without readers."""
+    rows = [
+        Row(0, [1], 1, 6, None, 0, None), Row(0, [1], 1, 6, None, 0, None),
+        Row(0, [1, 2, 1, 2, 0, 1], 6, 1, None, 0, None),
+        Row(87, [1, 2, 1, 2], 4, 6, [0, 0, 0, 0, 1, 0, 1], 1, None),
+        Row(127, [1, 2, 1, 2, 1, 2, 0, 3], 8, 2, None, 1, None),
+    ]  # fmt: skip
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1), part_bytes=1)
+    case = Case(rows, 1, 1, 15, 4, 1, "default", 1)
+    assert_grouped_as_in_naive(case, (window,), "all")
+    cached = replay(case.trace(), case.config(kv_groups="all", groups=(window,))).request_columns["cached_tokens"]
+    assert cached.tolist() == [0, 0, 1, 1, 4]
+
+
+def test_a_decode_that_goes_on_behind_a_long_prefill_keeps_no_tail() -> None:
+    """Where it continues with a chunk, no prompt ends: its window gives pages back as if it had not been put back."""
+    rows = [
+        Row(281, [2, 1, 1, 1, 0, 1, 0, 0], 17, 1, None, 0, None),
+        Row(281, [2, 1, 1, 1, 0, 1], 14, 9, None, 0, None),
+    ]
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), part_bytes=1)
+    case = Case(rows, 4, 4, 20, 16, 4, "default", 1, 2)
+    assert_grouped_as_in_naive(case, (window,), "tails")

@@ -563,14 +563,15 @@ class Auditor:
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
         known.computed = known.began = event.start
-        is_end = event.end == event.num_known_tokens
+        is_last = event.end == event.num_known_tokens
+        is_end = is_last and not known.has_decoded
         page_end = event.end // size * size
         if known.computed < known.branch <= event.end:
             self._held.grow(known, known.branch, is_end=True)
         if is_end and self._has_states and known.computed < page_end < event.end:
             self._held.grow(known, page_end, is_end=True)
         self._held.grow(known, event.end, is_end=is_end)
-        if is_end:
+        if is_last:
             self._completing.append(event.request)
 
     def _give_back(self, event: PartsGivenBack) -> None:
@@ -613,6 +614,7 @@ class Auditor:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         self._close(event.victim, known)
         known.computed = 0
+        known.has_decoded = False
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
             self._stall_after(known)
@@ -622,6 +624,7 @@ class Auditor:
         """Take what was admitted after `known` off the decodes: chunks follow."""
         for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
             del self._decoding[request]
+            self._requests[request].has_decoded = True
 
     def _finish(self, request: int) -> None:
         known = self._requests.pop(request)

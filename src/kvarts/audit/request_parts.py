@@ -21,8 +21,8 @@ class KnownRequest:
     before the place where it leaves other requests, 0 for none. `drafted`: tokens that were drafted for it in this
     step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
     each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
-    are loaded; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when
-    its load has ended.
+    are loaded; `has_decoded`: it continues with chunks after it has decoded; `awaited`: the transfer for another
+    request that it waits for, or -1; `is_cancelled`: it is gone when its load has ended.
     """
 
     __slots__ = (
@@ -34,6 +34,7 @@ class KnownRequest:
         "content",
         "drafted",
         "front",
+        "has_decoded",
         "is_cancelled",
         "is_running",
         "known",
@@ -51,7 +52,7 @@ class KnownRequest:
         self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, LedgerPart] = {}
-        self.is_running = False
+        self.is_running = self.has_decoded = False
         self.admission = self.awaited = self.front = -1
         self.branch = 0
         self.load: range | None = None
@@ -91,7 +92,7 @@ class RequestParts:
     def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool) -> None:
         """Take the parts that tokens up to `num_tokens` need, and publish filled ones.
 
-        `is_end`: all known tokens are then computed.
+        `is_end`: others may continue from there, as all known tokens are then computed.
         """
         self.take_pages(known, num_tokens)
         known.computed = num_tokens

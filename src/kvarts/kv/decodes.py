@@ -261,6 +261,8 @@ class Decodes:
             return
         if start < low:
             start = low
+        if span is not None:
+            span.is_moving = True
         if run is not None and not is_left:
             run.start = start
             stream.add(run)

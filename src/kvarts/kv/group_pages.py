@@ -250,6 +250,7 @@ class GroupPages(PartPages):
     def stop_decoding(self, holding: Holding, num_pages: int) -> None:
         """Stop following a decode, if the cache does."""
         parts = cast(PartHolding, holding).parts
+        parts.has_decoded = True
         if parts.is_decoding:
             self.parts.decodes.leave(parts)
             parts.num_taken = num_pages

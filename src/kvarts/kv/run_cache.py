@@ -153,7 +153,9 @@ class RunCache(RunAccount):
 
         `is_end`: other sequences may continue from here: tails of windows are kept, and snapshots are made at the last
         page end up to there, during the computation, if the memory has room for them. The same happens at its branch.
+        Where a sequence that has decoded goes on with a chunk, none continue.
         """
+        is_end = is_end and not holding.has_decoded
         if self._of_states:
             branch = holding.branch
             if holding.num_tokens < branch <= num_tokens:
@@ -448,6 +450,8 @@ class RunCache(RunAccount):
                 run = PartRun(index, span, begin, stop, [holding], is_kept=kept, ids=ids)
                 siblings.append(run)
                 held.append(run)
+                if holding.streams[index] is not None:
+                    span.is_moving = True
         if events is not None:
             events.told()
         if self.wants is not None and start < (known_end := min(end, holding.content.num_known_pages)):

@@ -358,6 +358,7 @@ class RunHolding:
         "first_open",
         "given",
         "held",
+        "has_decoded",
         "is_decoding",
         "is_open",
         "last",
@@ -387,6 +388,8 @@ class RunHolding:
         self.snapshots: list[tuple[int, PartRun]] = []
         self.is_open = True
         self.is_decoding = False
+        self.has_decoded = False
+        """Whether it has decoded: it goes on, and where its chunks end, no prompt does."""
         self.base = 0
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups
