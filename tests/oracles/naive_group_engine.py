@@ -211,8 +211,8 @@ class NaiveGroupEngine(NaiveEngine):
     def can_settle(self, joined: set[int]) -> bool:
         """Whether turns make no difference in the next step.
 
-        All pages that decodes begin in it are free already, and no chunk, nor any who only now begin to decode, releases
-        something before a decode does.
+        All pages that decodes begin in it are free already, and no chunk, nor any who only now begins to decode, has
+        its turn before a decode.
         """
         decodes = [r.seq in self.decoding for r in self.running]
         others = [place for place, r in enumerate(self.running) if r.seq in joined or not decodes[place]]
