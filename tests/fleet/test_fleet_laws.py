@@ -214,6 +214,19 @@ def test_pages_that_a_store_releases_can_be_reserved_in_a_mocker(step_by_step: b
     assert report.summary["num_completed"] + report.summary["num_cancelled"] == len(rows)
 
 
+def test_a_worker_that_fails_has_nothing_left_to_store() -> None:
+    """L8: its device has lost what was to go to the store."""
+    case = FleetCase(
+        Case([Row(0, [2, 1, 1, 2, 3, 1, 1], 26, 1, None, 0, None)], 4, 8, 9, 16, 2, "default", 2),
+        2, 2, 18, 8, None, 0.0, only_missing=False, faults=(Fault("down", 0, 200_000_000, 300_000_000),),
+    )  # fmt: skip
+    store = StoreSettings(pages=200, rate="50kB/s", worker_rate="50kB/s", latency_us=5000.0)
+    report, _ = replayed_with(
+        case, None, is_shared=False, memory=with_store({}), store=store, is_told=False, step_by_step=False
+    )
+    assert report.summary["num_completed"] == 1
+
+
 @given(fleets(profile="default", cancels=True), memories(), stores())
 def test_nothing_starves_and_nothing_deadlocks_by_default(
     case: FleetCase, memory: dict[str, Any], store: StoreSettings | None

@@ -301,7 +301,13 @@ class Offloader(Transfers):
         return spare
 
     def reset(self) -> None:
-        """Drop all pages. Running transfers end as they would have; the pages that they store are dropped."""
+        """Drop all pages, below and of those to be stored.
+
+        Running transfers end as they would have; the pages that they store are dropped.
+        """
+        self._policy.forget()
+        for wanted in self._spills:
+            wanted.clear()
         for tier in self.tiers:
             tier.reset()
         self._marks.unmark_removed(Below.NOT)

@@ -316,7 +316,11 @@ class PartOffloader(Transfers):
         return end_ns
 
     def reset(self) -> None:
-        """Drop all parts. Running transfers end as they would have; the parts that they store are dropped."""
+        """Drop all parts, below and of those to be stored.
+
+        Running transfers end as they would have; the parts that they store are dropped.
+        """
+        self._policy.forget()
         self.tier.reset()
 
     # Ends of transfers ------------------------------------------------------------------------------------

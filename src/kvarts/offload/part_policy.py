@@ -37,6 +37,9 @@ class PartPolicy(Wants, Protocol):
         `run` has them; pages are passed in order.
         """
 
+    def forget(self) -> None:
+        """Note that the device has lost all its parts."""
+
 
 class EagerParts:
     """Runs are stored in the step after they became complete."""
@@ -83,6 +86,11 @@ class EagerParts:
         """Remove these pages from the queue."""
         content, group, _, last = self._wanted[0]
         self._wanted[0] = content, group, end, last
+
+    def forget(self) -> None:
+        """Empty the queue."""
+        self._wanted.clear()
+        self._fresh.clear()
 
     @property
     def has_work(self) -> bool:
@@ -146,6 +154,10 @@ class LazyParts:
         for copy in tuple(run.span.parts[run.group]):
             if copy.is_wanted and copy.start < end and copy.end > start:
                 copy.cut(max(start, copy.start), min(end, copy.end)).is_wanted = False
+
+    def forget(self) -> None:
+        """Want nothing of the last step."""
+        self._fresh.clear()
 
     @property
     def has_work(self) -> bool:

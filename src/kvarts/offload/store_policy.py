@@ -70,6 +70,9 @@ class StorePolicy(Protocol, Generic[Where]):
     def end_refusal(self) -> None:
         """Note that the tier may have room again, and its channel too."""
 
+    def forget(self) -> None:
+        """Note that the device has lost all its pages."""
+
     @property
     def has_work(self) -> bool:
         """Whether `choose` would yield pages, independent of later changes on the device."""
@@ -153,6 +156,11 @@ class EagerPolicy:
         """Choose again."""
         self._is_waiting = False
 
+    def forget(self) -> None:
+        """Want nothing."""
+        self._wanted.clear()
+        self._is_waiting = False
+
 
 class LazyPolicy:
     """Cached pages are stored when they near eviction, so that the next `target_free` pages taken lose nothing.
@@ -184,6 +192,10 @@ class LazyPolicy:
     def end_refusal(self) -> None:
         """Choose again."""
         self.is_stuck = False
+
+    def forget(self) -> None:
+        """Have nothing left to choose."""
+        self.is_stuck = self._has_left = False
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: pages are chosen when they are about to be evicted."""

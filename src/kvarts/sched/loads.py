@@ -139,7 +139,7 @@ class LowerTiers(Protocol):
         """Return the pages of the device that transfers hold."""
 
     def reset(self) -> None:
-        """Forget the pages that the tiers hold."""
+        """Forget the pages that the tiers hold, and those that were to be stored: the device has lost its own."""
 
     def check(self) -> None:
         """Assert laws L1 to L3 in every tier below."""
