@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["TIER_NAMES", "PlanOptions"]
 
 TIER_NAMES = ("device", "host", "disk")
+GIVE_MODEL = "Give --model and --device."
 
 
 class PlanOptions:
@@ -149,10 +150,42 @@ class PlanOptions:
             raise self._as_options(error) from error
         return self._answer(config, routers=routers)
 
+    def fleets(
+        self, most_devices: int, routers: str | None, stores: str | None, workers: int
+    ) -> dict[str, Any]:
+        """Return the search for fleets. `routers` and `stores`: lists separated by commas."""
+        from kvarts.plan.fleets import FleetsPlan
+        from kvarts.routers.spec import split_names
+
+        if not any(key in self._given for key in ("model", "device", "cost")):
+            raise ConfigError("needs a model and a device, or a cost", field="--gpus", hint=GIVE_MODEL)
+        try:
+            with Progress("planning", None, "replays") as progress:
+                plan = FleetsPlan(
+                    self._traffic,
+                    self._given,
+                    all_sections(),
+                    most_devices,
+                    routers=[] if routers is None else split_names(routers),
+                    stores=[] if stores is None else [size.strip() for size in stores.split(",")],
+                    command=self.replay,
+                    slo_share=self._slo_share,
+                    workers=workers,
+                    on_replay=progress.update,
+                )
+                fleets = plan.to_builtins()
+        except SettingError as error:
+            raise self._as_options(error) from error
+        return {
+            "trace": self._traffic.name,
+            "config": plan.config,
+            "fleets": fleets,
+        }
+
     def _timed(self, option: str) -> ReplayConfig:
         """Return the configuration of a replay with a cost model. Raise ConfigError that names `option` without one."""
         if self._config is None:
-            raise ConfigError("needs a model and a device, or a cost", field=option, hint="Give --model and --device.")
+            raise ConfigError("needs a model and a device, or a cost", field=option, hint=GIVE_MODEL)
         return self._config
 
     def _answer(self, config: ReplayConfig, **found: Any) -> dict[str, Any]:
