@@ -150,9 +150,7 @@ class PlanOptions:
             raise self._as_options(error) from error
         return self._answer(config, routers=routers)
 
-    def fleets(
-        self, most_devices: int, routers: str | None, stores: str | None, workers: int
-    ) -> dict[str, Any]:
+    def fleets(self, most_devices: int, routers: str | None, stores: str | None, workers: int) -> dict[str, Any]:
         """Return the search for fleets. `routers` and `stores`: lists separated by commas."""
         from kvarts.plan.fleets import FleetsPlan
         from kvarts.routers.spec import split_names

@@ -15,6 +15,7 @@ from kvarts.plan.fleet_search import Family
 from kvarts.rooms import from_room
 from kvarts.settings import Flags, Given, Section, Setting, SettingError
 from kvarts.sim.config import ReplayConfig, resolve_replay
+from kvarts.units import parse_bytes
 
 __all__ = ["FleetKind", "FleetKinds", "devices_of", "given_of_fleets", "workers_of"]
 
@@ -70,11 +71,10 @@ class FleetKinds:
         self._given = given
         self._sections = [section for section in sections if not section.is_named]
         self._all_sections = sections
-        self._known: dict[str, Setting] = {
-            each.key: each for section in self._sections for each in section.settings
-        }
+        self._known: dict[str, Setting] = {each.key: each for section in self._sections for each in section.settings}
         self._most_devices = most_devices
         self._check()
+        self._check_tried(routers, stores)
         self.routers = [given["router"]] if "router" in given else list(routers or self._default_routers())
         has_store = any(key in given for key in ("store.pages", "store.memory"))
         if has_store and stores:
@@ -97,13 +97,14 @@ class FleetKinds:
     def _check(self) -> None:
         """Raise ConfigError for settings that the plan determines, or that it could not print in its commands."""
         given = self._given
-        of_plan = {"fleets": "gpus"}
+        of_plan = {"fleets": "gpus", "plan": "gpus"}
         counts = [key for key in ("replicas", *(f"{role}.replicas" for role in APART)) if key in given]
         in_file = [key for key in given_of_fleets(given) if given.source_of(key).path is not None]
         asked = {
             "pool_tables": f"[pool.{given.names('pool')[0]}]" if given.names("pool") else next(iter(in_file), None),
             "counts": next(iter(counts), None),
             "faults": next(iter(given.in_table("faults")), None),
+            "ranks": "data_parallel" if "data_parallel" in given and given["data_parallel"] > 1 else None,
         }
         for feature, key in asked.items():
             if key is None:
@@ -112,6 +113,19 @@ class FleetKinds:
                 check_combination({**of_plan, feature: key})
             except SettingError as error:
                 raise given.named(error, ()) from error
+
+    def _check_tried(self, routers: Sequence[str], stores: Sequence[str]) -> None:
+        """Raise SettingError for a router that does not exist, or a store that is not a size."""
+        for router in routers:
+            try:
+                ReplayConfig().routing_settings.check(router)
+            except ConfigError as error:
+                raise SettingError(error.what, "routers", hint=error.hint) from error
+        for store in stores:
+            try:
+                parse_bytes(store)
+            except ConfigError as error:
+                raise SettingError(error.what, "store_sizes", hint=error.hint) from error
 
     def _find(self) -> None:
         """Find the kinds that can be replayed with one worker per pool, and the devices of these."""
@@ -133,7 +147,7 @@ class FleetKinds:
         if not self.kinds:
             if errors:
                 raise errors[0]
-            raise SettingError("is less than one worker takes", "gpus", hint="Give more {gpus}.")
+            raise SettingError("is less than one worker takes", "gpus", hint="Give {gpus} a larger number.")
 
     def _all_kinds(self) -> Iterator[FleetKind]:
         sizes = [size for size in TENSOR_PARALLELS if size <= self._most_devices]
@@ -150,10 +164,16 @@ class FleetKinds:
                 for pair in product(*(tried(f"{role}.tensor_parallel") for role in APART)):
                     yield FleetKind(is_apart=True, tensor_parallels=pair, router=router, store=store)
 
-    def changes(self, kind: FleetKind, counts: Sequence[int]) -> Changes:
-        """Return the settings of a fleet, as changes of those given."""
+    @property
+    def scaler(self) -> str | None:
+        """The given policy of autoscaling."""
+        given = self._given
+        return given["scaling.policy"] if "scaling.policy" in given else None  # noqa: SIM401  (not a dict)
+
+    def changes(self, kind: FleetKind, counts: Sequence[int], *, is_scaled: bool = False) -> Changes:
+        """Return the settings of a fleet, as changes of those given: without the scaler unless it `is_scaled`."""
         pools = APART if kind.is_apart else ("",)
-        changes: Changes = {}
+        changes: Changes = {} if is_scaled else dict.fromkeys(self._given.in_table("scaling"))
         if not kind.is_apart:
             changes |= {key: None for table in (*APART, "transfer") for key in self._given.in_table(table)}
         for pool, count, size in zip(pools, counts, kind.tensor_parallels, strict=True):
@@ -162,20 +182,20 @@ class FleetKinds:
                 changes[f"{prefix}replicas"] = count
             if size is not None and size > 1:
                 changes[f"{prefix}tensor_parallel"] = size
-        if sum(counts) > len(pools):
+        if sum(counts) > len(pools) or is_scaled:
             changes["router"] = kind.router
         else:
-            changes |= {key: None for key in ("router", *self._given.in_table("routing"))}
+            changes |= dict.fromkeys(("router", *self._given.in_table("routing")))
         if kind.store is not None:
             changes["store.memory"] = kind.store
         return changes
 
-    def config(self, kind: FleetKind, counts: Sequence[int]) -> Any:
-        """Return a ReplayConfig, or a FleetConfig where workers differ or share a store.
+    def config(self, kind: FleetKind, counts: Sequence[int], *, is_scaled: bool = False) -> Any:
+        """Return a ReplayConfig, or a FleetConfig where workers differ, share a store or are scaled.
 
         Raise ConfigError if the fleet cannot be replayed.
         """
-        given = self._changed(self.changes(kind, counts))
+        given = self._changed(self.changes(kind, counts, is_scaled=is_scaled))
         if given_of_fleets(given):
             return from_room("fleet.config", "resolve_fleet", field="gpus")(given, self._all_sections)
         return resolve_replay(given, self._all_sections).certain

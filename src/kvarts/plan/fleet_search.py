@@ -1,4 +1,4 @@
-"""Search of fleets by monotone laws: more workers of a pool never lower the goodput, and never break an SLO that is kept.
+"""Search for fleets by a monotone law: more workers of a pool never lower the goodput, nor break an SLO that is kept.
 
 Fleets of a *family* differ only in the numbers of their workers. A replayed fleet is therefore an upper bound for all
 fleets of its family that have no more workers in any pool. A fleet is not replayed if its upper bound is no better than
@@ -36,10 +36,14 @@ class Fleet(msgspec.Struct, frozen=True, order=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """The outcome of a replay. `goodput`: requests per second that keep the SLO. `keeps`: whether enough of them do."""
+    """The outcome of a replay. `keeps`: whether enough requests keep the SLO.
+
+    `goodput`: a measure of the requests that do, which more workers do not lower. `also`: decides among equals.
+    """
 
     goodput: float
     keeps: bool
+    also: float = 0.0
 
 
 class FleetSearch:
@@ -82,13 +86,21 @@ class FleetSearch:
         Fleets with equal devices and goodput are represented by the first. Devices beyond the limit are left out.
         """
         found: list[Fleet] = []
-        among = sorted(self.known, key=lambda fleet: (self.devices(fleet), -self.known[fleet].goodput, fleet))
-        for fleet in among:
+        for fleet in self.in_order():
             if self.devices(fleet) <= self.limit and (
                 not found or self.known[fleet].goodput > self.known[found[-1]].goodput
             ):
                 found.append(fleet)
         return found
+
+    def in_order(self) -> list[Fleet]:
+        """Return the replayed fleets: the smallest first, among equals those with the most goodput."""
+
+        def rank(fleet: Fleet) -> tuple[int, float, float, Fleet]:
+            found = self.known[fleet]
+            return self.devices(fleet), -found.goodput, -found.also, fleet
+
+        return sorted(self.known, key=rank)
 
     # Steps ----------------------------------------------------------------------------------------------------
 

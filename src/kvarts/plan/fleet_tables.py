@@ -9,6 +9,7 @@ from kvarts.units import as_duration, as_percent
 
 __all__ = ["heading_of", "render_fleets"]
 
+HEADS = "devices   hours goodput/s per device SLO kept  TTFT p99 TPOT p99  fleet"
 WAYS = ("tensor_parallel", "pipeline_parallel")
 
 
@@ -21,12 +22,13 @@ def render_fleets(plan: dict[str, Any]) -> str:
         lines += wrapped("Transfers of KV take no time here: give the rate of the links, --transfer-rate 50GB/s.")
     of_all = f"{fleets['num_replayed']:,} of {fleets['num_fleets']:,} fleets were replayed"
     lines += ["", f"fleets of at most {fleets['gpus']:,} devices that no other beats; {of_all}", ""]
-    lines.append(
-        f"{'devices':>7}{'hours':>8}{'goodput/s':>10}{'a device':>9}{'SLO kept':>9}{'TTFT p99':>10}{'TPOT p99':>9}  fleet"
+    heads = (
+        f"{'devices':>7}{'hours':>8}{'goodput/s':>10}{'per device':>11}{'SLO kept':>9}{'TTFT p99':>10}{'TPOT p99':>9}"
     )
+    lines.append(f"{heads}  fleet")
     lines += [
         f"{point['devices']:>7,}{point['device_hours']:>8.3f}{number(point['goodput_per_s']):>10}"
-        f"{number(point['goodput_per_s_per_device']):>9}{as_percent(point['slo_ratio'], bound=share):>9}"
+        f"{number(point['goodput_per_s_per_device']):>11}{as_percent(point['slo_ratio'], bound=share):>9}"
         f"{as_duration(point['ttft_ms']['p99']):>10}{as_duration(point['tpot_ms']['p99']):>9}  {point['name']}"
         for point in fleets["front"]
     ]
@@ -35,11 +37,32 @@ def render_fleets(plan: dict[str, Any]) -> str:
         for note in [*option["notes"], *option["would_change"]]:
             lines += wrapped(note, first="  ", rest="  ")
         lines.append(f"  {option['command']}")
-    if fleets["left_out"]:
+    if "scaler" in fleets:
+        lines += _scaler(fleets["scaler"], share)
+    reasons: dict[str, list[str]] = {}
+    for left in fleets["left_out"]:
+        reasons.setdefault(left["why"], []).append(left["kind"])
+    if reasons:
         lines.append("")
-        for left in fleets["left_out"]:
-            lines += wrapped(f"not possible: {left['kind']}: {left['why']}")
+    for why, kinds in reasons.items():
+        more = f" and {len(kinds) - 1:,} more" if len(kinds) > 1 else ""
+        lines += wrapped(f"left out: {kinds[0]}{more}: {why}")
     return "\n".join(lines) + "\n"
+
+
+def _scaler(scaler: dict[str, Any], share: float) -> list[str]:
+    """Return the cost of a policy of autoscaling, compared with that of the fixed fleet."""
+    fixed = scaler["fixed"]
+    hours = f"{scaler['device_hours']:.3f} device hours instead of {fixed['device_hours']:.3f}"
+    kept, kept_fixed = (as_percent(each["slo_ratio"], bound=share) for each in (scaler, fixed))
+    if not scaler["keeps_slo"]:
+        verdict = "does not keep the SLO"
+    else:
+        verdict = "pays" if scaler["device_hours"] < fixed["device_hours"] else "does not pay"
+    what = (
+        f"{scaler['policy']} {verdict}: beginning as {scaler['begins_as']}, it takes {hours}, and the SLO is kept by "
+    )
+    return ["", *wrapped(f"scaler: {what}{kept} instead of {kept_fixed}"), f"  {scaler['command']}"]
 
 
 def heading_of(config: dict[str, Any]) -> list[str]:

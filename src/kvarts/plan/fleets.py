@@ -24,6 +24,7 @@ __all__ = ["FleetsPlan"]
 Point = dict[str, Any]
 MS_PER_HOUR = 3.6e6
 ROLES = {"prefill": "P", "decode": "D"}
+WAYS = {"tensor_parallel": "TP", "pipeline_parallel": "PP"}
 
 
 class FleetsPlan:
@@ -66,9 +67,12 @@ class FleetsPlan:
         self._on_replay = on_replay
         self._points: dict[Fleet, Point] = {}
         self._is_closed_loop = workers_of(first)[0].concurrency is not None
+        # In an open loop, all fleets get the same requests in the same time; goodput per second would also depend on
+        # how long the last of them take.
+        self._measure = "goodput_per_s" if self._is_closed_loop else "slo_ratio"
 
     def to_builtins(self) -> dict[str, Any]:
-        """Run the search and return the results, JSON-able. Points are ordered by devices, then goodput."""
+        """Run the search and return the results, JSON-able. Points are ordered by devices, then `compared_by`."""
         with Processes(self._num_workers) as processes:
             search = FleetSearch(
                 self._kinds.families,
@@ -80,14 +84,13 @@ class FleetsPlan:
         front = [self._points[fleet] for fleet in search.front()]
         for point in front:
             point["on_front"] = True
-        points = sorted(
-            self._points.values(), key=lambda point: (point["devices"], -point["goodput_per_s"], point["name"])
-        )
+        points = [self._points[fleet] for fleet in search.in_order()]
         within = [point for point in points if point["devices"] <= search.limit]
         return {
             "gpus": self._most_devices,
             "slo": {name: getattr(self._slo, name) for name in self._slo.__struct_fields__},
             "slo_share": self._slo_share,
+            "compared_by": self._measure,
             "routers": self._kinds.routers,
             "stores": self._kinds.stores,
             "num_fleets": len(search.fleets),
@@ -97,6 +100,7 @@ class FleetsPlan:
             "front": front,
             "options": self._options(front, within),
             "answer": self._answer(within),
+            **({} if self._kinds.scaler is None else {"scaler": self._scaled(self._best(within))}),
             "points": points,
         }
 
@@ -120,11 +124,31 @@ class FleetsPlan:
             if self._on_replay is not None:
                 self._on_replay()
         found = [self._points[fleet] for fleet in fleets]
-        return [Measured(point["goodput_per_s"], self._keeps(point)) for point in found]
+        return [Measured(point[self._measure], self._keeps(point), point["goodput_per_s"]) for point in found]
 
     def _keeps(self, point: Point) -> bool:
         share: float = point["slo_ratio"]
         return share >= self._slo_share
+
+    def _scaled(self, fixed: Point) -> dict[str, Any]:
+        """Return the replay of a fleet that begins as `fixed`, with the given scaler, and the hours of both."""
+        fleet = next(fleet for fleet, point in self._points.items() if point is fixed)
+        kind = self._kinds.kinds[fleet.family]
+        config = self._kinds.config(kind, fleet.counts, is_scaled=True)
+        changes = self._kinds.changes(kind, fleet.counts, is_scaled=True)
+        row = _replayed(self._trace, config)
+        del row["goodput_per_s_per_device"]
+        if self._on_replay is not None:
+            self._on_replay()
+        return {
+            "policy": self._kinds.scaler,
+            "begins_as": fixed["name"],
+            "keeps_slo": self._keeps(row),
+            "hours_to_fixed": row["device_hours"] / fixed["device_hours"] if fixed["device_hours"] else None,
+            "fixed": {name: fixed[name] for name in ("device_hours", "slo_ratio", "command")},
+            **row,
+            "command": self._command(changes),
+        }
 
     # Answers --------------------------------------------------------------------------------------------------
 
@@ -154,21 +178,23 @@ class FleetsPlan:
         for name, what, point in chosen:
             same = next((each for each in options if each["command"] == point["command"]), None)
             if same is not None:
-                if name == "per-device":
-                    same["notes"].append(f"it has {what}, too")
+                if name != "smaller":
+                    same["notes"].append(f"also: {what}")
             elif len(options) < 3:
                 options.append(self._option(name, what, point, front))
         return options
 
     def _option(self, name: str, what: str, point: Point, front: Sequence[Point]) -> dict[str, Any]:
         ttft, tpot = (duration(point[metric]["p99"]) for metric in ("ttft_ms", "tpot_ms"))
-        share = as_percent(point["slo_ratio"], bound=self._slo_share)
+        devices, share = _counted(point["devices"], "device"), as_percent(point["slo_ratio"], bound=self._slo_share)
         limit = point["limited_by"].replace("kv_pages", "KV pages").replace("_", " ")
         changes = []
         fewer = [each for each in front if each["devices"] < point["devices"]]
         if fewer:
             less = as_percent(fewer[-1]["slo_ratio"], bound=self._slo_share)
-            changes.append(f"with {fewer[-1]['devices']} devices, {fewer[-1]['name']} keeps the SLO for {less}")
+            changes.append(
+                f"with {_counted(fewer[-1]['devices'], 'device')}, {fewer[-1]['name']} keeps the SLO for {less}"
+            )
         return {
             "name": name,
             "what": f"{what}: {point['name']}",
@@ -190,18 +216,18 @@ class FleetsPlan:
             "ttft_ms_p99": point["ttft_ms"]["p99"],
             "tpot_ms_p99": point["tpot_ms"]["p99"],
             "notes": [
-                f"{point['devices']} devices, {point['device_hours']:.3f} device hours; SLO kept by {share}",
+                f"{devices}, {point['device_hours']:.3f} device hours; SLO kept by {share}",
                 f"TTFT p99 {ttft}, TPOT p99 {tpot}; limited by {limit}",
             ],
             "would_change": changes,
         }
 
     def _best(self, points: Sequence[Point]) -> Point:
-        """Return the fewest devices that keep the SLO, with the most goodput; without any, the highest share kept."""
+        """Return the first of `points`, in their order, that keeps the SLO; without any, the highest share kept."""
         keeping = [point for point in points if self._keeps(point)]
         if keeping:
-            return min(keeping, key=lambda point: (point["devices"], -point["goodput_per_s"], point["name"]))
-        return min(points, key=lambda point: (-point["slo_ratio"], point["devices"], point["name"]))
+            return keeping[0]
+        return min(points, key=lambda point: (-point["slo_ratio"], point["devices"]))
 
     def _answer(self, points: Sequence[Point]) -> str:
         """Return the result in one or two sentences: the devices, the fleet, and whether prefill apart is better."""
@@ -222,15 +248,10 @@ class FleetsPlan:
         other = self._best(others)
         what = "mixed workers" if best["is_apart"] else "prefill and decode apart"
         if self._keeps(other) and other["devices"] == best["devices"]:
-            more = f"{what} ({other['name']}) keep it with as many devices, with {_times(other, best)} the goodput"
-            return f"{answer}. {more[0].upper()}{more[1:]}"
+            return f"{answer}. {what[0].upper()}{what[1:]} ({other['name']}) keep it with as many devices, too"
         kept = as_percent(other["slo_ratio"], bound=self._slo_share)
         is_better = "Yes, apart is better" if best["is_apart"] else "No, apart is not better"
         return f"{answer}. {is_better}: with at most as many devices, {what} keep it for {kept} ({other['name']})"
-
-
-def _times(point: Point, other: Point) -> str:
-    return f"{point['goodput_per_s'] / other['goodput_per_s']:.3g} times"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -266,7 +287,7 @@ def _described(kind: FleetKind, fleet: Fleet, config: Any, changes: Mapping[str,
             "role": role,
             "replicas": count,
             "devices": count * devices_of(worker),
-            **{ways: int(getattr(worker.cost, ways, 1)) for ways in ("tensor_parallel", "pipeline_parallel")},
+            **{ways: int(getattr(worker.cost, ways, 1)) for ways in WAYS},
             "pages": worker.num_pages,
         }
         for role, count, worker in zip(roles, fleet.counts, workers_of(config), strict=True)
@@ -287,7 +308,9 @@ def _described(kind: FleetKind, fleet: Fleet, config: Any, changes: Mapping[str,
 
 def _of_pool(pool: Mapping[str, Any]) -> str:
     ways = "".join(
-        f"({name}{pool[key]})" for name, key in (("TP", "tensor_parallel"), ("PP", "pipeline_parallel")) if pool[key] > 1
+        f"({name}{pool[key]})"
+        for name, key in (("TP", "tensor_parallel"), ("PP", "pipeline_parallel"))
+        if pool[key] > 1
     )
     role = ROLES.get(pool["role"], f" {pool['role']}")
     return f"{pool['replicas']}{role}{ways}"

@@ -131,9 +131,7 @@ class Processes:
     def __init__(self, num_workers: int) -> None:
         self._pool = None
         if num_workers > 1:
-            self._pool = ProcessPoolExecutor(
-                num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent
-            )
+            self._pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
 
     def results(self, run: Callable[[Any], Row], points: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
         """Yield the key and row of each point as it is done. `run` and points must be importable by other processes.
