@@ -65,7 +65,9 @@ def test_each_figure_is_that_of_the_replay_of_its_command(asked: Callable[..., A
 
 
 def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Callable[..., Any], trace: Path) -> None:
-    plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 6, "--json")["fleets"]
+    whole = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 6, "--slo-share", 0.95, "--routers", "prefix", "--json")
+    assert asked(*shlex.split(whole["command"])[1:], "--json") == whole
+    plan = whole["fleets"]
     assert plan["compared_by"] == "slo_ratio"
     for smaller, larger in pairwise(plan["front"]):
         assert smaller["devices"] < larger["devices"] and smaller["slo_ratio"] < larger["slo_ratio"]

@@ -9,7 +9,7 @@ from kvarts.units import as_duration, as_percent
 
 __all__ = ["heading_of", "render_fleets"]
 
-HEADS = "devices   hours goodput/s per device SLO kept  TTFT p99 TPOT p99  fleet"
+HEADS = "devices   hours goodput/s per device SLO kept   TTFT p99 TPOT p99  fleet"
 WAYS = ("tensor_parallel", "pipeline_parallel")
 
 
@@ -29,7 +29,7 @@ def render_fleets(plan: dict[str, Any]) -> str:
     lines += [
         f"{point['devices']:>7,}{point['device_hours']:>8.3f}{number(point['goodput_per_s']):>10}"
         f"{number(point['goodput_per_s_per_device']):>11}{as_percent(point['slo_ratio'], bound=share):>9}"
-        f"{as_duration(point['ttft_ms']['p99']):>10}{as_duration(point['tpot_ms']['p99']):>9}  {point['name']}"
+        f"{as_duration(point['ttft_ms']['p99']):>11}{as_duration(point['tpot_ms']['p99']):>9}  {point['name']}"
         for point in fleets["front"]
     ]
     for option in fleets["options"]:

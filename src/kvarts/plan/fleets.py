@@ -280,7 +280,7 @@ def _replayed(trace: Trace, config: Any) -> dict[str, Any]:
 
 
 def _described(kind: FleetKind, fleet: Fleet, config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pools of a fleet, its devices and its name: `2P+2D prefix`, or `4 mixed TP2 least-loaded`."""
+    """Return the pools of a fleet, its devices and its name: `2P+2D, prefix`, or `4 mixed(TP2), least-loaded`."""
     roles = APART if kind.is_apart else ("mixed",)
     pools = [
         {
@@ -294,10 +294,10 @@ def _described(kind: FleetKind, fleet: Fleet, config: Any, changes: Mapping[str,
     ]
     router = changes.get("router")
     words = ["+".join(map(_of_pool, pools))]
-    words += [f"store {kind.store}"] if kind.store is not None else []
     words += [] if router is None else [str(router)]
+    words += [f"store {kind.store}"] if kind.store is not None else []
     return {
-        "name": " ".join(words),
+        "name": ", ".join(words),
         "is_apart": kind.is_apart,
         "pools": pools,
         "router": router,
