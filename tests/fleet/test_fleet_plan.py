@@ -210,7 +210,7 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2", "--store-sizes", "5x"], "", "--store-sizes: '5x' is not a size"),
         (["--gpus", "2", "--store-sizes", "5GiB", "--store-memory", "6GiB"], "", "--store-sizes: is one size already"),
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
-        (["--gpus", "2000"], "", "--gpus: must be at most 1,024"),
+        (["--gpus", "2000"], "", "--gpus: must be at most 256"),
         (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),
         (["--workers", "2"], "", "--workers: has no effect without --gpus"),
         (["--prefill-replicas", "2"], "", "--prefill-replicas: does not go with a plan"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarts.plan.fleet_search import Family, Fleet, FleetSearch, Measured
+from kvarts.plan.fleet_search import Family, Fleet, FleetOutcome, FleetSearch
 
 FAMILIES = [Family((1,)), Family((2,)), Family((1, 1)), Family((1, 2)), Family((2, 1), frozenset([(1, 1)]))]
 
@@ -26,12 +26,12 @@ class Goodput:
         smaller = product(*(range(1, count + 1) for count in fleet.counts))
         return max(self._numbers[hash((fleet.family, counts)) % len(self._numbers)] for counts in smaller)
 
-    def measure(self, fleets: Sequence[Fleet]) -> list[Measured]:
+    def measure(self, fleets: Sequence[Fleet]) -> list[FleetOutcome]:
         self.asked += fleets
         return [self.measured(fleet) for fleet in fleets]
 
-    def measured(self, fleet: Fleet) -> Measured:
-        return Measured(self.of(fleet), self.of(fleet) >= self._enough)
+    def measured(self, fleet: Fleet) -> FleetOutcome:
+        return FleetOutcome(self.of(fleet), self.of(fleet) >= self._enough)
 
 
 @pytest.mark.laws
@@ -77,13 +77,13 @@ def test_most_fleets_are_not_replayed() -> None:
     families = [Family((1,)), *(Family((first, second)) for first in (1, 2, 4, 8) for second in (1, 2, 4, 8))]
     asked: list[Fleet] = []
 
-    def measure(fleets: Sequence[Fleet]) -> list[Measured]:
+    def measure(fleets: Sequence[Fleet]) -> list[FleetOutcome]:
         asked.extend(fleets)
         found = []
         for fleet in fleets:
             devices = [count * size for count, size in zip(fleet.counts, families[fleet.family].sizes, strict=True)]
             goodput = min(devices) if len(devices) > 1 else 0.4 * devices[0]
-            found.append(Measured(min(goodput, 3), goodput >= 3))
+            found.append(FleetOutcome(min(goodput, 3), goodput >= 3))
         return found
 
     search = FleetSearch(families, 16, measure)

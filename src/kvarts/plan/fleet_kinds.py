@@ -19,7 +19,7 @@ from kvarts.units import parse_bytes
 
 __all__ = ["FleetKind", "FleetKinds", "devices_of", "given_of_fleets", "workers_of"]
 
-MOST_GPUS = 1024
+MOST_GPUS = 256
 TENSOR_PARALLELS = (1, 2, 4, 8)
 """Devices of a worker that are tried unless a tensor parallel size is given."""
 ROUTERS = ("prefix", "least-loaded")

@@ -12,7 +12,7 @@ from itertools import product
 
 import msgspec
 
-__all__ = ["Family", "Fleet", "FleetSearch", "Measured"]
+__all__ = ["Family", "Fleet", "FleetOutcome", "FleetSearch"]
 
 BATCH = 4
 """Fleets that are replayed before bounds are applied again: a constant, so that processes do not change the search."""
@@ -35,7 +35,7 @@ class Fleet(msgspec.Struct, frozen=True, order=True):
     counts: tuple[int, ...]
 
 
-class Measured(msgspec.Struct, frozen=True):
+class FleetOutcome(msgspec.Struct, frozen=True):
     """The outcome of a replay. `keeps`: whether enough requests keep the SLO.
 
     `goodput`: a measure of the requests that do, which more workers do not lower. `also`: decides among equals.
@@ -56,12 +56,12 @@ class FleetSearch:
         self,
         families: Sequence[Family],
         most_devices: int,
-        measure: Callable[[Sequence[Fleet]], Sequence[Measured]],
+        measure: Callable[[Sequence[Fleet]], Sequence[FleetOutcome]],
         *,
         ends: bool = True,
     ) -> None:
         self.families = list(families)
-        self.known: dict[Fleet, Measured] = {}
+        self.known: dict[Fleet, FleetOutcome] = {}
         """The replayed fleets."""
         self.limit = most_devices
         """The most devices of fleets that are still of interest."""
@@ -69,6 +69,9 @@ class FleetSearch:
         self._ends = ends
         self.fleets = sorted(self._all(most_devices), key=lambda fleet: (self.devices(fleet), fleet))
         """All fleets with at most `most_devices`, the smallest first."""
+        self._by_devices: dict[int, list[Fleet]] = {}
+        for fleet in self.fleets:
+            self._by_devices.setdefault(self.devices(fleet), []).append(fleet)
 
     def devices(self, fleet: Fleet) -> int:
         """Return the number of devices of a fleet."""
@@ -148,7 +151,7 @@ class FleetSearch:
         At the limit itself, fleets are only compared with those of as many pools: each kind has its best there.
         """
         for num_devices in range(self.limit, 0, -1):
-            level = [fleet for fleet in self.fleets if self.devices(fleet) == num_devices]
+            level = self._by_devices.get(num_devices, [])
             is_limit = num_devices == self.limit
             if is_limit:  # also smaller ones that have no room for another worker
                 level = [
@@ -171,7 +174,7 @@ class FleetSearch:
 
     # Bounds ---------------------------------------------------------------------------------------------------
 
-    def _larger(self, fleet: Fleet) -> Iterator[Measured]:
+    def _larger(self, fleet: Fleet) -> Iterator[FleetOutcome]:
         """Yield the replays of fleets of the family that have as many workers or more in each pool."""
         for other, found in self.known.items():
             if other.family == fleet.family and all(map(int.__ge__, other.counts, fleet.counts)):
@@ -186,12 +189,12 @@ class FleetSearch:
     def _is_open(self, fleet: Fleet, is_of_kind: bool) -> bool:
         """Return whether the bound of a fleet is above the replays with as many devices or fewer."""
         most = self.devices(fleet)
-        best = (
-            found.goodput
+        bound = self._bound(fleet)
+        return not any(
+            found.goodput >= bound
             for other, found in self.known.items()
             if self.devices(other) <= most and (not is_of_kind or len(other.counts) == len(fleet.counts))
         )
-        return self._bound(fleet) > max(best, default=-1.0)
 
     # Fleets ---------------------------------------------------------------------------------------------------
 

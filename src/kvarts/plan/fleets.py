@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvarts.plan.fleet_kinds import APART, FleetKind, FleetKinds, devices_of, workers_of
-from kvarts.plan.fleet_search import Fleet, FleetSearch, Measured
+from kvarts.plan.fleet_search import Fleet, FleetOutcome, FleetSearch
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sweep import Processes
 from kvarts.report.words import duration
@@ -106,7 +106,7 @@ class FleetsPlan:
 
     # Replays --------------------------------------------------------------------------------------------------
 
-    def _measured(self, processes: Processes, fleets: Sequence[Fleet]) -> list[Measured]:
+    def _measured(self, processes: Processes, fleets: Sequence[Fleet]) -> list[FleetOutcome]:
         configs = {
             str(place): self._kinds.config(self._kinds.kinds[fleet.family], fleet.counts)
             for place, fleet in enumerate(fleets)
@@ -124,7 +124,7 @@ class FleetsPlan:
             if self._on_replay is not None:
                 self._on_replay()
         found = [self._points[fleet] for fleet in fleets]
-        return [Measured(point[self._measure], self._keeps(point), point["goodput_per_s"]) for point in found]
+        return [FleetOutcome(point[self._measure], self._keeps(point), point["goodput_per_s"]) for point in found]
 
     def _keeps(self, point: Point) -> bool:
         share: float = point["slo_ratio"]
