@@ -193,6 +193,25 @@ def test_a_scaler_is_compared_with_the_best_fixed_fleet(
     assert f"instead of {best['device_hours']:.3f}" in " ".join(capsysbinary.readouterr().out.decode().split())
 
 
+def test_a_router_that_takes_no_notice_of_an_option_is_left_out(asked: Callable[..., Any], trace: Path) -> None:
+    options = ("--routers", "least-loaded,llm-d", "--router-staleness", "50ms", "--tensor-parallel", 1)
+    plan = asked("plan", trace, *MODEL, *TIGHT, "--gpus", 3, *options, "--json")["fleets"]
+    assert {point["router"] for point in plan["points"]} == {None, "llm-d"}
+    assert {each["kind"] for each in plan["left_out"]} == {"mixed least-loaded", "apart least-loaded"}
+    for point in plan["points"]:
+        assert ("--router-staleness 50ms" in point["command"]) is (point["router"] is not None)
+
+
+def test_a_store_of_whole_pages_beside_kv_groups(asked: Callable[..., Any], trace: Path) -> None:
+    of_groups = ("--model", "gpt-oss-20b", "--device", "h100-80gb", "--kv-memory", "4GiB", "--tensor-parallel", 1)
+    plan = asked("plan", trace, *of_groups, *TIGHT, "--gpus", 2, "--routers", "prefix", "--store-sizes", "64GiB",
+                 "--json")["fleets"]  # fmt: skip
+    for point in plan["points"]:
+        report = asked(*shlex.split(point["command"])[1:], "--json")
+        assert report["goodput"]["requests_per_s"] == point["goodput_per_s"]
+        assert (report["config"].get("kv_groups", "off") == "off") is (point["store"] is not None)
+
+
 FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
 
 

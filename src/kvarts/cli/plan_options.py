@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
@@ -171,12 +172,13 @@ class PlanOptions:
                     workers=workers,
                     on_replay=progress.update,
                 )
+                tell_whole_pages(plan.first)
                 fleets = plan.to_builtins()
         except SettingError as error:
             raise self._as_options(error) from error
         return {
             "trace": self._traffic.name,
-            "config": plan.config,
+            "config": plan.first.to_builtins(),
             "fleets": fleets,
         }
 

@@ -130,11 +130,13 @@ class FleetKinds:
     def _find(self) -> None:
         """Find the kinds that can be replayed with one worker per pool, and the devices of these."""
         errors: list[ConfigError] = []
+        alone: set[FleetKind] = set()  # kinds without their routers: single workers of each are in one family
         for kind in self._all_kinds():
-            is_first = kind.router == self.routers[0]
             counts = (1,) * (2 if kind.is_apart else 1)
             try:
                 config = self.config(kind, counts)
+                if self._most_devices > len(counts):
+                    self.config(kind, (2, *counts[1:]))  # which has a router
             except ConfigError as error:
                 errors.append(error)
                 self.left_out.append({"kind": kind.name, "why": str(error)})
@@ -142,8 +144,9 @@ class FleetKinds:
             sizes = tuple(devices_of(each) for each in workers_of(config))
             if sum(sizes) <= self._most_devices:
                 self.kinds.append(kind)
-                # A router has nothing to choose from among single workers.
-                self.families.append(Family(sizes, frozenset() if is_first else frozenset([counts])))
+                without_router = msgspec.structs.replace(kind, router="")
+                self.families.append(Family(sizes, frozenset([counts] if without_router in alone else [])))
+                alone.add(without_router)
         if not self.kinds:
             if errors:
                 raise errors[0]

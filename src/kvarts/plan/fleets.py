@@ -53,8 +53,8 @@ class FleetsPlan:
     ) -> None:
         self._kinds = FleetKinds(given, sections, most_devices, routers=routers, stores=stores)
         first = self._kinds.config(self._kinds.kinds[0], (1,) * len(self._kinds.families[0].sizes))
-        self.config: dict[str, Any] = workers_of(first)[0].to_builtins()
-        """The configuration of the workers of the first kind, as a report contains it."""
+        self.first = workers_of(first)[0]
+        """The configuration of a worker of the first kind."""
         self._slo = first.slo
         if all(getattr(self._slo, field) is None for field in self._slo.__struct_fields__):
             raise SettingError("needs an SLO, by which requests count as goodput", "gpus", hint="Give --slo-ttft-ms.")
@@ -66,7 +66,7 @@ class FleetsPlan:
         self._num_workers = workers
         self._on_replay = on_replay
         self._points: dict[Fleet, Point] = {}
-        self._is_closed_loop = workers_of(first)[0].concurrency is not None
+        self._is_closed_loop = self.first.concurrency is not None
         # In an open loop, all fleets get the same requests in the same time; goodput per second would also depend on
         # how long the last of them take.
         self._measure = "goodput_per_s" if self._is_closed_loop else "slo_ratio"
