@@ -14,10 +14,11 @@ import pytest
 
 from kvarts import load_trace
 from kvarts.cli.replay import all_sections
+from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig
 from kvarts.plan.fleet_kinds import FleetKinds
 from kvarts.plan.fleet_search import FleetSearch
-from kvarts.plan.fleets import FleetsPlan
+from kvarts.plan.fleets import FleetsPlan, plan_fleets
 from kvarts.settings import Given, given_by_keywords
 from kvarts.sim.replay import replay
 
@@ -210,6 +211,27 @@ def test_a_store_of_whole_pages_beside_kv_groups(asked: Callable[..., Any], trac
         report = asked(*shlex.split(point["command"])[1:], "--json")
         assert report["goodput"]["requests_per_s"] == point["goodput_per_s"]
         assert (report["config"].get("kv_groups", "off") == "off") is (point["store"] is not None)
+
+
+def test_the_function_is_the_command(asked: Callable[..., Any], trace: Path) -> None:
+    settings = {"slo_ttft_ms": 3000.0, "slo_tpot_ms": 25.0, "transfer_rate": "50GB/s", "tensor_parallel": 1}
+    plan = plan_fleets(trace, 3, model="llama-3.1-8b", device="h100-80gb", routers=["prefix"], **settings)
+    options = ("--slo-ttft-ms", 3000, "--slo-tpot-ms", 25, "--transfer-rate", "50GB/s", "--tensor-parallel", 1)
+    values = asked("plan", trace, *MODEL, *options, "--gpus", 3, "--routers", "prefix", "--json")
+    del values["command"]
+    assert json.loads(plan.to_json()) == values
+    assert plan.advice == values["fleets"]["answer"] and len(plan.options) == len(values["fleets"]["options"])
+    assert plan.advice.split()[0] in plan.to_text() and "devices" in repr(plan)
+    assert b"Fleets for" in plan.to_html() and "device hours" in plan._repr_html_()
+
+
+def test_the_function_names_its_arguments(trace: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^replicas: does not go with a search for fleets"):
+        plan_fleets(trace, 2, model="llama-3.1-8b", device="h100-80gb", slo_ttft_ms=5, replicas=2)
+    with pytest.raises(ConfigError, match=r"^gpus: needs an SLO"):
+        plan_fleets(trace, 2, model="llama-3.1-8b", device="h100-80gb")
+    without = plan_fleets(load_trace(trace), 1, model="llama-3.1-8b", device="h100-80gb", slo_ttft_ms=3000)
+    assert [option["command"] for option in without.options] == [""]
 
 
 FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'

@@ -180,6 +180,7 @@ class PlanOptions:
             "trace": self._traffic.name,
             "config": plan.first.to_builtins(),
             "fleets": fleets,
+            "advice": fleets["answer"],
         }
 
     def _timed(self, option: str) -> ReplayConfig:

@@ -17,7 +17,7 @@ def render_fleets(plan: dict[str, Any]) -> str:
     """Return the front, the answer and the options, with a line end."""
     fleets = plan["fleets"]
     share = fleets["slo_share"]
-    lines = [plan["trace"], *heading_of(plan["config"]), "", *wrapped(f"{fleets['answer']}.")]
+    lines = [plan["trace"], *heading_of(plan["config"]), "", *wrapped(f"{plan['advice']}.")]
     if fleets["links_are_free"]:
         lines += wrapped("Transfers of KV take no time here: give the rate of the links, --transfer-rate 50GB/s.")
     of_all = f"{fleets['num_replayed']:,} of {fleets['num_fleets']:,} fleets were replayed"

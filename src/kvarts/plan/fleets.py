@@ -6,20 +6,28 @@ Every point is a replay of the whole trace; `fleet_search` decides which are nee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from kvarts.errors import ConfigError
+from kvarts.plan.commands import command_line
 from kvarts.plan.fleet_kinds import APART, FleetKind, FleetKinds, devices_of, workers_of
 from kvarts.plan.fleet_search import Fleet, FleetOutcome, FleetSearch
+from kvarts.plan.planning import Plan
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sweep import Processes
 from kvarts.report.words import duration
-from kvarts.settings import Given, Section, SettingError
-from kvarts.sim.replay import replay
+from kvarts.rooms import from_room
+from kvarts.settings import Given, Section, SettingError, given_by_keywords
+from kvarts.sim.config import SECTIONS, optional_sections
+from kvarts.sim.replay import Traffic, replay, trace_of
+from kvarts.traffic.settings import SECTION as TRAFFIC
 from kvarts.traffic.trace import Trace
 from kvarts.units import as_percent
 
-__all__ = ["FleetsPlan"]
+__all__ = ["FleetsPlan", "plan_fleets"]
 
 Point = dict[str, Any]
 MS_PER_HOUR = 3.6e6
@@ -176,7 +184,7 @@ class FleetsPlan:
         chosen += [("smaller", "the next smaller fleet of the front", point) for point in reversed(front)]
         options: list[dict[str, Any]] = []
         for name, what, point in chosen:
-            same = next((each for each in options if each["command"] == point["command"]), None)
+            same = next((each for each in options if each["fleet"] == point["name"]), None)
             if same is not None:
                 if name != "smaller":
                     same["notes"].append(f"also: {what}")
@@ -252,6 +260,49 @@ class FleetsPlan:
         kept = as_percent(other["slo_ratio"], bound=self._slo_share)
         is_better = "Yes, apart is better" if best["is_apart"] else "No, apart is not better"
         return f"{answer}. {is_better}: with at most as many devices, {what} keep it for {kept} ({other['name']})"
+
+
+def plan_fleets(
+    traffic: Traffic,
+    gpus: int,
+    *,
+    routers: Sequence[str] = (),
+    stores: Sequence[str] = (),
+    slo_share: float = 0.99,
+    workers: int = 1,
+    on_replay: Callable[[], object] | None = None,
+    **settings: Any,
+) -> Plan:
+    """Search for the fleets of at most `gpus` devices with the highest goodput, as `kvarts plan --gpus` does.
+
+    `settings`: options of `kvarts replay` by their names, with an SLO: `model="llama-3.1-8b"`, `device="h100-80gb"`,
+    `slo_ttft_ms=3000`, `transfer_rate="50GB/s"`. For `workers`, more than one requires a script that can be imported.
+    Points have commands if `traffic` is a path. Raise ConfigError that names the argument.
+    """
+    sections = [*SECTIONS, TRAFFIC, *optional_sections()]
+    with suppress(ConfigError):
+        sections += from_room("fleet.config", "SECTIONS", field="gpus")
+    given = given_by_keywords(settings, sections)
+    path = Path(traffic) if isinstance(traffic, str | Path) else None
+
+    def command(changes: Mapping[str, Any]) -> str:
+        return "" if path is None else command_line(given, sections, path, None, changes)
+
+    trace = trace_of(traffic)
+    plan = FleetsPlan(
+        trace,
+        given,
+        sections,
+        gpus,
+        routers=routers,
+        stores=stores,
+        command=command,
+        slo_share=slo_share,
+        workers=workers,
+        on_replay=on_replay,
+    )
+    fleets = plan.to_builtins()
+    return Plan({"trace": trace.name, "config": plan.first.to_builtins(), "fleets": fleets, "advice": fleets["answer"]})
 
 
 def _counted(number: int, noun: str) -> str:

@@ -82,7 +82,7 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
         "subtitle": _subtitle(values),
         "command": values.get("command", ""),
         "charts": charts_of(values),
-        "verdict": _sentence(_verdict(values)),
+        "verdict": _sentence(answer_for_users(values["users"]) if "users" in values else values.get("advice")),
         "option_heads": FLEET_HEADS if "fleets" in values else OPTION_HEADS,
         "options": [
             {
@@ -98,13 +98,6 @@ def _data(values: dict[str, Any]) -> dict[str, Any]:
         ],
         "sweep": sweep_table(values["sweep"]) if "sweep" in values else None,
     }
-
-
-def _verdict(values: dict[str, Any]) -> str | None:
-    if "users" in values:
-        return answer_for_users(values["users"])
-    answer: str | None = values["fleets"]["answer"] if "fleets" in values else values.get("advice")
-    return answer
 
 
 def _sentence(text: str | None) -> str:
