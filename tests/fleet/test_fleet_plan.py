@@ -214,7 +214,7 @@ def test_a_store_of_whole_pages_beside_kv_groups(asked: Callable[..., Any], trac
 
 
 def test_the_function_is_the_command(asked: Callable[..., Any], trace: Path) -> None:
-    settings = {"slo_ttft_ms": 3000.0, "slo_tpot_ms": 25.0, "transfer_rate": "50GB/s", "tensor_parallel": 1}
+    settings: dict[str, Any] = {"slo_ttft_ms": 3000, "slo_tpot_ms": 25, "transfer_rate": "50GB/s", "tensor_parallel": 1}
     plan = plan_fleets(trace, 3, model="llama-3.1-8b", device="h100-80gb", routers=["prefix"], **settings)
     options = ("--slo-ttft-ms", 3000, "--slo-tpot-ms", 25, "--transfer-rate", "50GB/s", "--tensor-parallel", 1)
     values = asked("plan", trace, *MODEL, *options, "--gpus", 3, "--routers", "prefix", "--json")

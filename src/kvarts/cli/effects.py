@@ -82,6 +82,7 @@ NEEDS = (
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
+    Need(("--startup-time",), ("--scaler",)),
     Need(("--open",), ("--html",)),
     Need(("--retries",), ("--client-timeout-s",)),
     Need(("--retry-after-s",), ("--retries",)),

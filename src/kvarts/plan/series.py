@@ -20,6 +20,7 @@ WIDE = 50.0
 """Ratio of the largest to the smallest latency above which a chart has a logarithmic y axis."""
 HITS = "hits, of prompt tokens"
 SAVED = "prefill saved per request"
+REPLAYED = "Replayed fleets only; where more workers never lower the goodput, no other fleet is better than the front."
 
 
 def charts_of(values: dict[str, Any]) -> list[Chart]:
@@ -381,8 +382,8 @@ def _fleets(fleets: dict[str, Any]) -> list[Chart]:
     kept.append(_limit("asked for", devices, 100 * fleets["slo_share"]))
     x = ("devices", "")
     return [
-        _chart("Goodput by devices", x, ("requests that keep the SLO, per s", ""), series(_goodput)),
-        _chart("SLO kept, by devices", x, ("requests that keep the SLO", "%"), kept),
+        _chart("Goodput by devices", x, ("requests that keep the SLO, per s", ""), series(_goodput), note=REPLAYED),
+        _chart("SLO kept, by devices", x, ("requests that keep the SLO", "%"), kept, note=REPLAYED),
     ]
 
 
