@@ -227,8 +227,9 @@ def plan_command(
     """Print what each size of KV memory buys on a TRACE: hits at all sizes at once, with the best that is possible.
 
     TRACE is as in `kvarts replay`; without it, the bundled sample is used. With a model and a device, or a cost, some
-    sizes are also replayed; with an SLO, the plan has the smallest size that keeps it, and the largest rate. The plan
-    is printed on standard output, everything else on standard error.
+    sizes are also replayed; with an SLO, the plan has the smallest size that keeps it, and the largest rate; with
+    --gpus, the fewest devices that keep it, and in which pools. The plan is printed on standard output, everything
+    else on standard error.
     """
     from kvarts.plan import tables
     from kvarts.plan.fleet_kinds import given_of_fleets
