@@ -86,9 +86,9 @@ def test_no_point_of_the_front_is_dominated_and_all_other_points_are(asked: Call
 def test_the_front_is_that_of_replaying_every_fleet(trace: Path, settings: Given, share: float) -> None:
     """More workers never lower the goodput here, so the search loses nothing."""
     traffic = load_trace(trace)
-    plan = FleetsPlan(traffic, settings, all_sections(), 4, command=str, slo_share=share, routers=["least-loaded"])
-    found = plan.to_builtins()
     kinds = FleetKinds(settings, all_sections(), 4, routers=["least-loaded"])
+    found = FleetsPlan(traffic, kinds, command=str, slo_share=share).to_builtins()
+    assert not found["assumption"]["num_broken"] and found["assumption"]["num_pairs"]
     best: dict[int, float] = {}
     for fleet in (search := FleetSearch(kinds.families, 4, lambda fleets: [])).fleets:
         goodput = replay(traffic, kinds.config(kinds.kinds[fleet.family], fleet.counts)).summary["goodput"]

@@ -97,3 +97,16 @@ def test_numbers_that_another_family_has_are_skipped() -> None:
     search = FleetSearch(FAMILIES, 4, goodput.measure)
     assert Fleet(4, (1, 1)) not in search.fleets
     assert Fleet(4, (1, 2)) in search.fleets
+
+
+def test_pairs_are_of_one_family_the_one_with_fewer_workers_first() -> None:
+    """Here, more workers have less goodput, and the pairs show that."""
+    search = FleetSearch(
+        [Family((1,)), Family((1, 1))],
+        4,
+        lambda fleets: [FleetOutcome(1 / sum(fleet.counts), keeps=False) for fleet in fleets],
+    )
+    search.run()
+    pairs = list(search.pairs())
+    assert len(pairs) >= 6
+    assert all(smaller.goodput > larger.goodput for smaller, larger in pairs)

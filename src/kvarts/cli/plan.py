@@ -14,7 +14,7 @@ from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.plan_options import TIER_NAMES, PlanOptions
+from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, fleet_kinds
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
@@ -266,9 +266,10 @@ def plan_command(
         return
     check_policy(given)
     if gpus is not None:
+        kinds = fleet_kinds(given, gpus, routers, store_sizes)
         traffic = load_traffic(given, trace)
         options = PlanOptions(given, trace, config_file, traffic, None, slo_share, cost_error, [], [])
-        values = options.fleets(gpus, routers, store_sizes, workers)
+        values = options.fleets(kinds, workers)
         words = ["--gpus", f"{gpus}"]
         words += [] if routers is None else ["--routers", routers]
         words += [] if store_sizes is None else ["--store-sizes", store_sizes]

@@ -55,7 +55,7 @@ class FleetKinds:
 
     `routers`, `stores`: those that are tried; each store in addition to none. Given settings of workers and pools
     remain as they are: a given tensor parallel size, router or store is the only one. Raise ConfigError for settings
-    that the plan determines itself, and if no kind of fleet is possible.
+    that the plan determines itself, without an SLO, and if no kind of fleet is possible.
     """
 
     def __init__(
@@ -72,20 +72,27 @@ class FleetKinds:
         self._sections = [section for section in sections if not section.is_named]
         self._all_sections = sections
         self._known: dict[str, Setting] = {each.key: each for section in self._sections for each in section.settings}
-        self._most_devices = most_devices
+        self.most_devices = most_devices
         self._check()
         self._check_tried(routers, stores)
-        self.routers = [given["router"]] if "router" in given else list(routers or self._default_routers())
+        tried = [given["router"]] if "router" in given else routers or self._default_routers()
+        self.routers: list[str] = list(dict.fromkeys(tried))
         has_store = any(key in given for key in ("store.pages", "store.memory"))
         if has_store and stores:
             raise SettingError("is one size already", "store_sizes", hint="Leave one of them out.")
-        self.stores = [None] if has_store else [None, *stores]
+        self.stores: list[str | None] = [None] if has_store else [None, *dict.fromkeys(stores)]
         self.kinds: list[FleetKind] = []
         self.families: list[Family] = []
         """The kinds as the search takes them, in the same order."""
         self.left_out: list[dict[str, str]] = []
         """Kinds that cannot be replayed, with the reasons."""
         self._find()
+        self.first = workers_of(self.config(self.kinds[0], (1,) * len(self.families[0].sizes)))[0]
+        """The configuration of a worker of the first kind."""
+        if all(getattr(self.first.slo, field) is None for field in self.first.slo.__struct_fields__):
+            raise SettingError("needs an SLO, by which requests count as goodput", "gpus", hint="Give --slo-ttft-ms.")
+        self.links_are_free = "transfer.rate" not in given and any(kind.is_apart for kind in self.kinds)
+        """Whether transfers of KV take no time because no rate of the links was given."""
 
     def _default_routers(self) -> Sequence[str]:
         try:
@@ -135,14 +142,14 @@ class FleetKinds:
             counts = (1,) * (2 if kind.is_apart else 1)
             try:
                 config = self.config(kind, counts)
-                if self._most_devices > len(counts):
+                if self.most_devices > len(counts):
                     self.config(kind, (2, *counts[1:]))  # which has a router
             except ConfigError as error:
                 errors.append(error)
                 self.left_out.append({"kind": kind.name, "why": str(error)})
                 continue
             sizes = tuple(devices_of(each) for each in workers_of(config))
-            if sum(sizes) <= self._most_devices:
+            if sum(sizes) <= self.most_devices:
                 self.kinds.append(kind)
                 without_router = msgspec.structs.replace(kind, router="")
                 self.families.append(Family(sizes, frozenset([counts] if without_router in alone else [])))
@@ -153,7 +160,7 @@ class FleetKinds:
             raise SettingError("is less than one worker takes", "gpus", hint="Give {gpus} a larger number.")
 
     def _all_kinds(self) -> Iterator[FleetKind]:
-        sizes = [size for size in TENSOR_PARALLELS if size <= self._most_devices]
+        sizes = [size for size in TENSOR_PARALLELS if size <= self.most_devices]
         if "model" not in self._given or "device" not in self._given:
             sizes = [1]
 
@@ -163,7 +170,7 @@ class FleetKinds:
         for router, store in product(self.routers, self.stores):
             for size in tried("tensor_parallel"):
                 yield FleetKind(is_apart=False, tensor_parallels=(size,), router=router, store=store)
-            if self._most_devices > 1:
+            if self.most_devices > 1:
                 for pair in product(*(tried(f"{role}.tensor_parallel") for role in APART)):
                     yield FleetKind(is_apart=True, tensor_parallels=pair, router=router, store=store)
 

@@ -105,6 +105,13 @@ class FleetSearch:
 
         return sorted(self.known, key=rank)
 
+    def pairs(self) -> Iterator[tuple[FleetOutcome, FleetOutcome]]:
+        """Yield the replays of a family of which one has no more workers in any pool than the other; that one first."""
+        for fleet, found in self.known.items():
+            for other, larger in self.known.items():
+                if other != fleet and other.family == fleet.family and _covers(other, fleet):
+                    yield found, larger
+
     # Steps ----------------------------------------------------------------------------------------------------
 
     def _climb(self, fleets: Sequence[Fleet]) -> None:
@@ -177,7 +184,7 @@ class FleetSearch:
     def _larger(self, fleet: Fleet) -> Iterator[FleetOutcome]:
         """Yield the replays of fleets of the family that have as many workers or more in each pool."""
         for other, found in self.known.items():
-            if other.family == fleet.family and all(map(int.__ge__, other.counts, fleet.counts)):
+            if other.family == fleet.family and _covers(other, fleet):
                 yield found
 
     def _bound(self, fleet: Fleet) -> float:
@@ -212,3 +219,8 @@ class FleetSearch:
         """Return the difference between the devices of the largest and the smallest pool."""
         devices = list(map(int.__mul__, fleet.counts, self.families[fleet.family].sizes))
         return max(devices) - min(devices)
+
+
+def _covers(larger: Fleet, fleet: Fleet) -> bool:
+    """Return whether `larger` has as many workers as `fleet` or more in each pool."""
+    return all(map(int.__ge__, larger.counts, fleet.counts))

@@ -39,6 +39,7 @@ def render_fleets(plan: dict[str, Any]) -> str:
         lines.append(f"  {option['command']}")
     if "scaler" in fleets:
         lines += _scaler(fleets["scaler"], share)
+    lines += _assumption(fleets)
     reasons: dict[str, list[str]] = {}
     for left in fleets["left_out"]:
         reasons.setdefault(left["why"], []).append(left["kind"])
@@ -48,6 +49,18 @@ def render_fleets(plan: dict[str, Any]) -> str:
         more = f" and {len(kinds) - 1:,} more" if len(kinds) > 1 else ""
         lines += wrapped(f"left out: {kinds[0]}{more}: {why}")
     return "\n".join(lines) + "\n"
+
+
+def _assumption(fleets: dict[str, Any]) -> list[str]:
+    """Return a warning if replays contradict the assumption of the search."""
+    found = fleets["assumption"]
+    if not found["num_broken"]:
+        return []
+    is_share = fleets["compared_by"] == "slo_ratio"
+    drop = as_percent(found["largest_drop"]) if is_share else f"{number(found['largest_drop'])} requests/s"
+    pairs = f"{found['num_broken']:,} of {found['num_pairs']:,} pairs of replays"
+    text = f"in {pairs}, more workers have less goodput, by at most {drop}: a fleet that was not replayed may be better"
+    return ["", *wrapped(text)]
 
 
 def _scaler(scaler: dict[str, Any], share: float) -> list[str]:

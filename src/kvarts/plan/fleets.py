@@ -20,7 +20,7 @@ from kvarts.plan.replays import share_kept
 from kvarts.plan.sweep import Processes
 from kvarts.report.words import duration
 from kvarts.rooms import from_room
-from kvarts.settings import Given, Section, SettingError, given_by_keywords
+from kvarts.settings import given_by_keywords
 from kvarts.sim.config import SECTIONS, optional_sections
 from kvarts.sim.replay import Traffic, replay, trace_of
 from kvarts.traffic.settings import SECTION as TRAFFIC
@@ -36,45 +36,32 @@ WAYS = {"tensor_parallel": "TP", "pipeline_parallel": "PP"}
 
 
 class FleetsPlan:
-    """Search for the fleets of at most `most_devices` devices with the highest goodput on `trace`.
+    """Search among `kinds` of fleets for the highest goodput on `trace`, by the SLO that `slo_share` of requests keep.
 
-    `given`, of `sections`: the settings of `kvarts replay` that all fleets have, with an SLO that `slo_share` of the
-    requests must keep. `routers`, `stores`: what is tried, see FleetKinds. `command` returns the command line of a
-    replay, given its changes by setting key. `workers`: processes that replay; they do not change the result.
-
-    Raise ConfigError for settings that cannot be combined with the search.
+    `command` returns the command line of a replay, given its changes by setting key. `workers`: processes that replay;
+    they do not change the result.
     """
 
     def __init__(
         self,
         trace: Trace,
-        given: Given,
-        sections: Sequence[Section],
-        most_devices: int,
+        kinds: FleetKinds,
         *,
-        routers: Sequence[str] = (),
-        stores: Sequence[str] = (),
         command: Callable[[Mapping[str, Any]], str],
         slo_share: float = 0.99,
         workers: int = 1,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
-        self._kinds = FleetKinds(given, sections, most_devices, routers=routers, stores=stores)
-        first = self._kinds.config(self._kinds.kinds[0], (1,) * len(self._kinds.families[0].sizes))
-        self.first = workers_of(first)[0]
-        """The configuration of a worker of the first kind."""
-        self._slo = first.slo
-        if all(getattr(self._slo, field) is None for field in self._slo.__struct_fields__):
-            raise SettingError("needs an SLO, by which requests count as goodput", "gpus", hint="Give --slo-ttft-ms.")
-        self._has_links = "transfer.rate" in given
+        self._kinds = kinds
+        self._slo = kinds.first.slo
         self._trace = trace
-        self._most_devices = most_devices
+        self._most_devices = kinds.most_devices
         self._command = command
         self._slo_share = slo_share
         self._num_workers = workers
         self._on_replay = on_replay
         self._points: dict[Fleet, Point] = {}
-        self._is_closed_loop = self.first.concurrency is not None
+        self._is_closed_loop = kinds.first.concurrency is not None
         # In an open loop, all fleets get the same requests in the same time; goodput per second would also depend on
         # how long the last of them take.
         self._measure = "goodput_per_s" if self._is_closed_loop else "slo_ratio"
@@ -104,7 +91,8 @@ class FleetsPlan:
             "num_fleets": len(search.fleets),
             "num_replayed": len(points),
             "left_out": self._kinds.left_out,
-            "links_are_free": not self._has_links and any(kind.is_apart for kind in self._kinds.kinds),
+            "links_are_free": self._kinds.links_are_free,
+            "assumption": _assumption(search),
             "front": front,
             "options": self._options(front, within),
             "answer": self._answer(within),
@@ -288,21 +276,19 @@ def plan_fleets(
     def command(changes: Mapping[str, Any]) -> str:
         return "" if path is None else command_line(given, sections, path, None, changes)
 
+    kinds = FleetKinds(given, sections, gpus, routers=routers, stores=stores)
     trace = trace_of(traffic)
-    plan = FleetsPlan(
-        trace,
-        given,
-        sections,
-        gpus,
-        routers=routers,
-        stores=stores,
-        command=command,
-        slo_share=slo_share,
-        workers=workers,
-        on_replay=on_replay,
-    )
+    plan = FleetsPlan(trace, kinds, command=command, slo_share=slo_share, workers=workers, on_replay=on_replay)
     fleets = plan.to_builtins()
-    return Plan({"trace": trace.name, "config": plan.first.to_builtins(), "fleets": fleets, "advice": fleets["answer"]})
+    config = kinds.first.to_builtins()
+    return Plan({"trace": trace.name, "config": config, "fleets": fleets, "advice": fleets["answer"]})
+
+
+def _assumption(search: FleetSearch) -> dict[str, Any]:
+    """Return in how many pairs of replays more workers have less goodput, and the largest difference."""
+    drops = [smaller.goodput - larger.goodput for smaller, larger in search.pairs()]
+    broken = [drop for drop in drops if drop > 0]
+    return {"num_pairs": len(drops), "num_broken": len(broken), "largest_drop": max(broken, default=0.0)}
 
 
 def _counted(number: int, noun: str) -> str:
