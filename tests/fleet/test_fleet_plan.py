@@ -213,6 +213,26 @@ def test_a_store_of_whole_pages_beside_kv_groups(asked: Callable[..., Any], trac
         assert (report["config"].get("kv_groups", "off") == "off") is (point["store"] is not None)
 
 
+def test_a_script_is_compared_with_a_fleet_that_has_its_pools(asked: Callable[..., Any], trace: Path) -> None:
+    options = ("plan", trace, *MODEL, *TIGHT, "--gpus", 4, "--tensor-parallel", 1, "--routers", "prefix", "--json")
+    for script, is_apart in (("script,20s=2", False), ("script,20s=2:1", True)):
+        plan = asked(*options, "--scaler", script)["fleets"]
+        scaler = plan["scaler"]
+        (fixed,) = (point for point in plan["points"] if point["name"] == scaler["begins_as"])
+        assert fixed["is_apart"] is is_apart and fixed["command"] == scaler["fixed"]["command"]
+        best = max(point["slo_ratio"] for point in plan["points"] if point["is_apart"] is is_apart)
+        assert fixed["slo_ratio"] == best
+
+
+def test_a_script_for_pools_that_no_small_fleet_has(asked: Callable[..., Any], run_command: Any) -> None:
+    options = ("plan", "sample:azure-chat", *MODEL, "--slo-ttft-ms", 60000, "--gpus", 2, "--tensor-parallel", 1,
+               "--scaler", "script,30s=1:2")  # fmt: skip
+    plan = asked(*options, "--json")["fleets"]
+    assert [point["devices"] for point in plan["front"]] == [1]
+    assert plan["scaler"] == {"policy": "script,30s=1:2", "begins_as": None}
+    assert run_command(*options) == 0
+
+
 def test_the_function_is_the_command(asked: Callable[..., Any], trace: Path) -> None:
     settings: dict[str, Any] = {"slo_ttft_ms": 3000, "slo_tpot_ms": 25, "transfer_rate": "50GB/s", "tensor_parallel": 1}
     plan = plan_fleets(trace, 3, model="llama-3.1-8b", device="h100-80gb", routers=["prefix"], **settings)
@@ -253,6 +273,7 @@ FILE = 'model = "llama-3.1-8b"\ndevice = "h100-80gb"\n'
         (["--gpus", "2", "--tensor-parallel", "4"], "", "--gpus: is less than one worker takes"),
         (["--gpus", "2000"], "", "--gpus: must be at most 256"),
         (["--gpus", "2", "--league"], "", "--league: has no effect with --gpus"),
+        (["--gpus", "1", "--scaler", "script,30s=3:1"], "", "--scaler: has numbers for a pool decode"),
         (["--workers", "2"], "", "--workers: has no effect without --gpus"),
         (["--prefill-replicas", "2"], "", "--prefill-replicas: does not go with a plan"),
         (["--store-memory", "5GiB"], "", "--store-memory: does not go with a plan"),

@@ -87,6 +87,8 @@ class FleetKinds:
         self.left_out: list[dict[str, str]] = []
         """Kinds that cannot be replayed, with the reasons."""
         self._find()
+        if self.scaler is not None and not any(map(self.can_scale, self.kinds)):
+            self.config(self.kinds[0], (1,) * len(self.families[0].sizes), is_scaled=True)  # raises
         self.first = workers_of(self.config(self.kinds[0], (1,) * len(self.families[0].sizes)))[0]
         """The configuration of a worker of the first kind."""
         if all(getattr(self.first.slo, field) is None for field in self.first.slo.__struct_fields__):
@@ -179,6 +181,14 @@ class FleetKinds:
         """The given policy of autoscaling."""
         given = self._given
         return given["scaling.policy"] if "scaling.policy" in given else None  # noqa: SIM401  (not a dict)
+
+    def can_scale(self, kind: FleetKind) -> bool:
+        """Return whether the scaler applies to fleets of `kind`: a script has numbers for some pools only."""
+        try:
+            self.config(kind, (1,) * (2 if kind.is_apart else 1), is_scaled=True)
+        except ConfigError:
+            return False
+        return True
 
     def changes(self, kind: FleetKind, counts: Sequence[int], *, is_scaled: bool = False) -> Changes:
         """Return the settings of a fleet, as changes of those given: without the scaler unless it `is_scaled`."""

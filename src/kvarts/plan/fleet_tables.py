@@ -65,6 +65,8 @@ def _assumption(fleets: dict[str, Any]) -> list[str]:
 
 def _scaler(scaler: dict[str, Any], share: float) -> list[str]:
     """Return the cost of a policy of autoscaling, compared with that of the fixed fleet."""
+    if scaler["begins_as"] is None:
+        return ["", *wrapped(f"scaler: {scaler['policy']} is not replayed: no fleet above has its pools")]
     fixed = scaler["fixed"]
     hours = f"{scaler['device_hours']:.3f} device hours instead of {fixed['device_hours']:.3f}"
     kept, kept_fixed = (as_percent(each["slo_ratio"], bound=share) for each in (scaler, fixed))

@@ -96,7 +96,7 @@ class FleetsPlan:
             "front": front,
             "options": self._options(front, within),
             "answer": self._answer(within),
-            **({} if self._kinds.scaler is None else {"scaler": self._scaled(self._best(within))}),
+            **({} if self._kinds.scaler is None else {"scaler": self._scaled(within)}),
             "points": points,
         }
 
@@ -126,9 +126,17 @@ class FleetsPlan:
         share: float = point["slo_ratio"]
         return share >= self._slo_share
 
-    def _scaled(self, fixed: Point) -> dict[str, Any]:
-        """Return the replay of a fleet that begins as `fixed`, with the given scaler, and the hours of both."""
-        fleet = next(fleet for fleet, point in self._points.items() if point is fixed)
+    def _scaled(self, points: Sequence[Point]) -> dict[str, Any]:
+        """Return the replay of the best of `points` that the given scaler applies to, with it; and the hours of both.
+
+        The replay begins with the numbers of workers of that fleet: `begins_as`, None if there is no such fleet.
+        """
+        fleet_of = {point["name"]: fleet for fleet, point in self._points.items()}
+        able = [point for point in points if self._kinds.can_scale(self._kinds.kinds[fleet_of[point["name"]].family])]
+        if not able:
+            return {"policy": self._kinds.scaler, "begins_as": None}
+        fixed = self._best(able)
+        fleet = fleet_of[fixed["name"]]
         kind = self._kinds.kinds[fleet.family]
         config = self._kinds.config(kind, fleet.counts, is_scaled=True)
         changes = self._kinds.changes(kind, fleet.counts, is_scaled=True)
