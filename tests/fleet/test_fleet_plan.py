@@ -160,6 +160,16 @@ def test_the_text_has_the_answer_and_three_commands(
     assert "Fleets for slice.jsonl" in page.read_text()
 
 
+def test_settings_of_a_file_stay_there(asked: Callable[..., Any], trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(FILE + "pages = 20000\n[slo]\nttft_ms = 3000\n")
+    plan = asked("plan", trace, "--config", path, "--gpus", 2, "--slo-tpot-ms", 50, "--json")["fleets"]
+    assert {pool["pages"] for point in plan["points"] for pool in point["pools"]} == {20000}
+    for option in plan["options"]:
+        report = asked(*shlex.split(option["command"])[1:], "--json")
+        assert report["goodput"]["requests_per_s"] == option["goodput_per_s"]
+
+
 def test_free_links_are_said(run_command: Callable[..., int], capsys: pytest.CaptureFixture[str], trace: Path) -> None:
     assert run_command("plan", trace, *MODEL, "--slo-ttft-ms", 5000, "--gpus", 2, "--tensor-parallel", 1) == 0
     assert "Transfers of KV take no time here" in capsys.readouterr().out
