@@ -67,6 +67,7 @@ SPELLINGS = {
         "[decode]",
         "[transfer]",
         "--store-",
+        "--gpus",
     ),
     "plan": ("kvarts.plan", "kvarts plan", "kvarts sweep"),
     "record": ("--events", "--run-dir", "--timeline", "--kv-timeline"),

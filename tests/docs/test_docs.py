@@ -46,6 +46,8 @@ NEEDS = {
 
 SLOW = {
     "README.md-1",
+    "guide-fleet.md-11",
+    "guide-fleet.md-13",
     "guide-kv-events.md-3",
     "guide-notebook.md-6",
     "guide-offload.md-1",

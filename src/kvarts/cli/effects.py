@@ -31,12 +31,16 @@ class Need(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """With the option or fact `when`, `command` reads only the options in `keeps`, or all except those in `drops`."""
+    """With the option or fact `when`, `command` reads only the options in `keeps`, or all except those in `drops`.
+
+    `unless`: an option with which the rule does not apply.
+    """
 
     command: str
     when: str
     keeps: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
+    unless: str = ""
     why: str | None = None
     hint: str = "Leave it out."
 
@@ -72,10 +76,13 @@ NEEDS = (
     Need(("--router-ages",), ("--routers",)),
     Need(("--router-queue",), ("--router-queue-threshold",)),
     Need(("--slo-share", "--cost-error"), SLO, commands=("plan",)),
+    Need(("--gpus",), SLO, commands=("plan",)),
+    Need(("--store-sizes", "--workers"), ("--gpus",), commands=("plan",)),
     Need(("--trace-block-size",), ("--prompts",), commands=("calibrate",)),
     Need(("--hold-out",), ("--points",), commands=("calibrate",)),
     Need(("--speedup",), ("--mock",), commands=("serve sessions",)),
     Need(("--top-k", "--top-p", "--min-p"), ("--temperature",), commands=("generate", "profile", "chat")),
+    Need(("--startup-time",), ("--scaler",)),
     Need(("--open",), ("--html",)),
     Need(("--retries",), ("--client-timeout-s",)),
     Need(("--retry-after-s",), ("--retries",)),
@@ -92,7 +99,9 @@ MODES = (
                                    "--curves-only", "--concurrency", "--speedup")),
     Mode("plan", "--routers", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error", "--users",
                                      "--slo-share", "--curves-only", "--router", "--router-staleness",
-                                     "--router-event-lag", "--html", "--open", "--plot")),
+                                     "--router-event-lag", "--html", "--open", "--plot"), unless="--gpus"),
+    Mode("plan", "--gpus", drops=("--at", "--outputs", "--policy", "--league", "--price", "--cost-error", "--users",
+                                  "--curves-only", "--router-ages", "--eviction", "--sample", "--share")),
     Mode("plan", "--curves-only", keeps=("--at", "--outputs", "--policy", "--league", *REPLAYED_ON, *PLAN_RESULTS)),
     Mode("plan", NO_REPLAY, keeps=("--at", "--outputs", "--policy", "--league", "--curves-only", *PLAN_RESULTS),
          why="has no effect: nothing is replayed", hint="Give --model and --device, or --cost."),
@@ -122,6 +131,8 @@ def check_effects(
 
     command = path_of(context)
     for mode in MODES:
+        if mode.unless and is_given(mode.unless):
+            continue
         if mode.command == command and (is_given(mode.when) or mode.when in facts):
             _refuse_others(mode, typed)
     for need in NEEDS:

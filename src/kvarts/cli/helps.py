@@ -137,7 +137,7 @@ COMMON = {
     "calibrate": ("--model", "--device", "--pages", "--max-batched-tokens", "--prompts", "--design", "--out"),
     "generate": ("--model", "--prompt", "--prompts", "--chat", "--max-tokens", "--temperature", "--device"),
     "mock": (*_HTTP, "--device", "--pages", "--speedup", "--output-tokens", "--fail", "--kv-events"),
-    "plan": (*_REPLAYED, "--slo-share", "--users", "--at", "--league", "--price"),
+    "plan": (*_REPLAYED, "--slo-share", "--users", "--gpus", "--at", "--league", "--price"),
     "profile": ("--model", "--prompts", "--record", "--kv-timeline", "--max-tokens", "--device"),
     "replay": (*_REPLAYED, "--cost", "--concurrency", "--run-dir"),
     "serve model": (*_HTTP, "--kv-memory", "--device", "--dtype"),

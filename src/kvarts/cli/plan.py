@@ -14,7 +14,7 @@ from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import open_option
 from kvarts.cli.parts import load_parts
 from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.plan_options import TIER_NAMES, PlanOptions
+from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, fleet_kinds
 from kvarts.cli.plan_pictures import Pictures
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.printing import print_bytes, print_json, tell_whole_pages
@@ -41,6 +41,7 @@ POLICY_NAMES = "auto, s3-fifo, arc, soonest-return, hinted, session-aware"
 
 curves = grouped("Cache curves")
 latencies = grouped("Latencies")
+fleets = grouped("Fleets")
 more = grouped("Next to the curve")
 results = grouped("Results")
 
@@ -170,7 +171,8 @@ class _Range(click.ParamType[Any]):
 @latencies(
     "--routers",
     metavar="NAME,..",
-    help="Compare these routers on the trace, with --replicas: prefix,llm-d:prefix=3,queue=2,dynamo-kv.",
+    help="Compare these routers on the trace, with --replicas: prefix,llm-d:prefix=3,queue=2,dynamo-kv. With --gpus: "
+    "those that are tried. [prefix,least-loaded]",
 )
 @latencies(
     "--router-ages",
@@ -178,6 +180,19 @@ class _Range(click.ParamType[Any]):
     metavar="TIME,..",
     help="Compare them with metrics and cache events of this age: 0,50ms,1s.",
 )
+@fleets(
+    "--gpus",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Search for fleets of at most N devices: mixed workers, or prefill and decode apart, of all tensor parallel "
+    "sizes, behind --routers.",
+)
+@fleets(
+    "--store-sizes",
+    metavar="SIZE,..",
+    help="Also try a store of this size that all workers share: 500GiB,2TiB. [no store]",
+)
+@fleets("--workers", metavar="N", type=click.IntRange(min=1), default=1, help="Processes that replay. [1]")
 @latencies("--slo-share", metavar="X", type=click.FloatRange(0, 1, min_open=True), default=0.99,
            help="An SLO is kept where this share of the requests keeps it. [0.99]")  # fmt: skip
 @latencies("--cost-error", metavar="X", default=None, type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -201,6 +216,9 @@ def plan_command(
     users: tuple[int, int] | None,
     routers: str | None,
     ages: str | None,
+    gpus: int | None,
+    store_sizes: str | None,
+    workers: int,
     html_file: Path | None,
     opens: bool,
     plot_files: tuple[Path, ...],
@@ -209,10 +227,13 @@ def plan_command(
     """Print what each size of KV memory buys on a TRACE: hits at all sizes at once, with the best that is possible.
 
     TRACE is as in `kvarts replay`; without it, the bundled sample is used. With a model and a device, or a cost, some
-    sizes are also replayed; with an SLO, the plan has the smallest size that keeps it, and the largest rate. The plan
-    is printed on standard output, everything else on standard error.
+    sizes are also replayed; with an SLO, the plan has the smallest size that keeps it, and the largest rate; with
+    --gpus, the fewest devices that keep it, and in which pools. The plan is printed on standard output, everything
+    else on standard error.
     """
     from kvarts.plan import tables
+    from kvarts.plan.fleet_kinds import given_of_fleets
+    from kvarts.plan.fleet_tables import render_fleets
 
     sections = all_sections()
     given = given_by_flags(params, sections).over(read_settings(config_file, sections))
@@ -224,6 +245,7 @@ def plan_command(
         given = over_sample_settings(given, sections)
     replays = not curves_only and any(key in given for key in ("model", "device", "cost"))
     is_other = curves_only or bool(shares) or rate is not None or users is not None or routers is not None
+    is_other = is_other or gpus is not None
     facts = () if replays or is_other else (NO_REPLAY,)
     check_effects(click.get_current_context(), is_set=set_by(given, sections), facts=facts)
     named = [given.path_of("trace")] if "trace" in given else []
@@ -243,9 +265,24 @@ def plan_command(
         _print(plan, as_json, tables.render_sample)
         return
     check_policy(given)
+    if gpus is not None:
+        kinds = fleet_kinds(given, gpus, routers, store_sizes)
+        traffic = load_traffic(given, trace)
+        options = PlanOptions(given, trace, config_file, traffic, None, slo_share, cost_error, [], [])
+        values = options.fleets(kinds, workers)
+        words = ["--gpus", f"{gpus}"]
+        words += [] if routers is None else ["--routers", routers]
+        words += [] if store_sizes is None else ["--store-sizes", store_sizes]
+        values["command"] = options.plan(*words, *_own_options(click.get_current_context()))
+        pictures.write(values)
+        if not pictures.are_printed:
+            _print(values, as_json, render_fleets)
+        return
     config = None
     if replays:
         of_plan = {"plan": "plan"}
+        if typed := [key for key in given_of_fleets(given) if given.source_of(key).path is None]:
+            of_plan["pools"] = typed[0]
         if league or policies or prices is not None:
             of_plan["prices"] = "price" if prices is not None else "policy" if policies else "league"
         if ages is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError
@@ -16,14 +17,16 @@ from kvarts.report.advice import as_size
 from kvarts.settings import SettingError, parts_of_error
 
 if TYPE_CHECKING:
+    from kvarts.plan.fleet_kinds import FleetKinds
     from kvarts.plan.planning import Plan
     from kvarts.settings import Given
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["TIER_NAMES", "PlanOptions"]
+__all__ = ["TIER_NAMES", "PlanOptions", "fleet_kinds"]
 
 TIER_NAMES = ("device", "host", "disk")
+GIVE_MODEL = "Give --model and --device."
 
 
 class PlanOptions:
@@ -100,12 +103,7 @@ class PlanOptions:
     def _as_options(self, error: SettingError) -> ConfigError:
         """Return `error` with options in place of the arguments of a plan."""
         options = {"policy": "--league"} if "--league" in self._own and "--policy" not in self._own else {}
-
-        def spelled(text: str) -> str:
-            return re.sub(r"\{(\w+)\}", lambda match: _option(match[1]), text)
-
-        what, hint, (field, *_) = parts_of_error(error)
-        return ConfigError(spelled(what), field=options.get(field, _option(field)), hint=hint and spelled(hint))
+        return _as_options(error, options)
 
     def users(self, low: int, high: int) -> dict[str, Any]:
         """Return how many users fit."""
@@ -149,10 +147,30 @@ class PlanOptions:
             raise self._as_options(error) from error
         return self._answer(config, routers=routers)
 
+    def fleets(self, kinds: FleetKinds, workers: int) -> dict[str, Any]:
+        """Return the search among `kinds` of fleets."""
+        from kvarts.plan.fleets import FleetsPlan
+
+        with Progress("planning", None, "replays") as progress:
+            fleets = FleetsPlan(
+                self._traffic,
+                kinds,
+                command=self.replay,
+                slo_share=self._slo_share,
+                workers=workers,
+                on_replay=progress.update,
+            ).to_builtins()
+        return {
+            "trace": self._traffic.name,
+            "config": kinds.first.to_builtins(),
+            "fleets": fleets,
+            "advice": fleets["answer"],
+        }
+
     def _timed(self, option: str) -> ReplayConfig:
         """Return the configuration of a replay with a cost model. Raise ConfigError that names `option` without one."""
         if self._config is None:
-            raise ConfigError("needs a model and a device, or a cost", field=option, hint="Give --model and --device.")
+            raise ConfigError("needs a model and a device, or a cost", field=option, hint=GIVE_MODEL)
         return self._config
 
     def _answer(self, config: ReplayConfig, **found: Any) -> dict[str, Any]:
@@ -195,6 +213,40 @@ class PlanOptions:
             return int(facts["kv_bytes_per_token"])
         key = "offload.kv_bytes_per_token"
         return int(self._given[key]) if key in self._given else None
+
+
+def fleet_kinds(given: Given, most_devices: int, routers: str | None, stores: str | None) -> FleetKinds:
+    """Return the kinds of fleets of a search. `routers` and `stores`: lists separated by commas.
+
+    Raise ConfigError that names options.
+    """
+    from kvarts.plan.fleet_kinds import FleetKinds
+    from kvarts.routers.spec import split_names
+
+    if not any(key in given for key in ("model", "device", "cost")):
+        raise ConfigError("needs a model and a device, or a cost", field="--gpus", hint=GIVE_MODEL)
+    try:
+        kinds = FleetKinds(
+            given,
+            all_sections(),
+            most_devices,
+            routers=[] if routers is None else split_names(routers),
+            stores=[] if stores is None else [size.strip() for size in stores.split(",")],
+        )
+    except SettingError as error:
+        raise _as_options(error) from error
+    tell_whole_pages(kinds.first)
+    return kinds
+
+
+def _as_options(error: SettingError, options: Mapping[str, str] | None = None) -> ConfigError:
+    """Return `error` with options in place of the arguments of a plan; `options`: those that have other names."""
+
+    def spelled(text: str) -> str:
+        return re.sub(r"\{(\w+)\}", lambda match: _option(match[1]), text)
+
+    what, hint, (field, *_) = parts_of_error(error)
+    return ConfigError(spelled(what), field=(options or {}).get(field, _option(field)), hint=hint and spelled(hint))
 
 
 def _option(name: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
+from kvarts.plan.fleet_tables import heading_of
 from kvarts.plan.series import charts_of
 from kvarts.plan.sweep_page import sweep_table
 from kvarts.plan.tables import answer_for_users
 from kvarts.report.page import fill_page, table_html
-from kvarts.report.words import opening, page_bytes_of, plus_minus
+from kvarts.report.words import duration, number, opening, page_bytes_of, plus_minus
 from kvarts.units import as_memory, as_percent
 
 __all__ = ["render_page", "summary_html"]
@@ -26,6 +27,21 @@ OPTION_HEADS = (
     "limited by",
 )
 """Heads of the table of options. A head that begins with > is of a column of numbers."""
+
+FLEET_HEADS = (
+    "",
+    "fleet",
+    ">devices",
+    ">device hours",
+    ">goodput/s",
+    ">per device",
+    ">hits",
+    ">TTFT p99",
+    ">TPOT p99",
+    ">keep the SLO",
+    "limited by",
+)
+"""The same for fleets."""
 
 
 def render_page(values: dict[str, Any]) -> bytes:
@@ -57,21 +73,24 @@ def summary_html(values: dict[str, Any]) -> str:
 
 
 def _data(values: dict[str, Any]) -> dict[str, Any]:
-    options = values.get("latency", {}).get("options", [])
+    found = values.get("fleets") or values.get("latency", {})
+    options = found.get("options", [])
     page_bytes = page_bytes_of(values.get("config") or {})
-    slo_share = values.get("latency", {}).get("slo_share")
+    slo_share = found.get("slo_share")
     return {
         "title": _title(values),
         "subtitle": _subtitle(values),
         "command": values.get("command", ""),
         "charts": charts_of(values),
         "verdict": _sentence(answer_for_users(values["users"]) if "users" in values else values.get("advice")),
-        "option_heads": OPTION_HEADS,
+        "option_heads": FLEET_HEADS if "fleets" in values else OPTION_HEADS,
         "options": [
             {
                 "name": option["name"],
                 "what": option["what"],
-                "cells": _cells(option, page_bytes, slo_share),
+                "cells": _fleet_cells(option, slo_share)
+                if "fleets" in values
+                else _cells(option, page_bytes, slo_share),
                 "reasons": [*option["notes"], *option["would_change"]],
                 "command": option["command"],
             }
@@ -104,17 +123,39 @@ def _cells(option: dict[str, Any], page_bytes: int | None, slo_share: float | No
     ]
 
 
+def _fleet_cells(option: dict[str, Any], slo_share: float | None) -> list[str]:
+    """Return a row under FLEET_HEADS."""
+    ttft, tpot = (duration(option[f"{metric}_p99"]) for metric in ("ttft_ms", "tpot_ms"))
+    return [
+        option["name"],
+        option["fleet"],
+        f"{option['devices']:,}",
+        f"{option['device_hours']:.3f}",
+        number(option["goodput_per_s"]),
+        number(option["goodput_per_s_per_device"]),
+        as_percent(option["hit_ratio"]),
+        ttft,
+        tpot,
+        f"{as_percent(option['slo_ratio'], bound=slo_share)}, {'yes' if option['keeps_slo'] else 'no'}",
+        option["limited_by"].replace("kv_pages", "KV pages").replace("_", " "),
+    ]
+
+
 def _title(values: dict[str, Any]) -> str:
     if "users" in values:
         return f"How many users fit: {values['trace']}"
+    if "fleets" in values:
+        return f"Fleets for {values['trace']}"
     return f"Sweep of {values['trace']}" if "sweep" in values else f"Plan for {values['trace']}"
 
 
 def _subtitle(values: dict[str, Any]) -> str:
     if "subtitle" in values:
         return str(values["subtitle"])
-    replayed_on = "; ".join(line.strip() for line in opening(values.get("config") or {}))
-    if "users" in values:
+    config = values.get("config") or {}
+    of_run = heading_of(config) if "fleets" in values else opening(config)
+    replayed_on = "; ".join(line.strip() for line in of_run)
+    if "users" in values or "fleets" in values:
         return replayed_on
     return f"{replayed_on}. " * bool(replayed_on) + (
         f"{values['num_requests']:,} requests, {values['num_prompt_tokens']:,} prompt tokens, "

@@ -30,6 +30,18 @@ __all__ = ["SLO_SHARE", "TOKEN_BYTES", "CommandLines", "NoCommands", "Plan", "ma
 SLO_SHARE = 0.99
 RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
 """The channel from each tier, and the bandwidth assumed if no tier is configured."""
+OF_FLEET = (
+    "name",
+    "devices",
+    "device_hours",
+    "goodput_per_s",
+    "goodput_per_s_per_device",
+    "slo_ratio",
+    "hit_ratio",
+    "on_front",
+    "command",
+)
+"""Columns of a plan of fleets."""
 TOKEN_BYTES = 131_072
 """KV bytes per token of Llama 3.1 8B in 16 bits, assumed if there is no model."""
 
@@ -61,7 +73,7 @@ class Plan:
 
     `values` contains the curve of hits over all sizes, its knees, and the sizes examined (`at`) with their optimum.
     With a configuration it also contains memory below the device (`tiers`), and replays with recommendations
-    (`latency`). The reference lists all fields.
+    (`latency`). A plan of fleets contains `fleets` instead. The reference lists all fields.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -75,7 +87,8 @@ class Plan:
     @property
     def options(self) -> list[dict[str, Any]]:
         """The recommendations, the cheapest that keeps the SLO first; empty without a configuration."""
-        return list((self.values.get("latency") or {}).get("options", []))
+        found = self.values.get("fleets") or self.values.get("latency") or {}
+        return list(found.get("options", []))
 
     def hit_ratio(self, num_pages: int) -> float:
         """Return the share of prompt tokens that are hits in `num_pages`, one request at a time, with LRU eviction."""
@@ -86,9 +99,10 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the tables that `kvarts plan` prints, with a line end."""
+        from kvarts.plan.fleet_tables import render_fleets
         from kvarts.plan.tables import render
 
-        return render(self.values)
+        return render_fleets(self.values) if "fleets" in self.values else render(self.values)
 
     def to_html(self) -> bytes:
         """Return the self-contained page that `kvarts plan --html` writes."""
@@ -101,9 +115,15 @@ class Plan:
         return msgspec.json.format(msgspec.json.encode(self.values), indent=2) + b"\n"
 
     def to_pandas(self) -> Any:
-        """Return the sizes examined as a pandas.DataFrame, one row per size: hits, optimum, evicted tokens."""
+        """Return the sizes examined as a pandas.DataFrame, one row per size: hits, optimum, evicted tokens.
+
+        For a plan of fleets, one row per replayed fleet.
+        """
         from kvarts.columns import to_frame
 
+        if "fleets" in self.values:
+            points = self.values["fleets"]["points"]
+            return to_frame({name: [point[name] for point in points] for name in OF_FLEET})
         names = ("pages", "tokens", "hit_ratio", "optimum_hit_ratio", "hit_tokens")
         at = self.values["at"]
         columns = {name: [point[name] for point in at] for name in names}

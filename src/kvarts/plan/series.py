@@ -5,6 +5,7 @@ A chart has axes with units and series of points; each point has a text and a co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvarts.plan.sweep import pareto
@@ -19,12 +20,15 @@ WIDE = 50.0
 """Ratio of the largest to the smallest latency above which a chart has a logarithmic y axis."""
 HITS = "hits, of prompt tokens"
 SAVED = "prefill saved per request"
+REPLAYED = "Replayed fleets only; where more workers never lower the goodput, no other fleet is better than the front."
 
 
 def charts_of(values: dict[str, Any]) -> list[Chart]:
     """Return the charts for the values present. A chart without data is replaced by a note with the reason."""
     if "users" in values:
         return _users(values["users"])
+    if "fleets" in values:
+        return _fleets(values["fleets"])
     if "sweep" in values:
         return sweep_charts(values["sweep"])
     charts = [_curve(values)]
@@ -348,3 +352,50 @@ def _users(users: dict[str, Any]) -> list[Chart]:
         lines = [_series("SLO kept", xs, kept, texts), _limit("asked for", xs, 100 * users["slo_share"])]
         charts.append(_chart("SLO kept, by users", x, ("requests that keep the SLO", "%"), lines))
     return charts
+
+
+def _fleets(fleets: dict[str, Any]) -> list[Chart]:
+    """Return the goodput, and the share of requests that keep the SLO, of the best replayed fleets by their devices."""
+    lines = {"front": fleets["front"]}
+    for label, is_apart in (("mixed", False), ("prefill and decode apart", True)):
+        best: dict[int, dict[str, Any]] = {}
+        for point in fleets["points"]:  # the best of each number of devices is the first
+            if point["is_apart"] is is_apart:
+                best.setdefault(point["devices"], point)
+        if best:
+            lines[label] = list(best.values())
+
+    def series(of: Callable[[dict[str, Any]], float]) -> list[Chart]:
+        return [
+            _series(
+                label,
+                [point["devices"] for point in points],
+                [of(point) for point in points],
+                [_fleet_point(point) for point in points],
+                "dots" if label == "front" else "",
+            )
+            for label, points in lines.items()
+        ]
+
+    devices = [point["devices"] for points in lines.values() for point in points]
+    kept = series(lambda point: 100 * point["slo_ratio"])
+    kept.append(_limit("asked for", devices, 100 * fleets["slo_share"]))
+    x = ("devices", "")
+    return [
+        _chart("Goodput by devices", x, ("requests that keep the SLO, per s", ""), series(_goodput), note=REPLAYED),
+        _chart("SLO kept, by devices", x, ("requests that keep the SLO", "%"), kept, note=REPLAYED),
+    ]
+
+
+def _goodput(point: dict[str, Any]) -> float:
+    goodput: float = point["goodput_per_s"]
+    return goodput
+
+
+def _fleet_point(point: dict[str, Any]) -> Chart:
+    return _point(
+        f"{point['name']}, {point['devices']:,} devices, {point['device_hours']:.3f} hours: "
+        f"{point['goodput_per_s']:.3g} requests/s, SLO kept by {percent(point['slo_ratio'])}, "
+        f"TTFT p99 {_ms(point['ttft_ms']['p99'])}",
+        point["command"],
+    )

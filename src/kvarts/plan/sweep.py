@@ -18,13 +18,14 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from kvarts.errors import InputError, OutputError
 
-__all__ = ["Row", "Values", "fronts", "load_of", "pareto", "points_of", "run_sweep", "with_changes"]
+__all__ = ["Processes", "Row", "Values", "fronts", "load_of", "pareto", "points_of", "run_sweep", "with_changes"]
 
 LOAD = ("trace", "trace_block_size", "skip_bad_lines", "workload", "speedup", "concurrency")
 
@@ -120,13 +121,28 @@ def _results(
 
         yield from results_on_ray(missing, run, ray_address)
         return
-    if workers == 1 or len(missing) < 2:
-        for key, point in missing.items():
-            yield key, run(point)
-        return
-    num_workers = min(workers, len(missing))
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
-        futures = {pool.submit(run, point): key for key, point in missing.items()}
+    with Processes(min(workers, len(missing))) as processes:
+        yield from processes.results(run, missing)
+
+
+class Processes:
+    """Processes that run points, `num_workers` at a time; fewer than two: points run in this process."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._pool = None
+        if num_workers > 1:
+            self._pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
+
+    def results(self, run: Callable[[Any], Row], points: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
+        """Yield the key and row of each point as it is done. `run` and points must be importable by other processes.
+
+        Raise OutputError if a process has ended.
+        """
+        if self._pool is None:
+            for key, point in points.items():
+                yield key, run(point)
+            return
+        futures = {self._pool.submit(run, point): key for key, point in points.items()}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -136,8 +152,15 @@ def _results(
                 hint="Run the same command to go on; with fewer --workers if memory ran out.",
             ) from None
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def _end_with_parent() -> None:
