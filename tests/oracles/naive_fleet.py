@@ -619,7 +619,7 @@ class NaiveFleet:
             if worker is self.decodes[handoff.target] and (pending or worker.has(handoff.decode)):
                 if pending:
                     worker.pending.remove(handoff)
-                elif self.is_held(handoff):
+                elif self.is_held(handoff) and handoff.reserved_ns >= 0:
                     self.num_failed_transfers += 1
                     handoff.reserved_ns = -1
                 self.transfers = [each for each in self.transfers if each[2] is not handoff]
