@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,11 @@ from kvarts.cli.main import main
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Test processes share the cores; set before the first import of torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Processes of a run import the same modules: one compiles each, and the others, and the commands that tests start, read
+# its bytecode, also where images of containers have set the variable that forbids to write it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Scripts can be imported, behind everything that is installed.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -44,6 +50,35 @@ def pytest_xdist_auto_num_workers() -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     return (os.cpu_count() or 1) * 3 // 2
+
+
+class _FromAPlaceOfItsOwn(pytest.Dir):
+    """A folder that each test process reads from another place on."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        found = list(super().collect())
+        worker = self.config.workerinput
+        place = int(worker["workerid"].removeprefix("gw")) * len(found) // worker["workercount"]
+        return found[place:] + found[:place]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Let test processes compile different files first: each file is compiled once, not once in each process."""
+    if not hasattr(parent.config, "workerinput"):
+        return None
+    return _FromAPlaceOfItsOwn.from_parent(parent, path=path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Restore the order of the folders, which all test processes have in common."""
+    items.sort(key=lambda item: item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the modules and items of all tests from garbage collections: they live until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

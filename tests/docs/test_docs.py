@@ -46,6 +46,7 @@ NEEDS = {
 
 SLOW = {
     "README.md-1",
+    "guide-agents.md-2",
     "guide-kv-events.md-3",
     "guide-notebook.md-6",
     "guide-offload.md-1",
@@ -53,7 +54,14 @@ SLOW = {
     "guide-plan.md-8",
     "guide-plan.md-12",
     "guide-policies.md-2",
+    "guide-replay.md-4",
+    "guide-replay.md-9",
+    "guide-routers.md-0",
+    "guide-routers.md-1",
+    "guide-routers.md-3",
     "guide-sessions.md-5",
+    "guide-sessions.md-7",
+    "guide-timelines.md-8",
     "how-hit-ratio.md-0",
     "how-much-memory.md-0",
     "start.md-2",

@@ -128,6 +128,7 @@ def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     assert asked(*words[1:], "--json")["goodput"]["ratio"] == by_users[fits]["slo_ratio"]
 
 
+@pytest.mark.long
 def test_options_for_users_are_what_replays_say(
     asked: Callable[..., Any], run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -147,6 +148,7 @@ def test_options_for_users_are_what_replays_say(
         assert (summary["goodput"]["ratio"], summary["ttft_ms"]) == (point["slo_ratio"], point["ttft_ms"])
 
 
+@pytest.mark.long
 def test_host_memory_for_users_is_what_replays_say(asked: Callable[..., Any]) -> None:
     """What fits with the memory that is named, and what it costs, is what its command replays."""
     setting = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--slo-ttft-ms", 1000, "--slo-share", 0.95)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -45,10 +46,15 @@ COLLABORATORS = {
 }
 
 
-def asked_types(text: str) -> set[str]:
+@cache
+def sources() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
+
+
+def asked_types(tree: ast.Module) -> set[str]:
     """The names of all classes that `isinstance` and `type(...) is` are asked about."""
     asked: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -63,28 +69,23 @@ def asked_types(text: str) -> set[str]:
 
 
 def test_the_question_is_found() -> None:
-    assert asked_types("if isinstance(executor, SimExecutor | Other): pass") == {"SimExecutor", "Other"}
-    assert asked_types("type(cache) is PageCache") == {"PageCache"}
-    assert asked_types("cache.take(1)") == set()
+    assert asked_types(ast.parse("if isinstance(executor, SimExecutor | Other): pass")) == {"SimExecutor", "Other"}
+    assert asked_types(ast.parse("type(cache) is PageCache")) == {"PageCache"}
+    assert asked_types(ast.parse("cache.take(1)")) == set()
 
 
 def test_no_collaborator_is_asked_for_its_type() -> None:
     found = {
         f"{path.relative_to(SRC)}: {name}"
-        for path in sorted(SRC.rglob("*.py"))
-        for name in asked_types(path.read_text()) & COLLABORATORS
+        for path, tree in sources().items()
+        for name in asked_types(tree) & COLLABORATORS
     }
     assert not found
 
 
 def test_every_collaborator_is_a_class_there_is() -> None:
     """Or a class that was renamed would slip through."""
-    defined = {
-        node.name
-        for path in SRC.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
+    defined = {node.name for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     # Rooms may be missing, see scripts/deletion_drills.py; what is there must be spelled as here.
     missing = COLLABORATORS - defined
     rooms = {
