@@ -76,9 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the modules and items of all tests from garbage collections: they live until the end."""
+    """Exempt the modules and items of all tests from garbage collections, as they live until the end; and collect less
+    often, since collections of the youngest objects move the parts of large values on to the next.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
 
 
 @pytest.fixture(scope="session")

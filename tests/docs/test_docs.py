@@ -48,6 +48,8 @@ NEEDS = {
 SLOW = {
     "README.md-1",
     "guide-agents.md-2",
+    "guide-agents.md-4",
+    "guide-fleet.md-8",
     "guide-kv-events.md-3",
     "guide-notebook.md-6",
     "guide-offload.md-1",
@@ -62,6 +64,7 @@ SLOW = {
     "guide-routers.md-3",
     "guide-sessions.md-5",
     "guide-sessions.md-7",
+    "guide-sharing.md-3",
     "guide-timelines.md-8",
     "how-hit-ratio.md-0",
     "how-much-memory.md-0",

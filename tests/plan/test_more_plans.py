@@ -114,6 +114,7 @@ def test_shares_of_the_command(asked: Callable[..., Any], tmp_path: Path) -> Non
     assert shares["weighted"]["models"]["agents"]["bytes"] == 60 << 30
 
 
+@pytest.mark.long
 def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     """The last that keeps the SLO and the first that does not stand next to each other, and commands say the same."""
     setting = ("--cost", COST, "--pages", 4_000, "--page-size", 64, "--slo-ttft-ms", 1500, "--slo-share", 0.9)
