@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, settings
 
 from kvarts.cli.main import main
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
     # Test processes share the cores; set before the first import of torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Processes of a run import the same modules: one compiles each, and the others, and the commands that tests start, read
-# its bytecode, also where images of containers have set the variable that forbids to write it.
+# One test process compiles a module, and the others and the commands that tests start read its bytecode. Many container
+# images set this variable, and then each process compiles every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -52,33 +53,32 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return (os.cpu_count() or 1) * 3 // 2
 
 
-class _FromAPlaceOfItsOwn(pytest.Dir):
-    """A folder that each test process reads from another place on."""
+class _Rotated(pytest.Dir):
+    """A folder of tests whose entries each test process collects in another rotation."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        found = list(super().collect())
-        worker = self.config.workerinput
-        place = int(worker["workerid"].removeprefix("gw")) * len(found) // worker["workercount"]
-        return found[place:] + found[:place]
+        entries = list(super().collect())
+        rank = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        first = rank * len(entries) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        return entries[first:] + entries[:first]
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Let test processes compile different files first: each file is compiled once, not once in each process."""
-    if not hasattr(parent.config, "workerinput"):
+    """Let test processes compile different files first, so most files are compiled once, not once per process."""
+    if not IS_WORKER or (path / "__init__.py").exists():
         return None
-    return _FromAPlaceOfItsOwn.from_parent(parent, path=path)
+    return _Rotated.from_parent(parent, path=path)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Restore the order of the folders, which all test processes have in common."""
-    items.sort(key=lambda item: item.path.parts)
+    """Restore the order of the files: test processes must agree on it."""
+    if IS_WORKER:
+        items.sort(key=lambda item: item.path.parts)
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the modules and items of all tests from garbage collections, as they live until the end; and collect less
-    often, since collections of the youngest objects move the parts of large values on to the next.
-    """
+    """Exempt test modules and items, which live until the end, from garbage collections, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 10)
