@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -53,21 +53,17 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return (os.cpu_count() or 1) * 3 // 2
 
 
-class _Rotated(pytest.Dir):
-    """A folder of tests whose entries each test process collects in another rotation."""
-
-    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        entries = list(super().collect())
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each test process begin with other files, so that most files are compiled once, not once per process."""
+    report = yield
+    if IS_WORKER and isinstance(collector, pytest.Dir) and report.result:
         rank = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        first = rank * len(entries) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        return entries[first:] + entries[:first]
-
-
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Let test processes compile different files first, so most files are compiled once, not once per process."""
-    if not IS_WORKER or (path / "__init__.py").exists():
-        return None
-    return _Rotated.from_parent(parent, path=path)
+        first = rank * len(report.result) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        report.result = report.result[first:] + report.result[:first]
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
