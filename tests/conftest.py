@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -15,9 +16,15 @@ from hypothesis import HealthCheck, settings
 
 from kvarts.cli.main import main
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
     # Test processes share the cores; set before the first import of torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# One test process compiles a module, and the others and the commands that tests start read its bytecode. Many container
+# images set this variable, and then each process compiles every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Scripts can be imported, behind everything that is installed.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -44,6 +51,33 @@ def pytest_xdist_auto_num_workers() -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     return (os.cpu_count() or 1) * 3 // 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each test process begin with other files, so that most files are compiled once, not once per process."""
+    report = yield
+    if IS_WORKER and isinstance(collector, pytest.Dir) and report.result:
+        rank = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        first = rank * len(report.result) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Restore the order of the files: test processes must agree on it."""
+    if IS_WORKER:
+        items.sort(key=lambda item: item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt test modules and items, which live until the end, from garbage collections, and collect less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +17,17 @@ from builders.rooms import missing_room
 __all__ = ["LeastHits", "ShortestFirst", "shortest_first"]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide-policies.md"
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+"""What an example also runs, the tests of the docs run."""
 
 
 def _classes() -> dict[str, Any]:
     defined: dict[str, Any] = {"__name__": "guide_policies"}
     for code in re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL):
         if re.search(r"^class ", code, re.MULTILINE) and missing_room(code) is None:
-            exec(code, defined)
+            module = ast.parse(code)
+            module.body = [statement for statement in module.body if isinstance(statement, DEFINITIONS)]
+            exec(compile(module, str(GUIDE), "exec"), defined)
     return defined
 
 

@@ -126,7 +126,7 @@ def test_a_plan_has_no_options_of_several_models(call: Call, tmp_path: Path) -> 
 def test_what_a_file_gives_counts(call: Call, tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("replicas = 2\npages = 40000\n[offload]\nhost_pages = 9\npolicy = 'lazy'\n")
-    code, err = call("replay", "sample:mooncake", "--config", config, "--router", "prefix", "--target-free", "3")
+    code, err = call("replay", "sample:azure-chat", "--config", config, "--router", "prefix", "--target-free", "3")
     assert code == 0, err
     config.write_text("slo = {ttft_ms = 300}\n")
     code, err = call("plan", "sample:azure-chat", "--config", config)

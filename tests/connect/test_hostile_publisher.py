@@ -85,7 +85,13 @@ def rule(verdict: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("options", [[], ["--events", "journal.jsonl.gz"]], ids=["", "with a journal"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="", marks=pytest.mark.long),
+        pytest.param(["--events", "journal.jsonl.gz"], id="with a journal"),
+    ],
+)
 def test_blocks_without_end_are_left_out_and_the_verdict_says_so(tmp_path: Path, options: list[str]) -> None:
     options = [str(tmp_path / each) if each.endswith(".gz") else each for each in options]
 

@@ -14,6 +14,7 @@ import doctest
 import io
 import re
 import shlex
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,9 @@ NEEDS = {
 
 SLOW = {
     "README.md-1",
+    "guide-agents.md-2",
+    "guide-agents.md-4",
+    "guide-fleet.md-8",
     "guide-fleet.md-11",
     "guide-fleet.md-13",
     "guide-kv-events.md-3",
@@ -55,7 +59,15 @@ SLOW = {
     "guide-plan.md-8",
     "guide-plan.md-12",
     "guide-policies.md-2",
+    "guide-replay.md-4",
+    "guide-replay.md-9",
+    "guide-routers.md-0",
+    "guide-routers.md-1",
+    "guide-routers.md-3",
     "guide-sessions.md-5",
+    "guide-sessions.md-7",
+    "guide-sharing.md-3",
+    "guide-timelines.md-8",
     "how-hit-ratio.md-0",
     "how-much-memory.md-0",
     "start.md-2",
@@ -95,11 +107,18 @@ def assert_printed(printed: str, expected: str) -> None:
     assert CHECKER.check_output(expected, printed, doctest.ELLIPSIS), f"expected:\n{expected}\nprinted:\n{printed}"
 
 
+@pytest.fixture(scope="session")
+def claude_sessions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("claude") / "projects"
+    write_claude_sessions(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claude_sessions: Path) -> None:
     """Examples find no bundled file there: to who installs with pip they are `sample:NAME` only."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "once upon a time"}\n{"prompt": "once upon a hill"}\n')
-    write_claude_sessions(tmp_path / ".claude" / "projects")
+    shutil.copytree(claude_sessions, tmp_path / ".claude" / "projects")
     monkeypatch.chdir(tmp_path)
 
 

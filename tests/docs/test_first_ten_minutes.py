@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "first-ten-minutes.md"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_every_room(), reason="the transcript uses every room")
 def test_the_transcript_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]

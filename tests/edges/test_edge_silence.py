@@ -27,6 +27,8 @@ MORE = {
     "plan": ("--share", "a=trace.jsonl,bytes=1000", "--kv-memory", "1GiB"),
     "replay": ("--model", "a=qwen3-8b", "--trace", "a=trace.jsonl", "--device", "h100-80gb"),
 }
+LONG = {"calibrate --design"}
+"""It takes some seconds; other calls of the same command do not."""
 
 
 CASES = [
@@ -35,7 +37,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments"), CASES, ids=[f"{name} {words[0]}" for name, words in CASES])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param(name, words, id=label, marks=[pytest.mark.long] if label in LONG else [])
+        for name, words in CASES
+        for label in [f"{name} {words[0]}"]
+    ],
+)
 def test_a_command_says_what_it_is_at(
     name: str, arguments: tuple[str, ...], here: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,8 +134,13 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.parametrize("where", ["response_format", "tools"])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        *(("response_format", name) for name in BOMBS),
+        *(pytest.param("tools", name, marks=pytest.mark.long if name != "merging" else []) for name in BOMBS),
+    ],
+)
 def test_a_schema_is_refused_before_its_value_is_made(server: Server, name: str, where: str) -> None:
     schema = BOMBS[name]
     body: dict[str, Any] = {"messages": hello(), "max_tokens": 4, "n": 8 if name == "texts" else 1}
@@ -171,23 +176,28 @@ LONG_ANSWER = {"text": "a b " * 250_000}
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (COMPLETIONS, {"prompt": ["a"] * 8000, "n": 128}, "n"),
+        pytest.param(COMPLETIONS, {"prompt": ["a"] * 8000, "n": 128}, "n", marks=pytest.mark.long),
         (COMPLETIONS, {"prompt": ["a"] * 8000}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "stop_token_ids": list(range(900_000))}, "stop_token_ids"),
-        (COMPLETIONS, {"prompt": [1] * 1_200_000}, None),
+        pytest.param(COMPLETIONS, {"prompt": [1] * 1_200_000}, None, marks=pytest.mark.long),
         (COMPLETIONS, {"prompt": [[]] * 1_200_000}, None),
         (COMPLETIONS, {"prompt": "a" * 5_000_000}, "prompt"),
-        (COMPLETIONS, {"prompt": "a b " * 1_000_000}, "prompt"),
+        pytest.param(COMPLETIONS, {"prompt": "a b " * 1_000_000}, "prompt", marks=pytest.mark.long),
         (COMPLETIONS, {"prompt": "a", "stop": ["b" * 1_000_000]}, "stop"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": "b" * 1_000_000}, "cache_salt"),
         (COMPLETIONS, {"prompt": ["x" * 4000] * 1000, "max_tokens": 1}, "prompt"),
-        (CHAT, {"messages": [{"role": "user", "content": ""}] * 190_000}, None),
+        pytest.param(CHAT, {"messages": [{"role": "user", "content": ""}] * 190_000}, None, marks=pytest.mark.long),
         (CHAT, {"messages": hello(), "tools": [{"type": "function"}] * 10_000}, None),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 120_000}]}, None),
+        pytest.param(
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 120_000}]},
+            None,
+            marks=pytest.mark.long,
+        ),
         (RESPONSES, {"input": [{"role": "user", "content": ""}] * 190_000}, None),
         (COMPLETIONS, {"prompt": "a", "n": 99, "max_tokens": 10**7, "kvarts_answer": LONG_ANSWER}, "max_tokens"),
         ("/tokenize", {"prompt": "a b " * 900_000}, "prompt"),
-        ("/detokenize", {"tokens": [5] * 1_100_000}, None),
+        pytest.param("/detokenize", {"tokens": [5] * 1_100_000}, None, marks=pytest.mark.long),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )
@@ -425,7 +435,7 @@ def test_responses_that_are_kept_count_as_memory(server: Server) -> None:
         for payload in (body, deep):
             assert server.call(RESPONSES, payload).status == 200
 
-    server.under(attack, at_least=16)
+    server.under(attack, at_least=10)
 
 
 # Who may what ----------------------------------------------------------------------------------------------
@@ -579,7 +589,7 @@ def answer_to(server: Server, owner: str, body: dict[str, Any]) -> str:
     return str(reply.json["choices"][0]["text"])
 
 
-@pytest.mark.parametrize("shares", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("shares", [pytest.param((1, 1, 1), marks=pytest.mark.long), (2, 1, 1)])
 def test_tenants_under_attack_get_the_same_answers_and_their_shares(tmp_path: Path, shares: tuple[int, ...]) -> None:
     keys = tmp_path / "keys"
     lines = [f"{owner}-key owner={owner} share={share}" for owner, share in zip(OWNERS, shares, strict=True)]

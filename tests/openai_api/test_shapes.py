@@ -198,9 +198,10 @@ def test_agents_come_to_an_end_and_call_various_tools(server: RunningServer) -> 
     required = [steps_of(server, text, tool_choice="required") for text in texts]
     assert all(names[-1] == "final_answer" and len(names) <= len(TOOLS) for names in required)
     assert {names[0] for names in required} == {"weather", "time", "final_answer"}
-    assert auto == [tuple(steps_of(server, text)) for text in texts]
-    assert auto != [tuple(steps_of(server, text, seed=1)) for text in texts]
-    assert not any(steps_of(server, text, tool_choice="none") for text in texts)
+    few = texts[:6]
+    assert auto[: len(few)] == [tuple(steps_of(server, text)) for text in few]
+    assert auto[: len(few)] != [tuple(steps_of(server, text, seed=1)) for text in few]
+    assert not any(steps_of(server, text, tool_choice="none") for text in few)
 
 
 def test_what_a_mock_wrote_is_found_by_its_next_turn(start: Any) -> None:

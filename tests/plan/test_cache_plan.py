@@ -120,6 +120,7 @@ def test_sizes_are_answered_as_shares_of_prompt_tokens(
     assert capsysbinary.readouterr().out == printed
 
 
+@pytest.mark.long
 def test_the_bundled_sample_is_planned_without_arguments(
     run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -114,6 +114,7 @@ def test_shares_of_the_command(asked: Callable[..., Any], tmp_path: Path) -> Non
     assert shares["weighted"]["models"]["agents"]["bytes"] == 60 << 30
 
 
+@pytest.mark.long
 def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     """The last that keeps the SLO and the first that does not stand next to each other, and commands say the same."""
     setting = ("--cost", COST, "--pages", 4_000, "--page-size", 64, "--slo-ttft-ms", 1500, "--slo-share", 0.9)
@@ -128,6 +129,7 @@ def test_how_many_users_fit(asked: Callable[..., Any]) -> None:
     assert asked(*words[1:], "--json")["goodput"]["ratio"] == by_users[fits]["slo_ratio"]
 
 
+@pytest.mark.long
 def test_options_for_users_are_what_replays_say(
     asked: Callable[..., Any], run_command: Callable[..., int], capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -147,6 +149,7 @@ def test_options_for_users_are_what_replays_say(
         assert (summary["goodput"]["ratio"], summary["ttft_ms"]) == (point["slo_ratio"], point["ttft_ms"])
 
 
+@pytest.mark.long
 def test_host_memory_for_users_is_what_replays_say(asked: Callable[..., Any]) -> None:
     """What fits with the memory that is named, and what it costs, is what its command replays."""
     setting = ("--model", "llama-3.1-8b", "--device", "h100-80gb", "--slo-ttft-ms", 1000, "--slo-share", 0.95)

@@ -114,6 +114,7 @@ def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
     assert f"{agents(offload={'host_memory': '1TiB'})['prefix_hit_ratio'] * 100:.1f}" == size[3]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
 def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())

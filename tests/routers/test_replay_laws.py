@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,23 +129,33 @@ def test_the_prefix_router_sees_host_memory(order: tuple[int, int]) -> None:
     assert replay(trace, config).summary["num_cached_tokens"] == 20464
 
 
-@pytest.mark.parametrize("router", ["prefix", "dynamo-kv", "llm-d", "session", "power-of-two", "aibrix-prefix"])
+SEEDED = ("dynamo-kv", "llm-d", "power-of-two", "aibrix-prefix")
+ROUTERS = ("prefix", "session", *SEEDED)
+
+
+@cache
+def replayed_in_a_process(seed: int, hash_seed: int) -> dict[str, str]:
+    """Return the requests of a replay by each of ROUTERS, all in one process of its own."""
+    code = (
+        "import json, sys; from kvarts import ReplayConfig, Routing, load_trace, replay; "
+        "trace, seed = load_trace('sample:azure-chat'), Routing(seed=int(sys.argv[1])); "
+        "of = lambda router: ReplayConfig(num_pages=3000, replicas=5, router=router, routing=seed); "
+        "rows = {router: replay(trace, of(router)).requests_jsonl().decode() for router in sys.argv[2:]}; "
+        "json.dump(rows, sys.stdout)"
+    )
+    env = {"PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", code, str(seed), *ROUTERS]
+    printed: dict[str, str] = json.loads(subprocess.run(command, capture_output=True, check=True, env=env).stdout)
+    return printed
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 def test_the_same_bytes_in_any_process(router: str) -> None:
     """L10: hash seeds do not matter, and the seed of a router does."""
-    code = (
-        "import sys; from kvarts import ReplayConfig, Routing, load_trace, replay; "
-        f"report = replay(load_trace('sample:azure-chat'), ReplayConfig(num_pages=3000, replicas=5, router={router!r}, "
-        "routing=Routing(seed=int(sys.argv[1])))); sys.stdout.buffer.write(report.requests_jsonl())"
-    )
-
-    def run(seed: int, hash_seed: int) -> bytes:
-        env = {"PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": ":".join(sys.path)}
-        return subprocess.run([sys.executable, "-c", code, str(seed)], capture_output=True, check=True, env=env).stdout
-
-    first = run(1, 1)
-    assert first == run(1, 2) and first
-    if router in ("dynamo-kv", "llm-d", "power-of-two", "aibrix-prefix"):
-        assert first != run(2, 1)
+    first = replayed_in_a_process(1, 1)[router]
+    assert first == replayed_in_a_process(1, 2)[router] and first
+    if router in SEEDED:
+        assert first != replayed_in_a_process(2, 1)[router]
 
 
 def test_late_metrics_cost_what_a_burst_does() -> None:

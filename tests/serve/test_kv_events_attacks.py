@@ -57,7 +57,14 @@ def asking(endpoint: str, num_sockets: int, frames: tuple[bytes, ...], *, times:
         context.term()
 
 
-@pytest.mark.parametrize(("start", "times"), [(bytes(8), 1), (bytes(8), 50), (FULL_STATE, 1)])
+@pytest.mark.parametrize(
+    ("start", "times"),
+    [
+        (bytes(8), 1),
+        pytest.param(bytes(8), 50, marks=pytest.mark.long),
+        pytest.param(FULL_STATE, 1, marks=pytest.mark.long),
+    ],
+)
 def test_replays_that_are_not_read_take_no_memory_and_keep_nothing_waiting(start: bytes, times: int) -> None:
     with published() as (process, endpoint, replay_endpoint), open_client(endpoint, replay_endpoint) as innocent:
         innocent.receive()
@@ -119,6 +126,7 @@ def test_a_slow_reader_gets_its_whole_answer_while_others_read_nothing() -> None
         assert numbers == list(range(numbers[-1] + 1)) and len(numbers) >= NUM_BATCHES
 
 
+@pytest.mark.long
 def test_subscribers_that_read_nothing_take_no_memory_and_keep_nothing_from_those_that_do() -> None:
     with published(0.0) as (process, endpoint, replay_endpoint), open_client(endpoint, replay_endpoint) as innocent:
         last = innocent.receive()[1]

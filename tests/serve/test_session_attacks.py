@@ -7,7 +7,8 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def ids_to_append(session_id: str, num_ids: int) -> bytes:
     return added.AppendTokensRequest(session_id=session_id, token_ids=[1] * num_ids, queue=True).SerializeToString()
 
 
+def zeros() -> bytes:
+    return bytes(LARGE)
+
+
+def long_label() -> bytes:
+    return added.CreateSessionRequest(client_label="x" * 10_000_000).SerializeToString()
+
+
 SESSIONS = "/kvarts.v1.Sessions"
 REFUSED = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 STOPS = added.GenerateRequest.DESCRIPTOR.fields_by_name["stop_token_ids"].number
@@ -70,36 +79,35 @@ STOPS = added.GenerateRequest.DESCRIPTOR.fields_by_name["stop_token_ids"].number
 @pytest.mark.parametrize(
     ("method", "body", "token", "expected"),
     [
-        pytest.param(f"{SESSIONS}/AppendTokens", bytes(LARGE), "", {"UNAUTHENTICATED"}, id="without a token"),
+        pytest.param(f"{SESSIONS}/AppendTokens", zeros, "", {"UNAUTHENTICATED"}, id="without a token"),
         pytest.param(
-            f"{SESSIONS}/AppendTokens", bytes(LARGE), "wrong", {"UNAUTHENTICATED"}, id="with a wrong token",
+            f"{SESSIONS}/AppendTokens", zeros, "wrong", {"UNAUTHENTICATED"}, id="with a wrong token",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            f"{SESSIONS}/Generate", bytes(LARGE), "", {"UNAUTHENTICATED"}, id="of a stream", marks=pytest.mark.long
-        ),
-        pytest.param("/grpc.health.v1.Health/Check", bytes(LARGE), "", REFUSED, id="about health"),
-        pytest.param(f"{SESSIONS}/AppendTokens", bytes(LARGE), "other", REFUSED, id="that is no message",
+        pytest.param(f"{SESSIONS}/Generate", zeros, "", {"UNAUTHENTICATED"}, id="of a stream", marks=pytest.mark.long),
+        pytest.param("/grpc.health.v1.Health/Check", zeros, "", REFUSED, id="about health", marks=pytest.mark.long),
+        pytest.param(f"{SESSIONS}/AppendTokens", zeros, "other", REFUSED, id="that is no message",
                      marks=pytest.mark.long),
         pytest.param(
-            f"{SESSIONS}/AppendTokens", ids_to_append("0" * 32, LARGE), "other", REFUSED, id="with too many tokens"
+            f"{SESSIONS}/AppendTokens", partial(ids_to_append, "0" * 32, LARGE), "other", REFUSED,
+            id="with too many tokens", marks=pytest.mark.long,
         ),
         pytest.param(
-            f"{SESSIONS}/Generate", repeated_ids(STOPS, 3_000_000), "other", REFUSED, id="with millions of ends",
+            f"{SESSIONS}/Generate", partial(repeated_ids, STOPS, 3_000_000), "other", REFUSED,
+            id="with millions of ends", marks=pytest.mark.long,
+        ),
+        pytest.param(
+            f"{SESSIONS}/CreateSession", long_label, "other", REFUSED, id="with a label of 10 MB",
             marks=pytest.mark.long,
-        ),
-        pytest.param(
-            f"{SESSIONS}/CreateSession", added.CreateSessionRequest(client_label="x" * 10_000_000).SerializeToString(),
-            "other", REFUSED, id="with a label of 10 MB", marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip
 def test_large_messages_are_read_after_their_metadata_and_a_few_at_a_time(
-    server: tuple[Process, str], method: str, body: bytes, token: str, expected: set[str], tmp_path: Path
+    server: tuple[Process, str], method: str, body: Callable[[], bytes], token: str, expected: set[str], tmp_path: Path
 ) -> None:
     process, address = server
     path = tmp_path / "body"
-    path.write_bytes(body)
+    path.write_bytes(body())
     with grpc.insecure_channel(address) as channel:
         stub = SessionsStub(channel)
 
@@ -160,6 +168,7 @@ def test_appends_that_wait_and_histories_have_a_bound_of_their_owner(server: tup
     assert waits.p99_s <= MAX_P99_S, waits.seconds
 
 
+@pytest.mark.long
 def test_answers_of_others_are_the_same_token_for_token_while_one_attacks(
     server: tuple[Process, str], tmp_path: Path
 ) -> None:

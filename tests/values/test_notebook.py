@@ -40,7 +40,7 @@ def test_a_configuration_takes_the_names_of_options() -> None:
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs tiers")
 def test_a_configuration_by_names_is_that_of_the_command_line(run_command: Any, capsys: Any) -> None:
     options = ("--max-seqs", 32, "--host-memory", "4GiB", "--slo-tpot-ms", 50, "--speedup", 2.0)
-    assert run_command("replay", "sample:mooncake", "--model", "llama-3.1-8b", "--device", "h100-80gb", *options,
+    assert run_command("replay", "sample:azure-chat", "--model", "llama-3.1-8b", "--device", "h100-80gb", *options,
                        "--json") == 0  # fmt: skip
     printed = json.loads(capsys.readouterr().out)["config"]
     settings = {"max_seqs": 32, "host_memory": "4GiB", "slo_tpot_ms": 50, "speedup": 2.0}

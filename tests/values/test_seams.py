@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -45,10 +46,10 @@ COLLABORATORS = {
 }
 
 
-def asked_types(text: str) -> set[str]:
+def asked_types(tree: ast.Module) -> set[str]:
     """The names of all classes that `isinstance` and `type(...) is` are asked about."""
     asked: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -62,29 +63,33 @@ def asked_types(text: str) -> set[str]:
     return asked
 
 
+@cache
+def asked_and_defined() -> tuple[dict[Path, set[str]], set[str]]:
+    """Return the types that each file asks for, and the classes of all files."""
+    asked: dict[Path, set[str]] = {}
+    defined: set[str] = set()
+    for path in sorted(SRC.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        asked[path] = asked_types(tree)
+        defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return asked, defined
+
+
 def test_the_question_is_found() -> None:
-    assert asked_types("if isinstance(executor, SimExecutor | Other): pass") == {"SimExecutor", "Other"}
-    assert asked_types("type(cache) is PageCache") == {"PageCache"}
-    assert asked_types("cache.take(1)") == set()
+    assert asked_types(ast.parse("if isinstance(executor, SimExecutor | Other): pass")) == {"SimExecutor", "Other"}
+    assert asked_types(ast.parse("type(cache) is PageCache")) == {"PageCache"}
+    assert asked_types(ast.parse("cache.take(1)")) == set()
 
 
 def test_no_collaborator_is_asked_for_its_type() -> None:
-    found = {
-        f"{path.relative_to(SRC)}: {name}"
-        for path in sorted(SRC.rglob("*.py"))
-        for name in asked_types(path.read_text()) & COLLABORATORS
-    }
+    asked, _ = asked_and_defined()
+    found = {f"{path.relative_to(SRC)}: {name}" for path, names in asked.items() for name in names & COLLABORATORS}
     assert not found
 
 
 def test_every_collaborator_is_a_class_there_is() -> None:
     """Or a class that was renamed would slip through."""
-    defined = {
-        node.name
-        for path in SRC.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
+    _, defined = asked_and_defined()
     # Rooms may be missing, see scripts/deletion_drills.py; what is there must be spelled as here.
     missing = COLLABORATORS - defined
     rooms = {
