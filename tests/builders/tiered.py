@@ -46,5 +46,7 @@ def tiers_below(draw: st.DrawFn, *, of_groups: bool = False) -> OffloadConfig:
         disk_write=draw(rates),
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
         fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        load_overlap="none" if of_groups else draw(st.sampled_from(["none", "layers"])),
+        num_layers=draw(st.sampled_from([1, 2, 7, 32])),
         preemption_mode="recompute" if of_groups else draw(st.sampled_from(["swap", "swap", "recompute"])),
     )

@@ -291,7 +291,14 @@ class PartOffloader(Transfers):
             self.tier.unpin(offered.pin)
 
     def start_load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+        self,
+        request: int,
+        content: Content,
+        start: int,
+        num_pages: int,
+        holding: Holding,
+        num_front: int = 0,
+        wait_ns: int | None = None,
     ) -> int:
         """Begin to load the offer to `request` into `holding`, which was opened for it.
 
