@@ -10,6 +10,7 @@ computed layer by layer while the last layers of the history are loaded (`--load
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +21,7 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.units import parse_rate
 
 NS_PER_S = 1_000_000_000
-TOKEN_BYTES = 147_456
+TOKEN_BYTES, NUM_LAYERS = 147_456, 36
 RATES = "1GB/s", "2GB/s", "3GB/s", "4GB/s", "5GB/s", "6GB/s", "8GB/s", "16GB/s", "32GB/s", "50GB/s"
 
 
@@ -40,36 +41,42 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=8192)
     args = parser.parse_args()
     num_tokens, num_new = args.tokens, args.new_tokens
-    history, other = (range(num_tokens),), (range(num_tokens, 2 * num_tokens),)
-    turn = (*history, range(2 * num_tokens, 2 * num_tokens + num_new))
-    num_pages = (num_tokens + num_new) // 16 + 8
-    config = make_config({"model": "qwen3-8b", "device": "h100-80gb", "pages": num_pages})
-    roomy = msgspec.structs.replace(config, num_pages=3 * num_pages)
+    history = (range(num_tokens),)
+    turn = (*history, range(num_tokens, num_tokens + num_new))
 
-    def with_tier(rate: str, overlap: str) -> ReplayConfig:
+    def other(prompt: tuple[range, ...]) -> tuple[range, ...]:
+        """Return another prompt of the same length, which fills the device."""
+        return (range(10 * num_tokens, 10 * num_tokens + sum(map(len, prompt))),)
+
+    def device(prompt: tuple[range, ...], num_prompts: int = 1) -> ReplayConfig:
+        num_pages = num_prompts * (sum(map(len, prompt)) // 16 + 8)
+        return make_config({"model": "qwen3-8b", "device": "h100-80gb", "pages": num_pages})
+
+    def with_tier(prompt: tuple[range, ...], rate: str, overlap: Literal["none", "layers"]) -> float:
         tier = OffloadConfig(
-            host_memory="64GiB", h2d=rate, kv_bytes_per_token=TOKEN_BYTES, load_overlap=overlap, num_layers=36
+            host_memory="64GiB", h2d=rate, kv_bytes_per_token=TOKEN_BYTES, load_overlap=overlap, num_layers=NUM_LAYERS
         )
-        return msgspec.structs.replace(config, offload=tier)
+        config = msgspec.structs.replace(device(prompt), offload=tier)
+        return ttft_ms(config, history, other(prompt), prompt)[2]
 
     def load_ms(rate: str) -> float:
         return num_tokens * TOKEN_BYTES / parse_rate(rate) * 1e3
 
-    (compute_ms,) = ttft_ms(config, history)
+    (compute_ms,) = ttft_ms(device(history), history)
     print("| h2d | compute alone | load alone | both | sooner than either |\n|---|---:|---:|---:|---:|")
     for rate in RATES:
-        both_ms = ttft_ms(with_tier(rate, "none"), history, other, history)[2]
+        both_ms = with_tier(history, rate, "none")
         ratio = min(compute_ms, load_ms(rate)) / both_ms
         print(f"| {rate} | {compute_ms:,.0f} ms | {load_ms(rate):,.0f} ms | {both_ms:,.0f} ms | {ratio:.2f} |")
 
-    (compute_ms,) = ttft_ms(config, turn)
-    rest_ms = ttft_ms(roomy, history, turn)[1]
+    (compute_ms,) = ttft_ms(device(turn), turn)
+    rest_ms = ttft_ms(device(turn, 3), history, turn)[1]
     print(f"\nNew tokens alone: {rest_ms:,.0f} ms.\n")
     print("| h2d | compute all | load, then compute | both | by layer | sooner than either |")
     print("|---|---:|---:|---:|---:|---:|")
     for rate in RATES:
-        both_ms, layers_ms = (ttft_ms(with_tier(rate, each), history, other, turn)[2] for each in ("none", "layers"))
         loading_ms = load_ms(rate) + rest_ms
+        both_ms, layers_ms = with_tier(turn, rate, "none"), with_tier(turn, rate, "layers")
         ratio = min(compute_ms, loading_ms) / layers_ms
         times = f"{compute_ms:,.0f} ms | {loading_ms:,.0f} ms | {both_ms:,.0f} ms | {layers_ms:,.0f} ms"
         print(f"| {rate} | {times} | {ratio:.2f} |")

@@ -52,7 +52,7 @@ class Transfers:
         self._given_up: dict[int, set[int]] = {}
         """Workers that have not reported a store that was given up, by its number."""
         self._due: list[tuple[int, int, bool]] = []
-        """As a heap, when transfers end, and when requests can compute on before that: time, number, whether it ends."""
+        """As a heap: when transfers end, and before that, when requests can compute on; number; whether it ends."""
         self._waited_ns = {lane.name: 0 for lane in lanes}
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []

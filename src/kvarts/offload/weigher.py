@@ -19,9 +19,9 @@ other requests, and its pages are no hits."""
 class Weigher:
     """Weighs loads over `lanes`, one per tier, against `prefill`; by default, against measured times.
 
-    `splits`: the first pages of an offer may be computed while the others are loaded. `num_layers`: the first step after
-    a load, of up to `step_tokens` tokens, computes one of as many layers while later ones are loaded; 1: it waits for
-    the whole load. Owner of the counts of good and failed loads.
+    `splits`: the first pages of an offer may be computed while the others are loaded. `num_layers`: the first step that
+    uses a load, of up to `step_tokens` tokens, computes one of as many layers while later ones are loaded; 1: it waits
+    for the whole load. Owner of the counts of good and failed loads.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Weigher:
 
         best, front, best_gain_ns, worth, load_ns, wait_ns = 0, 0, 0, 0, 0, 0
         position = 0
-        for lane, num_pages in zip(self._lanes, offer.by_tier, strict=True):
+        for num_pages in offer.by_tier:
             if num_pages:
                 position += num_pages
                 hidden_ns = self._hidden_ns((start + position) * page_size, num_known)
@@ -95,6 +95,7 @@ class Weigher:
                     best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
                 if not self._splits:
                     continue
+
                 # Where the wait for the last pages takes no longer than the computation of those before them.
                 def is_enough(count: int, end: int = position, hidden_ns: int = hidden_ns) -> bool:
                     return front_ns(count) >= self._wait_ns(now_ns, offer, count, end, hidden_ns)
