@@ -54,6 +54,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
             long_prefill_token_threshold=case.long_prefill_token_threshold,
             watermark=case.watermark,
             swaps=offload.preemption_mode == "swap",
+            copy_slowdown=offload.copy_slowdown,
             num_layers=offload.num_layers if offload.load_overlap == "layers" else 1,
         )
         for _ in range(case.replicas)

@@ -91,6 +91,7 @@ class NaiveOffloadEngine(NaiveEngine):
         store_within_ns: int,
         swaps: bool = False,
         num_layers: int = 1,
+        copy_slowdown: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -107,6 +108,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.holds: dict[Name, list[Hold]] = {}
         self.store_within_ns = store_within_ns
         self.swaps = swaps
+        self.slower = 1 + Fraction(round(copy_slowdown * 10**6), 10**6)  # a step beside copies
         self.num_layers = num_layers  # of a load that a step begins to use before its end; 1: none does
         self.usable: list[NaiveTransfer] = []  # loads that have ended, or that a step may use meanwhile
         self.used: list[NaiveTransfer] = []  # those that the step uses
@@ -397,9 +399,8 @@ class NaiveOffloadEngine(NaiveEngine):
             if is_end:
                 self.transfers.remove(transfer)
                 self.end_transfer(transfer)
-            elif transfer.end_ns > now_ns and self.succeeds(transfer) and transfer in self.leading:
-                if transfer not in self.usable:
-                    self.usable.append(transfer)
+            elif transfer.end_ns > now_ns and self.succeeds(transfer) and transfer not in self.usable:
+                self.usable += [load for load in self.leading if load is transfer]
 
     def pause_until(self) -> int:
         self.is_pausing = True
@@ -408,7 +409,10 @@ class NaiveOffloadEngine(NaiveEngine):
         return min(times, default=self.now_ns)
 
     def step_ns(self, duration_ns: int, now_ns: int) -> int:
-        """Layer after layer, each once those of all loads that the step uses are there."""
+        """Layer after layer, each once those of all loads that the step uses are there; slower while pages move."""
+        busy_ns = max(0, *(self.lane_free_ns[lane] - now_ns for lane in ("d2h", "h2d", "disk_read")))
+        while_busy = min(duration_ns, busy_ns / self.slower)
+        duration_ns = ceil(while_busy * self.slower + duration_ns - while_busy)
         end_ns: int | Fraction = now_ns
         for layer in range(1, self.num_layers + 1):
             for load in self.used:

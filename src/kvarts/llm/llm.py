@@ -58,6 +58,8 @@ class Offload(TierSettings, Protocol):
 
     load_overlap: str
     """Whether replays compute while later layers are loaded: `none` or `layers`."""
+    copy_slowdown: float
+    """By how much copies slow down the steps of a replay."""
 
     def for_model(self, kv_bytes_per_token: int) -> Offload:
         """Return the same tiers for a model with `kv_bytes_per_token`."""
@@ -179,6 +181,8 @@ class LLM:
             check_combination({"tiers": "offload", "gpu": "device"})
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
+        if self.offload is not None and self.offload.copy_slowdown:
+            check_combination({"copies": "offload.copy_slowdown", "model": "model"})
         if ("disk" in self.tiers) != (disk_path is not None):
             raise ConfigError(
                 "a tier of files needs both its size and its directory",

@@ -35,6 +35,7 @@ PreemptionMode = Literal["swap", "recompute"]
 
 Size = int | str
 """Bytes, as a number or with a unit: 64GiB."""
+MOST_SLOWDOWN = 100.0
 Rate = int | str
 """Bytes per second, as a number or with a unit: 50GB/s."""
 
@@ -51,7 +52,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request
     can find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are
     not. `load_overlap`: with `layers`, the first step of a request computes one of `num_layers` layers while later ones
-    are loaded; with `none` it waits for its whole load.
+    are loaded; with `none` it waits for its whole load. `copy_slowdown`: a step takes 1 + this times as long while
+    pages are copied from or to the device.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
@@ -157,6 +159,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         setting("Layers of the model.", flag=None, default="32: Llama 3.1 8B; with --model, what it says"),
     ] = 32
+    copy_slowdown: Annotated[
+        float,
+        setting(
+            "A step takes 1 + X times as long while pages are copied from or to the device.",
+            flag="--copy-slowdown",
+            metavar="X",
+        ),
+    ] = 0.0
     deadline_s: Annotated[
         float,
         setting("A transfer that an executor has not reported within so long counts as failed.", flag=None),
@@ -189,6 +199,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             check_number(getattr(self, field), field, most=MOST_MS)
         check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         check_whole(self.workers, "workers")
+        check_number(self.copy_slowdown, "copy_slowdown", most=MOST_SLOWDOWN)
         check_number(self.store_within_ms, "store_within_ms", most=MOST_MS)
         check_number(self.deadline_s, "deadline_s", most=MOST_MS)
         if not self.deadline_s:

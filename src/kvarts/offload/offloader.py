@@ -54,10 +54,10 @@ class Offloader(Transfers):
 
     `tiers`: the fastest first; pages stored in one are then stored in the next. `policy`: which pages are stored below
     the device, and when. `order`: the eviction order of `cache`, for a policy that stores the pages that are evicted
-    next. `num_layers` and `step_tokens`: see Weigher. `swaps`: preempted requests keep all their pages in the first
-    tier. `with_page_ids`: transfers name pages, for
-    an executor that copies them and reports; otherwise they end at the time that their channel predicts. `workers`: how
-    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
+    next. `num_layers` and `step_tokens`: see Weigher. `copy_slowdown`: see Transfers. `swaps`: preempted requests keep
+    all their pages in the first tier. `with_page_ids`: transfers name pages, for an executor that copies them and
+    reports; otherwise they end at the time that their channel predicts. `workers`: how many must report a transfer.
+    Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Offloader(Transfers):
         store_within_ns: int = ALL,
         num_layers: int = 1,
         step_tokens: int = 1,
+        copy_slowdown: float = 0.0,
         swaps: bool = False,
         deadline_ns: int = ALL,
         workers: int = 1,
@@ -91,6 +92,8 @@ class Offloader(Transfers):
                 num_layers=num_layers,
                 step_tokens=step_tokens,
             ),
+            copying=(tiers[0].write, *lanes),
+            copy_slowdown=copy_slowdown,
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,

@@ -126,6 +126,7 @@ def open_offloader(
         prefill=prefill,
         full_prompt_hits=offload.full_prompt_hits,
         store_within_ns=round(offload.store_within_ms * 1e6),
+        copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
         num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
         step_tokens=max_num_batched_tokens,
         swaps=offload.preemption_mode == "swap" and len(tiers) > len(more),  # others would find no use for them
@@ -165,6 +166,7 @@ def open_part_offloader(
         read=spec.read.open(make),
         prefill=prefill,
         store_within_ns=round(offload.store_within_ms * 1e6),
+        copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
         deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
         fail_every=offload.fail_every,

@@ -93,6 +93,7 @@ class PartOffloader(Transfers):
         read: Channel,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
+        copy_slowdown: float = 0.0,
         deadline_ns: int = ALL,
         workers: int = 1,
         fail_every: int = 0,
@@ -102,6 +103,8 @@ class PartOffloader(Transfers):
         super().__init__(
             [read],
             Weigher([read], cache.memory.page_bytes, prefill),
+            copying=(write, read),
+            copy_slowdown=copy_slowdown,
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,

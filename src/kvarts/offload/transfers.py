@@ -19,12 +19,14 @@ from kvarts.offload.weigher import Weigher
 __all__ = ["NEVER_NS", "Transfers"]
 
 NEVER_NS = 1 << 62
+MILLION = 1_000_000
 
 
 class Transfers:
     """Owner of every running transfer, of the transfers that executors are to begin, and of loads that ended.
 
-    `lanes`: the channels from which a request may wait for a load. `weigher`: receives the results of loads. Other
+    `lanes`: the channels from which a request may wait for a load. `copying`: those from and to the device: while they
+    carry something, a step takes 1 + `copy_slowdown` times as long. `weigher`: receives the results of loads. Other
     arguments are as in Offloader.
     """
 
@@ -33,6 +35,8 @@ class Transfers:
         lanes: Iterable[Channel],
         weigher: Weigher,
         *,
+        copying: Sequence[Channel] = (),
+        copy_slowdown: float = 0.0,
         deadline_ns: int,
         workers: int,
         fail_every: int,
@@ -57,6 +61,8 @@ class Transfers:
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
         self._now_ns = 0
+        self._copying = copying
+        self._slow = round(copy_slowdown * MILLION)
         self._used_end_ns = 0
         """The end of the last load under way whose pages the planned step uses; 0 without one."""
 
@@ -76,11 +82,30 @@ class Transfers:
     def step_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone.
 
-        Its last layer is computed after the last layers of the loads that it uses have arrived.
+        Copies slow it down, and its last layer is computed after the last layers of the loads that it uses.
         """
+        if self._slow:
+            (duration_ns,) = self.steps_ns(now_ns, [duration_ns])
         if not self._used_end_ns:
             return duration_ns
         return max(duration_ns, self._used_end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
+
+    def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
+        """Return the durations of steps, the first of which starts at `now_ns`, that would take these without copies.
+
+        No transfer begins in them.
+        """
+        if not self._slow:
+            return durations_ns
+        busy_ns = max(lane.wait_ns(now_ns) for lane in self._copying)
+        slower = []
+        for duration_ns in durations_ns:
+            slow_ns = -(-duration_ns * (MILLION + self._slow) // MILLION)
+            if slow_ns > busy_ns:
+                slow_ns = busy_ns + duration_ns - busy_ns * MILLION // (MILLION + self._slow)
+            slower.append(slow_ns)
+            busy_ns = max(0, busy_ns - slow_ns)
+        return slower
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""

@@ -128,6 +128,9 @@ class LowerTiers(Protocol):
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
 
+    def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
+        """Return the durations of identical steps, the first of which starts at `now_ns`, that take these alone."""
+
     def take_loaded(self) -> list[Loaded]:
         """Return the loads that ended, or can be used from now on, since the last call, in that order."""
 

@@ -105,7 +105,7 @@ class Prefill:
 
     @property
     def may_wait(self) -> bool:
-        """Whether a step may wait for loads that it uses: there is no bound of latency, or no decode."""
+        """Whether a step may wait for loads that it uses: without decodes, or without a bound of latency."""
         return self._itl is None or not self._running.wheel.num_decoding
 
     def has_room(self, request: Request, start: int, chunks: list[Chunk]) -> bool:
