@@ -70,6 +70,7 @@ def test_the_report_has_the_tiers(
         "load_overlap": "none",
         "num_layers": 32,
         "copy_slowdown": 0.0,
+        "bus": None,
         "deadline_s": 60.0,
         "fail_every": 0,
     }
@@ -110,7 +111,7 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
         ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
         ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is not a bandwidth"),
         ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
-        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: copy_slowdown, "),
+        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: bus, copy_slowdown, "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
         ("", "--h2d 3GB/s", "--h2d: has no effect without a size. Give --host-pages or --host-memory as well."),
         ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),

@@ -58,6 +58,8 @@ class Offload(TierSettings, Protocol):
 
     load_overlap: str
     """Whether replays compute while later layers are loaded: `none` or `layers`."""
+    bus: int | str | None
+    """A bandwidth that the channels of a replay share."""
     copy_slowdown: float
     """By how much copies slow down the steps of a replay."""
 
@@ -181,6 +183,8 @@ class LLM:
             check_combination({"tiers": "offload", "gpu": "device"})
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
+        if self.offload is not None and self.offload.bus is not None:
+            check_combination({"bus": "offload.bus", "model": "model"})
         if self.offload is not None and self.offload.copy_slowdown:
             check_combination({"copies": "offload.copy_slowdown", "model": "model"})
         if ("disk" in self.tiers) != (disk_path is not None):

@@ -47,7 +47,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a page in the step after it became complete; `lazy` stores cached pages so that the next `target_free` allocated
     pages lose nothing (default: eight times the pages of a step's token budget, but at most an eighth of host memory,
     and at least twice the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every
-    transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits.
+    transfer. `bus`: a bandwidth that all channels share evenly. `kv_bytes_per_token`: bytes of a token; the default is
+    that of Llama 3.1 8B in 16 bits.
     `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again. `workers`: how many
     must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request
     can find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are
@@ -141,6 +142,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             metavar="MS",
         ),
     ] = 500.0
+    bus: Annotated[
+        Rate | None,
+        setting(
+            "Bandwidth that all channels share, of a PCIe switch or host memory.",
+            flag="--bus",
+            metavar="RATE",
+            default="each has its own",
+        ),
+    ] = None
     preemption_mode: Annotated[
         PreemptionMode,
         setting(
@@ -191,7 +201,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_whole(self.num_layers, "num_layers", most=MOST_LAYERS)
         if self.target_free is not None:
             check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
-        for field in ("h2d", "d2h", "disk_read", "disk_write"):
+        for field in ("h2d", "d2h", "disk_read", "disk_write", *(() if self.bus is None else ("bus",))):
             if self.bytes_per_s(field) < 1:
                 raise SettingError(f"must be at least one byte a second, got {getattr(self, field)}", field)
             check_whole(self.bytes_per_s(field), field, most=MOST_BYTES)
@@ -272,6 +282,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             given["full_prompt_hits"] = "full_prompt_hits"
         if self.load_overlap == "layers":
             given["layers"] = "load_overlap"
+            if self.bus is not None:
+                given["bus"] = "bus"
         check_combination(given)
         if self.host_pages is not None:
             num_blocks = memory.num_blocks(self.host_pages)

@@ -35,6 +35,7 @@ from kvarts.kv.transfer import (
     Weighed,
 )
 from kvarts.kv.tree import Node
+from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
@@ -54,10 +55,10 @@ class Offloader(Transfers):
 
     `tiers`: the fastest first; pages stored in one are then stored in the next. `policy`: which pages are stored below
     the device, and when. `order`: the eviction order of `cache`, for a policy that stores the pages that are evicted
-    next. `num_layers` and `step_tokens`: see Weigher. `copy_slowdown`: see Transfers. `swaps`: preempted requests keep
-    all their pages in the first tier. `with_page_ids`: transfers name pages, for an executor that copies them and
-    reports; otherwise they end at the time that their channel predicts. `workers`: how many must report a transfer.
-    Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
+    next. `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers. `swaps`: preempted
+    requests keep all their pages in the first tier. `with_page_ids`: transfers name pages, for an executor that copies
+    them and reports; otherwise they end at the time that their channel predicts. `workers`: how many must report a
+    transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Offloader(Transfers):
         num_layers: int = 1,
         step_tokens: int = 1,
         copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
         swaps: bool = False,
         deadline_ns: int = ALL,
         workers: int = 1,
@@ -94,6 +96,7 @@ class Offloader(Transfers):
             ),
             copying=(tiers[0].write, *lanes),
             copy_slowdown=copy_slowdown,
+            bus=bus,
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,
@@ -254,7 +257,7 @@ class Offloader(Transfers):
         loads = []
         moves = []
         lanes = []
-        end_ns, lane, least_ns = self._now_ns, "", 0
+        end_ns, lane, least_ns, expected_ns = self._now_ns, "", 0, 0
         position = start
         num_left = num_pages
         for connected in self._connected:
@@ -276,9 +279,10 @@ class Offloader(Transfers):
                 assert sources is not None
                 moves.append(Move(tier.name, sources, tuple(holding.page_ids[position : position + count])))
             lanes.append((connected.read, count * self.page_bytes))
+            within_ns = 0 if self._bus is None else connected.read.within_ns(self._now_ns, count * self.page_bytes)
             read_ns = connected.read.submit(self._now_ns, count * self.page_bytes)
-            if read_ns > end_ns:
-                end_ns, lane = read_ns, connected.read.name
+            if read_ns > end_ns or within_ns > expected_ns:
+                end_ns, lane, expected_ns = read_ns, connected.read.name, within_ns
             if least_ns < read_ns < NEVER_NS:
                 least_ns = read_ns
             position += count
@@ -287,7 +291,7 @@ class Offloader(Transfers):
         under_way.start_page, under_way.least_ns = start, least_ns
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
         self._begin(under_way, end_ns, moves, NEVER_NS if wait_ns is None else self._now_ns + wait_ns)
-        return end_ns
+        return end_ns if self._bus is None else self._now_ns + expected_ns
 
     @property
     def is_due(self) -> bool:

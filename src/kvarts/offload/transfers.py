@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.transfer import Coming, Direction, Loaded, Move, Transfer, TransferReport
+from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.under_way import OffloadCounts, UnderWay
 from kvarts.offload.weigher import Weigher
@@ -26,8 +27,8 @@ class Transfers:
     """Owner of every running transfer, of the transfers that executors are to begin, and of loads that ended.
 
     `lanes`: the channels from which a request may wait for a load. `copying`: those from and to the device: while they
-    carry something, a step takes 1 + `copy_slowdown` times as long. `weigher`: receives the results of loads. Other
-    arguments are as in Offloader.
+    carry something, a step takes 1 + `copy_slowdown` times as long. `bus`: the bus that all channels are on, if they
+    share one. `weigher`: receives the results of loads. Other arguments are as in Offloader.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Transfers:
         *,
         copying: Sequence[Channel] = (),
         copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
         deadline_ns: int,
         workers: int,
         fail_every: int,
@@ -62,6 +64,7 @@ class Transfers:
         self._loaded: list[Loaded] = []
         self._now_ns = 0
         self._copying = copying
+        self._bus = bus
         self._slow = round(copy_slowdown * MILLION)
         self._used_end_ns = 0
         """The end of the last load under way whose pages the planned step uses; 0 without one."""
@@ -97,7 +100,7 @@ class Transfers:
         """
         if not self._slow:
             return durations_ns
-        busy_ns = max(lane.wait_ns(now_ns) for lane in self._copying)
+        busy_ns = max(lane.busy_ns(now_ns) for lane in self._copying)
         slower = []
         for duration_ns in durations_ns:
             slow_ns = -(-duration_ns * (MILLION + self._slow) // MILLION)
@@ -196,11 +199,16 @@ class Transfers:
     @property
     def next_ns(self) -> int:
         """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
-        return self._due[0][0] if self._due else NEVER_NS
+        next_ns = self._due[0][0] if self._due else NEVER_NS
+        return next_ns if self._bus is None else min(next_ns, self._bus.next_ns())
 
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
         due = self._due
+        if self._bus is not None:
+            for end_ns, transfer_id in self._bus.take_ended(now_ns):
+                if transfer_id in self._under_way:  # else it was given up
+                    heappush(due, (end_ns, transfer_id, True))
         if not due or due[0][0] > now_ns:
             return False
         self._now_ns = now_ns
@@ -234,6 +242,8 @@ class Transfers:
         """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
         self._now_ns = now_ns
         self._due.clear()
+        if self._bus is not None:
+            self._bus.clear(now_ns)
         under_way, self._under_way = self._under_way, {}
         for transfer_id, each in under_way.items():
             each.num_good_pages = 0
@@ -274,11 +284,14 @@ class Transfers:
     ) -> int:
         """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`.
 
-        With NEVER_NS, `ends` must follow. `early_ns`: when the request of a load can compute on, if that is before.
+        With NEVER_NS, `ends` must follow, unless it is on the bus. `early_ns`: when the request of a load can compute
+        on, if that is before.
         """
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
+        if self._bus is not None:
+            self._bus.name(transfer_id)
         under_way.begin_ns = self._now_ns
         if self._with_page_ids:
             under_way.deadline_ns = self._now_ns + self._deadline_ns
