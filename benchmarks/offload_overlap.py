@@ -60,7 +60,7 @@ def main() -> None:
         return ttft_ms(config, history, other(prompt), prompt)[2]
 
     def load_ms(rate: str) -> float:
-        return num_tokens * TOKEN_BYTES / parse_rate(rate) * 1e3
+        return float(num_tokens * TOKEN_BYTES / parse_rate(rate) * 1e3)
 
     (compute_ms,) = ttft_ms(device(history), history)
     print("| h2d | compute alone | load alone | both | sooner than either |\n|---|---:|---:|---:|---:|")

@@ -167,8 +167,7 @@ def load_s(**tier: Any) -> float:
     """How long a load of 60 pages takes beside stores, in seconds; each direction carries 100 pages a second."""
     kept = Kept()
     config = EngineConfig(num_pages=200, page_size=1, max_num_batched_tokens=256, max_num_seqs=4)
-    rates = dict.fromkeys(("h2d", "d2h"), 100_000)
-    below = OffloadConfig(host_pages=1000, latency_us=0.0, kv_bytes_per_token=1000, **rates, **tier)
+    below = OffloadConfig(host_pages=1000, latency_us=0.0, kv_bytes_per_token=1000, h2d=100_000, d2h=100_000, **tier)
     engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill())
 
     def submit(index: int, first: int, num_tokens: int) -> None:

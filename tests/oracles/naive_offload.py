@@ -411,7 +411,7 @@ class NaiveOffloadEngine(NaiveEngine):
     def step_ns(self, duration_ns: int, now_ns: int) -> int:
         """Layer after layer, each once those of all loads that the step uses are there; slower while pages move."""
         busy_ns = max(0, *(self.lane_free_ns[lane] - now_ns for lane in ("d2h", "h2d", "disk_read")))
-        while_busy = min(duration_ns, busy_ns / self.slower)
+        while_busy = min(Fraction(duration_ns), busy_ns / self.slower)
         duration_ns = ceil(while_busy * self.slower + duration_ns - while_busy)
         end_ns: int | Fraction = now_ns
         for layer in range(1, self.num_layers + 1):

@@ -27,7 +27,7 @@ class Carried:
 
 
 class Lane:
-    """One channel on a bus, with its number: what it carries, in order. Only the first moves."""
+    """One channel on a bus, at a place among the others. It carries the first in its queue."""
 
     __slots__ = ("bytes_per_ns", "latency_ns", "place", "queue")
 
@@ -41,7 +41,7 @@ class Lane:
 class Bus:
     """`bytes_per_s` that the channels which carry something share evenly, each up to its own bandwidth.
 
-    Owner of what is on its way on them. A transfer takes its latency, then its share.
+    Owner of the bytes on their way. A transfer takes its latency, then its share.
     """
 
     def __init__(self, bytes_per_s: int) -> None:
@@ -61,7 +61,7 @@ class Bus:
         return BusChannel(name, self, lane, latency_us=latency_us, bytes_per_s=bytes_per_s)
 
     def name(self, transfer: int) -> None:
-        """Let what was submitted since the last call be that of `transfer`."""
+        """Record that the bytes submitted since the last call belong to `transfer`."""
         for carried in self._unnamed:
             carried.number = transfer
         self._num_left[transfer] = len(self._unnamed)
@@ -90,7 +90,7 @@ class Bus:
         return ended
 
     def submit(self, lane: Lane, num_bytes: int, now_ns: int) -> None:
-        """Carry `num_bytes` on `lane`, after what it carries already."""
+        """Carry `num_bytes` on `lane`, after those in its queue."""
         carried = Carried(num_bytes)
         self._unnamed.append(carried)
         lane.queue.append(carried)
@@ -98,7 +98,7 @@ class Bus:
             self._begin(lane, now_ns)
 
     def withdraw(self, lane: Lane, now_ns: int) -> None:
-        """Carry what was submitted last to `lane` no further."""
+        """Abort the last transfer submitted to `lane`."""
         carried = lane.queue.pop()
         del self._num_left[carried.number]
         if carried.job is not None:
@@ -109,7 +109,7 @@ class Bus:
             heapify(self._beginning)
 
     def clear(self, now_ns: int) -> None:
-        """Carry nothing any further."""
+        """Abort all transfers."""
         self._shared.advance(now_ns)
         for lane in self._lanes:
             while lane.queue:
@@ -126,7 +126,7 @@ class Bus:
         return min(lane.bytes_per_ns, self._bytes_per_ns / (num_others + 1))
 
     def left_ns(self, lane: Lane, now_ns: int) -> int:
-        """Return how long what `lane` carries would take if nothing else changed."""
+        """Return how long the queue of `lane` would take if nothing else changed."""
         if not lane.queue:
             return 0
         rate, first = self.rate(lane), lane.queue[0]
@@ -163,7 +163,7 @@ class Bus:
 
 
 class BusChannel(Channel):
-    """A Channel on a bus. What others carry slows it down, so that ends are not known beforehand."""
+    """A Channel on a bus. Others slow it down, so that ends are not known beforehand."""
 
     __slots__ = ("_bus", "_lane")
 

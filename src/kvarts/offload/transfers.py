@@ -94,7 +94,7 @@ class Transfers:
         return max(duration_ns, self._used_end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
 
     def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
-        """Return the durations of steps, the first of which starts at `now_ns`, that would take these without copies.
+        """Return the durations of steps from `now_ns` on that would take these without copies.
 
         No transfer begins in them.
         """

@@ -3,7 +3,7 @@
 A waiting request for which a tier has pages is LOADING: it has all pages of its known tokens and a place among the
 running requests, and waits for a transfer to fill the first pages, or pages after a *front* that it computes meanwhile.
 It is never a victim, since its pages could not be reused before the transfer ends. Then it is LOADED, and is admitted
-before the waiting requests.
+before the waiting requests; with loads by layer earlier, into a step that ends after the transfer.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LowerTiers(Protocol):
         """
 
     def use_early(self, transfer: int) -> None:
-        """Record that the planned step uses the pages of a load under way, and that nobody waits for it any more."""
+        """Record that the planned step uses the pages of a load under way, so that nobody waits for it any more."""
 
     def step_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone."""
@@ -129,7 +129,7 @@ class LowerTiers(Protocol):
         """Return the transfers that an executor has to begin with this step."""
 
     def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
-        """Return the durations of identical steps, the first of which starts at `now_ns`, that take these alone."""
+        """Return the durations of identical steps from `now_ns` on that would take these alone."""
 
     def take_loaded(self) -> list[Loaded]:
         """Return the loads that ended, or can be used from now on, since the last call, in that order."""
