@@ -56,7 +56,12 @@ def make_engine(*, prefill: Any = None, **settings: Any) -> tuple[Replica, list[
     kept = Kept()
     engine: dict[str, Any] = {"num_pages": 200, "page_size": 1, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     engine |= {name: settings.pop(name) for name in ("max_num_batched_tokens", "max_itl_ms") if name in settings}
-    tier: dict[str, Any] = {"host_pages": 1000, "latency_us": 0.0, "kv_bytes_per_token": 1000, "h2d": 10 * A_PAGE_A_SECOND}
+    tier: dict[str, Any] = {
+        "host_pages": 1000,
+        "latency_us": 0.0,
+        "kv_bytes_per_token": 1000,
+        "h2d": 10 * A_PAGE_A_SECOND,
+    }
     below = OffloadConfig(**{"load_overlap": "layers", "num_layers": NUM_LAYERS, **tier, **settings})
     cost = OneByOne()
     replica = make_replica(

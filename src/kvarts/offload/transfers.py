@@ -77,7 +77,7 @@ class Transfers:
         self._used_end_ns = 0
 
     def use_early(self, transfer: int) -> None:
-        """Record that the planned step uses the pages of a load under way, and that nobody waits for it any more."""
+        """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
         under_way = self._under_way[transfer]
         self._count_waits(under_way)
         self._used_end_ns = max(self._used_end_ns, under_way.end_ns)

@@ -114,7 +114,7 @@ class LowerTiers(Protocol):
         """
 
     def use_early(self, transfer: int) -> None:
-        """Record that the planned step uses the pages of a load under way, so that nobody waits for it any more."""
+        """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
 
     def step_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone."""
