@@ -137,6 +137,8 @@ class Engine:
             num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
             self.tiers.measure(num_tokens, batch.num_decodes + batch.num_drafted, result.duration_ns - moving_ns)
         duration_ns = result.duration_ns
+        if self.tiers is not None:
+            duration_ns = self.tiers.step_ns(now_ns, duration_ns)
         if tell is not None:
             done = step_done(self.scheduler, plan, now_ns, duration_ns, self._num_withheld)
             tell(done if plan.drafts is None else with_drafts(done, plan, result))

@@ -33,6 +33,7 @@ __all__ = [
     "LeapDone",
     "LoadAwaited",
     "LoadStarted",
+    "LoadUsed",
     "LoadWeighed",
     "PageEvent",
     "PagesRemoved",
@@ -168,6 +169,16 @@ class LoadAwaited(msgspec.Struct, frozen=True, gc=False):
     transfer: int
     request: int
     num_hit_pages: int
+
+
+class LoadUsed(msgspec.Struct, frozen=True, gc=False):
+    """A request runs from this step on, while `transfer`, its load, is under way.
+
+    The step computes each layer once that layer is loaded, so it ends after the load.
+    """
+
+    transfer: int
+    request: int
 
 
 class TransferEnded(msgspec.Struct, frozen=True, gc=False):
@@ -503,6 +514,7 @@ Event = (
     | StoreStarted
     | LoadAwaited
     | LoadStarted
+    | LoadUsed
     | LoadWeighed
     | TransferEnded
     | StepStarted

@@ -22,16 +22,20 @@ class Tiered:
 
 
 @st.composite
-def tiered(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False, limits: bool = False) -> Tiered:
-    return Tiered(draw(cases(max_requests=max_requests, cancels=cancels, limits=limits)), draw(tiers_below()))
+def tiered(
+    draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False, limits: bool = False, with_bus: bool = True
+) -> Tiered:
+    case = draw(cases(max_requests=max_requests, cancels=cancels, limits=limits))
+    return Tiered(case, draw(tiers_below(with_bus=with_bus)))
 
 
 @st.composite
-def tiers_below(draw: st.DrawFn, *, of_groups: bool = False) -> OffloadConfig:
+def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = True) -> OffloadConfig:
     """Host memory and files, in sizes that fill up; `of_groups`: only what tiers of parts of pages can have."""
     num_host = draw(st.sampled_from([1, 3, 8, 30, 200]))
     # A page takes from microseconds, less than a step, to many steps.
     rates = st.sampled_from([50_000, 1_000_000, 1_000_000_000])
+    bus = draw(st.sampled_from([None, None, 70_000, 1_500_000])) if with_bus else None
     return OffloadConfig(
         host_pages=num_host,
         policy=draw(st.sampled_from(["eager", "lazy"])),
@@ -46,5 +50,9 @@ def tiers_below(draw: st.DrawFn, *, of_groups: bool = False) -> OffloadConfig:
         disk_write=draw(rates),
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
         fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        bus=bus,
+        load_overlap="none" if of_groups or bus else draw(st.sampled_from(["none", "layers"])),
+        num_layers=draw(st.sampled_from([1, 2, 7, 32])),
+        copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.1, 1.5])),
         preemption_mode="recompute" if of_groups else draw(st.sampled_from(["swap", "swap", "recompute"])),
     )

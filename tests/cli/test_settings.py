@@ -27,6 +27,7 @@ FILE_ONLY = {
     "workload",
     "offload.full_prompt_hits",
     "offload.workers",
+    "offload.num_layers",
     "offload.deadline_s",
     "offload.fail_every",
     "sessions.chunk_tokens",
@@ -49,6 +50,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "offload.d2h": ("7GB/s", "7GB/s"),
     "offload.disk_read": ("7GB/s", "7GB/s"),
     "offload.disk_write": ("7GB/s", "7GB/s"),
+    "offload.bus": ("7GB/s", "7GB/s"),
     "routing.staleness": ("50ms", "50ms"),
     "routing.event_lag": ("50ms", "50ms"),
 }
@@ -60,6 +62,7 @@ CHOICES = (
     "worker",
     "lcfs",
     "branches",
+    "layers",
 )
 """Values that are not the default, of settings with a few."""
 

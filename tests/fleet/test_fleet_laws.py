@@ -59,9 +59,10 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 
 
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
-    """Settings with which a store can be: whole pages that are stored at once."""
+    """Settings with which a store can be: whole pages that are stored at once, on channels of their own."""
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
-    return {"offload": structs.replace(offload, policy="eager")}
+    alone = {"load_overlap": "none", "bus": None, "copy_slowdown": 0.0}
+    return {"offload": structs.replace(offload, policy="eager", **alone)}
 
 
 def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:

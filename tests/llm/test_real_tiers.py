@@ -85,6 +85,22 @@ def test_tiers_that_cannot_be_are_refused(models: Callable[[str], tuple[Any, Any
             engine_of(model, offload=offload, disk_path=path)
 
 
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ({"load_overlap": "layers"}, "load_overlap: does not go with a real model: a real executor copies whole pages"),
+        ({"bus": "5GB/s"}, "bus: does not go with a real model: a real executor measures its channels"),
+        ({"copy_slowdown": 0.1}, "copy_slowdown: does not go with a real model: a real executor measures its steps"),
+    ],
+)
+def test_what_only_replays_model_is_refused(
+    models: Callable[[str], tuple[Any, Any]], setting: dict[str, Any], why: str
+) -> None:
+    model, _ = models("qwen3")
+    with pytest.raises(ConfigError, match=why):
+        engine_of(model, offload=OffloadConfig(host_pages=8, **setting))
+
+
 def test_guesses_change_nothing_with_host_memory(
     models: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,14 +92,17 @@ def assert_no_worse(traffic: Workload, config: ReplayConfig, offload: OffloadCon
     st.sampled_from(["eager", "lazy"]),
     st.sampled_from(RATES),
     st.sampled_from([0.1, 1.0, 10.0]),
+    st.sampled_from(["none", "layers"]),
 )
 def test_a_tier_of_whole_pages_never_hurts(
-    traffic: Workload, num_longest: float, policy: Any, rate: str, num_devices: float
+    traffic: Workload, num_longest: float, policy: Any, rate: str, num_devices: float, overlap: Any
 ) -> None:
     """A device for one to six sessions; below it a tenth of that to ten times as much."""
     num_pages = int(-(-longest(traffic) // PAGE_SIZE) * num_longest) + 2
     host_pages = max(64, int(num_pages * num_devices))
-    offload = OffloadConfig(host_pages=host_pages, policy=policy, h2d=rate, d2h=rate)
+    offload = OffloadConfig(
+        host_pages=host_pages, policy=policy, h2d=rate, d2h=rate, load_overlap=overlap, num_layers=36
+    )
     assert_no_worse(traffic, config_of("qwen3-8b", num_pages, None), offload)
 
 

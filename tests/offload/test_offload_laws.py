@@ -54,6 +54,8 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
             long_prefill_token_threshold=case.long_prefill_token_threshold,
             watermark=case.watermark,
             swaps=offload.preemption_mode == "swap",
+            copy_slowdown=offload.copy_slowdown,
+            num_layers=offload.num_layers if offload.load_overlap == "layers" else 1,
         )
         for _ in range(case.replicas)
     ]
@@ -61,7 +63,7 @@ def run_naive_offload(tiers: Tiered) -> tuple[list[NaiveRequest], list[NaiveOffl
     return requests, engines
 
 
-@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits)))
+@given(st.booleans().flatmap(lambda limits: tiered(max_requests=12, limits=limits, with_bus=False)))
 def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
     """L1 to L4, L7, L8: requests, steps, evictions and transfers, in every tier."""
     requests, naive_engines = run_naive_offload(tiers)

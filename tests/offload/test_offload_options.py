@@ -23,7 +23,7 @@ def test_every_flag_reaches_the_tiers() -> None:
     flags = (
         "--host-pages 70 --offload lazy --target-free 3 --h2d 1GB/s --d2h 2GB/s --transfer-latency-us 4 "
         "--kv-bytes-per-token 1000 --disk-memory 1GB --disk-read 3GB/s --disk-write 5GB/s --disk-latency-us 6 "
-        "--preemption-mode recompute"
+        "--preemption-mode recompute --load-overlap layers --copy-slowdown 0.1"
     )
     assert resolve_replay(parsed(*flags.split()), SECTIONS).offload == OffloadConfig(
         host_pages=70,
@@ -38,6 +38,8 @@ def test_every_flag_reaches_the_tiers() -> None:
         disk_write="5GB/s",
         disk_latency_us=6.0,
         preemption_mode="recompute",
+        load_overlap="layers",
+        copy_slowdown=0.1,
     )
 
 
@@ -65,9 +67,21 @@ def test_the_report_has_the_tiers(
         "disk_latency_us": 100.0,
         "store_within_ms": 500.0,
         "preemption_mode": "swap",
+        "load_overlap": "none",
+        "num_layers": 32,
+        "copy_slowdown": 0.0,
+        "bus": None,
         "deadline_s": 60.0,
         "fail_every": 0,
     }
+
+
+def test_a_model_says_how_many_layers_it_has_unless_they_are_given() -> None:
+    command = "--host-pages 10 --load-overlap layers --model qwen3-0.6b --device l40s"
+    given = parsed(*command.split())
+    for more, num_layers in (({}, 28), ({"offload.num_layers": 5}, 5)):
+        offload: Any = resolve_replay(given.over(given_in(more, SECTIONS)), SECTIONS).offload
+        assert offload.num_layers == num_layers
 
 
 def test_a_model_says_what_a_token_weighs_unless_it_is_given() -> None:
@@ -97,7 +111,7 @@ def test_pages_and_memory_replace_each_other(file: dict[str, Any], arguments: st
         ("host_pages = 3\nhost_memory = '1GiB'", "", "c.toml: offload.host_pages: is given beside offload.host_memory"),
         ("host_pages = 3", "--h2d fast", "--h2d: 'fast' is not a bandwidth"),
         ("host_pages = 3\nh2d = 'fast'", "--d2h 3GB/s", "c.toml: offload.h2d: 'fast' is not a bandwidth"),
-        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: d2h, "),
+        ("host_pags = 3", "", "c.toml: offload.host_pags: unknown key. Known: bus, copy_slowdown, "),
         ("", "--host-pages 3 --host-memory 1GiB", "--host-pages: is given beside --host-memory. Keep one of them."),
         ("", "--h2d 3GB/s", "--h2d: has no effect without a size. Give --host-pages or --host-memory as well."),
         ("disk_pages = 3", "", "c.toml: offload.disk_pages: needs host memory above it. Give offload.host_pages"),

@@ -330,6 +330,10 @@ class NaiveEngine:
     def plan_stores(self) -> None:
         pass
 
+    def step_ns(self, duration_ns: int, now_ns: int) -> int:
+        """How long a step takes that would take so long without transfers."""
+        return duration_ns
+
     def end_step(self) -> None:
         pass
 
@@ -426,7 +430,7 @@ class NaiveEngine:
                 batch.prefills.append((request, before[request.seq], request.computed))
             if request.computed == request.known and request.made > 0:
                 batch.decodes.append((request, request.known))
-        duration_ns = self.cost(batch, self)
+        duration_ns = self.step_ns(self.cost(batch, self), now_ns)
         end_ns = now_ns + duration_ns
         num_running, num_waiting = len(self.running), self.num_waiting()
         for request in list(self.running):

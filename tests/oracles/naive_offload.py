@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from oracles.naive import Batch, NaiveEngine, NaiveRequest, Page
@@ -67,6 +69,11 @@ class NaiveTransfer:
     front: tuple[int, int] = (0, 0)
     front_ends_ns: int = 0
     loads: list[tuple[NaiveTier, list[Entry], int, int]] = field(default_factory=list)
+    # When its request can compute on, because the rest arrives in time, layer by layer; and when each lane began, for
+    # how many bytes.
+    early_ns: int = 0
+    lanes: list[tuple[str, int, int]] = field(default_factory=list)
+    result: tuple[int, list[int]] | None = None
 
 
 class NaiveOffloadEngine(NaiveEngine):
@@ -83,6 +90,8 @@ class NaiveOffloadEngine(NaiveEngine):
         fail_every: int,
         store_within_ns: int,
         swaps: bool = False,
+        num_layers: int = 1,
+        copy_slowdown: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -99,6 +108,10 @@ class NaiveOffloadEngine(NaiveEngine):
         self.holds: dict[Name, list[Hold]] = {}
         self.store_within_ns = store_within_ns
         self.swaps = swaps
+        self.slower = 1 + Fraction(round(copy_slowdown * 10**6), 10**6)  # a step beside copies
+        self.num_layers = num_layers  # of a load that a step begins to use before its end; 1: none does
+        self.usable: list[NaiveTransfer] = []  # loads that have ended, or that a step may use meanwhile
+        self.used: list[NaiveTransfer] = []  # those that the step uses
         self.swapped: set[int] = set()  # requests that were preempted: what they alone can find is stored, too
         self.num_loads = self.num_good_loads = 0
         self.following: list[tuple[NaiveRequest, NaiveRequest]] = []  # with the request whose load it awaits
@@ -110,8 +123,8 @@ class NaiveOffloadEngine(NaiveEngine):
         self.computed_now: list[tuple[NaiveRequest, int]] = []
         self.spills: list[Name] = []
         self.loading: list[NaiveRequest] = []
+        self.early: list[NaiveTransfer] = []  # those that the step may use
         self.leading: list[NaiveTransfer] = []  # loads whose pages cannot be found yet
-        self.ended_loads: list[tuple[NaiveRequest, int, list[int]]] = []
         self.ready: list[tuple[NaiveRequest, int, list[int]]] = []
         self.below_tokens: dict[int, list[int]] = {}
         self.counts: list[tuple[tuple[int, int], ...]] = []
@@ -336,7 +349,6 @@ class NaiveOffloadEngine(NaiveEngine):
             self.running
             or self.waiting
             or self.loading
-            or self.ended_loads
             or self.ready
             or self.transfers
             or self.spills
@@ -346,40 +358,74 @@ class NaiveOffloadEngine(NaiveEngine):
         )
 
     def num_seated(self) -> int:
-        return len(self.running) + len(self.loading) + len(self.ended_loads) + len(self.ready)
+        return len(self.running) + len(self.loading) + len(self.ready)
 
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.loading) + len(self.ended_loads) + len(self.ready) + len(self.following)
+        return len(self.waiting) + len(self.loading) + len(self.ready) + len(self.following)
 
     def begin_step(self, now_ns: int) -> None:
-        ended, self.ended_loads = self.ended_loads, []
-        for request, num_pages, by_tier in ended:
-            if request in self.fronts():
-                self.ended_loads.append((request, num_pages, by_tier))
-                continue
-            self.leading = [transfer for transfer in self.leading if transfer.request is not request]
-            for index in range(num_pages):
-                if request.pages[index].name is None:
-                    self.give_name(request, index)
-            self.settle_lists()
-            self.mark_held(request)
-            self.ready.append((request, num_pages, by_tier))
-            back = [follower for follower, leader in self.following if leader is request]
-            self.following = [pair for pair in self.following if pair[1] is not request]
-            self.waiting[:0] = back
-            if self.profile == "default":
-                self.waiting.sort(key=lambda r: -r.priority)
+        self.used = []
+        self.early = [load for load in self.usable if load.result is None and load.request not in self.fronts()]
+        for transfer in list(self.usable):
+            if transfer.result is not None and transfer.request not in self.fronts():
+                self.arrive(transfer, *transfer.result)
+
+    def arrive(self, transfer: NaiveTransfer, num_pages: int, by_tier: list[int]) -> None:
+        """The pages of a load can be found, and whoever waits for them goes on."""
+        request = transfer.request
+        assert request is not None
+        self.usable.remove(transfer)
+        self.leading.remove(transfer)
+        self.loading.remove(request)
+        for index in range(num_pages):
+            if request.pages[index].name is None:
+                self.give_name(request, index)
+        self.settle_lists()
+        self.mark_held(request)
+        self.ready.append((request, num_pages, by_tier))
+        back = [follower for follower, leader in self.following if leader is request]
+        self.following = [pair for pair in self.following if pair[1] is not request]
+        self.waiting[:0] = back
+        if self.profile == "default":
+            self.waiting.sort(key=lambda r: -r.priority)
 
     def end_transfers(self, now_ns: int) -> None:
         self.now_ns = now_ns
-        for transfer in sorted(self.transfers, key=lambda t: (t.end_ns, t.number)):
-            if transfer.end_ns <= now_ns:
+        times = [(transfer.end_ns, transfer.number, True, transfer) for transfer in self.transfers]
+        times += [(load.early_ns, load.number, False, load) for load in self.transfers if load.kind == "load"]
+        for when_ns, _, is_end, transfer in sorted(times, key=lambda each: each[:3]):
+            if when_ns > now_ns:
+                break
+            if is_end:
                 self.transfers.remove(transfer)
                 self.end_transfer(transfer)
+            elif transfer.end_ns > now_ns and self.succeeds(transfer) and transfer not in self.usable:
+                self.usable += [load for load in self.leading if load is transfer]
 
     def pause_until(self) -> int:
         self.is_pausing = True
-        return min((transfer.end_ns for transfer in self.transfers), default=self.now_ns)
+        times = [transfer.end_ns for transfer in self.transfers]
+        times += [load.early_ns for load in self.leading if load.early_ns > self.now_ns]
+        return min(times, default=self.now_ns)
+
+    def step_ns(self, duration_ns: int, now_ns: int) -> int:
+        """Layer after layer, each once those of all loads that the step uses are there; slower while pages move."""
+        busy_ns = max(0, *(self.lane_free_ns[lane] - now_ns for lane in ("d2h", "h2d", "disk_read")))
+        while_busy = min(Fraction(duration_ns), busy_ns / self.slower)
+        duration_ns = ceil(while_busy * self.slower + duration_ns - while_busy)
+        end_ns: int | Fraction = now_ns
+        for layer in range(1, self.num_layers + 1):
+            for load in self.used:
+                for lane, begin_ns, num_bytes in load.lanes:
+                    moved_ns = Fraction(num_bytes * layer * 10**9, self.num_layers * self.rates[lane])
+                    if layer == self.num_layers:
+                        moved_ns = Fraction(ceil(moved_ns))
+                    end_ns = max(end_ns, begin_ns + self.latency_ns[lane] + moved_ns)
+            end_ns += Fraction(duration_ns, self.num_layers)
+        return ceil(end_ns) - now_ns
+
+    def succeeds(self, transfer: NaiveTransfer) -> bool:
+        return not self.fail_every or (transfer.number + 1) % self.fail_every != 0
 
     def end_step(self) -> None:
         self.counts.append(
@@ -583,7 +629,7 @@ class NaiveOffloadEngine(NaiveEngine):
         self.transfers.append(transfer)
 
     def end_transfer(self, transfer: NaiveTransfer, *, is_given_up: bool = False) -> None:
-        is_good = not is_given_up and (not self.fail_every or (transfer.number + 1) % self.fail_every != 0)
+        is_good = not is_given_up and self.succeeds(transfer)
         self.is_stuck = self.is_behind = False
         if transfer.kind == "load":
             self.end_load(transfer, is_good=is_good)
@@ -696,7 +742,7 @@ class NaiveOffloadEngine(NaiveEngine):
             return False
         compute_ns = self.prefill_ns(position * self.page_size, head.known)
         # Where running requests leave no room for another one, those behind wait for memory, which a load keeps longer.
-        loading = [*self.loading, *(entry[0] for entry in self.ended_loads + self.ready)]
+        loading = [*self.loading, *(entry[0] for entry in self.ready)]
         num_left = self.num_free() + sum(len(request.pages) for request in loading)
         num_behind = len(self.waiting) if num_left >= 2 * self.pages_for(head.known) else 0
 
@@ -705,12 +751,19 @@ class NaiveOffloadEngine(NaiveEngine):
             return gain_ns * (1 + num_behind) * (self.num_good_loads + 1) // (self.num_loads + 1)
 
         def load_ns(first: int, last: int) -> int:
+            """How long to wait for pages before computing on: for whole pages; or until the rest comes in time."""
+            begin = min(last * self.page_size, head.known - 1)
+            step_ns = self.prefill_ns(begin, min(head.known, begin + self.max_num_batched_tokens))
+            hidden_ns = step_ns * (self.num_layers - 1) // self.num_layers
             most_ns = 0
             for tier, start, end in offers:
                 lane = "h2d" if tier is self.tiers[0] else "disk_read"
                 if (num_pages := min(end, last) - max(start, first)) > 0:
-                    moved_ns = self.latency_ns[lane] - (-num_pages * self.page_bytes * 10**9 // self.rates[lane])
-                    most_ns = max(most_ns, max(0, self.lane_free_ns[lane] - self.now_ns) + moved_ns)
+                    begins_ns = max(0, self.lane_free_ns[lane] - self.now_ns) + self.latency_ns[lane]
+                    num_bytes = num_pages * self.page_bytes
+                    a_layer_ns = -(-ceil(num_bytes / self.num_layers) * 10**9 // self.rates[lane])
+                    all_ns = -(-num_bytes * 10**9 // self.rates[lane])
+                    most_ns = max(most_ns, begins_ns + a_layer_ns, begins_ns + all_ns - hidden_ns)
             return most_ns
 
         def front_ns(page: int) -> int:
@@ -747,14 +800,15 @@ class NaiveOffloadEngine(NaiveEngine):
         if leader is not None and worth_ns(furthest) - (leader_ends_ns - self.now_ns) >= most_ns:
             self.following.append((head, leader))
             return True
-        self.chosen_load = [best, front, front_ns(front)]
+        last = offers[best - 1][2] if best else position
+        self.chosen_load = [best, front, front_ns(front), load_ns(front, last)]
         return False
 
     def starts_load(self, head: NaiveRequest, hits: list[Page], now_ns: int) -> bool:
         if not self.chosen_load or not self.chosen_load[0]:
             return False
         names = self.names(head, head.known // self.page_size)
-        num_tiers, front, front_ns = self.chosen_load
+        num_tiers, front, front_ns, wait_ns = self.chosen_load
         offers = [
             (tier, tier.pin(names[:end]), max(start, front), end)
             for tier, start, end in self.offers(head, len(hits))[:num_tiers]
@@ -762,9 +816,13 @@ class NaiveOffloadEngine(NaiveEngine):
         ]
         head.pages += [self.take_page() for _ in range(self.pages_for(head.known) - len(hits))]
         ends_ns = []
+        lanes = []
         for tier, _, start, end in offers:
-            ends_ns.append(self.lane("h2d" if tier is self.tiers[0] else "disk_read", end - start))
-        transfer = NaiveTransfer(-1, max(ends_ns), "load", request=head, loads=offers)
+            lane = "h2d" if tier is self.tiers[0] else "disk_read"
+            lanes.append((lane, max(self.now_ns, self.lane_free_ns[lane]), (end - start) * self.page_bytes))
+            ends_ns.append(self.lane(lane, end - start))
+        transfer = NaiveTransfer(-1, max(ends_ns), "load", request=head, loads=offers, lanes=lanes)
+        transfer.early_ns = self.now_ns + wait_ns
         head.computed = len(hits) * self.page_size
         transfer.front = head.computed, front * self.page_size
         if front > len(hits):
@@ -813,11 +871,20 @@ class NaiveOffloadEngine(NaiveEngine):
             tier.unpin(entries)
             self.after_host()
         self.unmark_removed()
-        self.loading.remove(request)
-        self.ended_loads.append((request, good_end, by_tier))
+        if transfer in self.leading:  # else its request has begun to run
+            transfer.result = good_end, by_tier
+            if transfer not in self.usable:
+                self.usable.append(transfer)
 
     def admit_loaded(self, now_ns: int, budget: int, before: dict[int, int]) -> int:
-        while self.ready and budget:
+        while (self.ready or self.early) and budget:
+            if not self.ready:
+                # Its first layer is there, and the step ends after its load.
+                transfer = self.early.pop(0)
+                self.used.append(transfer)
+                by_tier = [sum(end - start for tier, _, start, end in transfer.loads if tier is one)
+                           for one in self.tiers]  # fmt: skip
+                self.arrive(transfer, transfer.loads[-1][3], by_tier)
             request, num_pages, by_tier = self.ready[0]
             hit_tokens = min(num_pages * self.page_size, request.known - 1)
             seen = request.furthest

@@ -35,6 +35,7 @@ from kvarts.events import (
     Finished,
     LoadAwaited,
     LoadStarted,
+    LoadUsed,
     LoadWeighed,
     PagesPinned,
     PagesRemoved,
@@ -63,6 +64,7 @@ OF_A_REQUEST = (
     Cancelled,
     LoadAwaited,
     LoadStarted,
+    LoadUsed,
     LoadWeighed,
 )
 """Events that only a request between its arrival and its end can have."""
@@ -130,6 +132,8 @@ class Auditor:
         """Requests of the loads in progress, by transfer."""
         self._loaded: list[int] = []
         """Requests with a load that has ended since the last step began."""
+        self._used: dict[int, int] = {}
+        """Transfers under way that the last step used, and their pages: they must end before the next one begins."""
         self._with_own_pages: set[int] = set()
         """Requests that bring their own pages, which are reserved."""
         self._requests: dict[int, KnownRequest] = {}
@@ -293,6 +297,9 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
+            case LoadUsed() if not self._has_groups:
+                self._settle()
+                self._use(event)
             case ChunkComputed():
                 self._settle()
                 self._compute(event)
@@ -403,6 +410,9 @@ class Auditor:
         self._found.step = step
         self._is_settled = self._is_served = False
         self._mark = -1, ()
+        for transfer in self._used:
+            self._find(f"uses transfer {transfer}, which ends after it")
+        self._used.clear()
         loaded, self._loaded = self._loaded, []
         for request in loaded:
             known = self._requests[request]
@@ -413,9 +423,12 @@ class Auditor:
                 continue
             if not has_front:
                 self._held.name(known, known.load.stop)
-            self._leaders = {transfer: other for transfer, other in self._leaders.items() if other != request}
+            self._end_lead(request)
             if known.is_cancelled:
                 self._close(request, self._requests.pop(request))
+
+    def _end_lead(self, request: int) -> None:
+        self._leaders = {transfer: other for transfer, other in self._leaders.items() if other != request}
 
     def _serve(self) -> None:
         """Take the parts for all decodes that begin a page, as far as there is room."""
@@ -706,6 +719,18 @@ class Auditor:
             self._find(f"goes on before transfer {known.awaited} has ended, which it awaits", request)
         known.awaited = -1
 
+    def _use(self, event: LoadUsed) -> None:
+        """Publish the pages of a load under way: the step in progress must end after it."""
+        known = self._requests[event.request]
+        if known.load is None or self._leaders.get(event.transfer) != event.request:
+            self._find(f"uses transfer {event.transfer}, which is not its load", event.request)
+            return
+        if known.computed < known.load.start * self._page_size:
+            self._find("runs before it has computed what precedes its loaded pages", event.request)
+        self._used[event.transfer] = len(known.load)
+        self._end_lead(event.request)
+        self._held.name(known, known.load.stop)
+
     def _keep(self, event: StoreStarted) -> None:
         if event.medium != "host":
             return  # read from host memory, which holds its own pages
@@ -720,7 +745,10 @@ class Auditor:
     def _end_transfer(self, event: TransferEnded) -> None:
         for kept in self._kept.pop(event.transfer, ()):
             self.ledger.end_keep(kept)
-        if event.request >= 0:
+        if event.transfer in self._used:
+            if event.num_good_pages < (num_pages := self._used.pop(event.transfer)):
+                self._find(f"used {num_pages} loaded pages, and {event.num_good_pages} arrived", event.request)
+        elif event.request >= 0:
             known = self._requests[event.request]
             assert known.load is not None
             known.load = range(known.load.start, known.load.start + event.num_good_pages)

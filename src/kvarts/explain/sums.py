@@ -111,7 +111,8 @@ def _loads(journal: Journal) -> Mapping[str, float]:
     for line in journal.lines:
         if isinstance(line, LoadingLine):
             began[line.request] = line.t_ms
-        elif isinstance(line, LoadedLine) and line.request in began:
+        elif isinstance(line, LoadedLine | AdmittedLine) and line.request in began:
+            # A request may be admitted while the last layers of its load are under way.
             name = journal.names[line.request]
             loads.setdefault(name, line.t_ms - began.pop(line.request))
     return loads

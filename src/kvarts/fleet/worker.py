@@ -92,7 +92,7 @@ class Worker:
         if self._leaps and not (others_join or must_plan or self._attempts_next()):
             num_steps = min(scheduler.horizon(now_ns), scheduler.cache.most_certain_steps, self._num_wanted)
             if num_steps > 1:
-                durations_ns = replica.decode_ns(num_steps)
+                durations_ns = replica.decode_ns(now_ns, num_steps)
                 end_ns = now_ns + sum(durations_ns)
                 while tiers is not None and len(durations_ns) > 1 and end_ns - durations_ns[-1] >= tiers.next_ns:
                     end_ns -= durations_ns.pop()

@@ -105,7 +105,8 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
 
     `num_front`: of these, the first that are computed meanwhile, in `front_ns`; `by_tier`: the others, to
     be loaded. `is_awaited`: no pages are loaded, since the load of another request brings them sooner. `load_ns`: the
-    time to load the whole offer; `worth_ns`: the most time that it was worth.
+    time that the request would wait for the load of the whole offer; `worth_ns`: the most time that it was worth.
+    `wait_ns`: the time until the request can compute on: the last layers may arrive while it does; None if unknown.
     """
 
     num_pages: int
@@ -115,14 +116,19 @@ class Weighed(msgspec.Struct, frozen=True, gc=False):
     worth_ns: int = 0
     num_front: int = 0
     front_ns: int = 0
+    wait_ns: int | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """A load ended: the request has its first `num_pages` pages, `by_tier` of them from each tier below."""
+    """A load ended: the request has its first `num_pages` pages, `by_tier` of them from each tier below.
+
+    `is_under_way`: it has only begun, and its layers arrive in time for a step that starts now.
+    """
 
     request: int
     num_pages: int
     by_tier: tuple[int, ...]
+    is_under_way: bool = False
 
 
 class TransferTotals(msgspec.Struct, frozen=True):

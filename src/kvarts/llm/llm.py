@@ -56,6 +56,13 @@ class PageFiles(PageStore, Protocol):
 class Offload(TierSettings, Protocol):
     """The tiers below the device, as configured by kvarts.OffloadConfig."""
 
+    load_overlap: str
+    """Whether replays compute while later layers are loaded: `none` or `layers`."""
+    bus: int | str | None
+    """A bandwidth that the channels of a replay share."""
+    copy_slowdown: float
+    """By how much copies slow down the steps of a replay."""
+
     def for_model(self, kv_bytes_per_token: int) -> Offload:
         """Return the same tiers for a model with `kv_bytes_per_token`."""
 
@@ -174,6 +181,12 @@ class LLM:
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
         if self.tiers and model.device.type != "cpu":
             check_combination({"tiers": "offload", "gpu": "device"})
+        if self.offload is not None and self.offload.load_overlap == "layers":
+            check_combination({"layers": "offload.load_overlap", "model": "model"})
+        if self.offload is not None and self.offload.bus is not None:
+            check_combination({"bus": "offload.bus", "model": "model"})
+        if self.offload is not None and self.offload.copy_slowdown:
+            check_combination({"copies": "offload.copy_slowdown", "model": "model"})
         if ("disk" in self.tiers) != (disk_path is not None):
             raise ConfigError(
                 "a tier of files needs both its size and its directory",

@@ -29,6 +29,10 @@ class Channel:
         """Return how long a transfer submitted at `now_ns` waits for earlier ones."""
         return self._free_ns - now_ns if self._free_ns > now_ns else 0
 
+    def busy_ns(self, now_ns: int) -> int:
+        """Return how long it carries something from `now_ns` on, if nothing is submitted."""
+        return self.wait_ns(now_ns)
+
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
         """Return the time from `now_ns` until a transfer of `num_bytes` submitted then would end."""
         return self.wait_ns(now_ns) + self._latency_ns - (-num_bytes * NS_PER_S // self._bytes_per_s)

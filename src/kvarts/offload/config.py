@@ -11,7 +11,7 @@ import msgspec
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_MS, MOST_PAGES, check_number, check_whole
+from kvarts.limits import MOST_BYTES, MOST_BYTES_PER_TOKEN, MOST_LAYERS, MOST_MS, MOST_PAGES, check_number, check_whole
 from kvarts.offload.spec import ChannelSpec, TierSpec
 from kvarts.settings import SettingError, setting
 from kvarts.units import meant_size, parse_bytes, parse_rate
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from kvarts.offload.pagefiles import PageFiles
     from kvarts.offload.part_offloader import PartOffloader
 
-__all__ = ["FilesBelow", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
+__all__ = ["FilesBelow", "LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
 
+LoadOverlap = Literal["none", "layers"]
 OffloadPolicy = Literal["eager", "lazy"]
 PreemptionMode = Literal["swap", "recompute"]
 
 Size = int | str
 """Bytes, as a number or with a unit: 64GiB."""
+MOST_SLOWDOWN = 100.0
 Rate = int | str
 """Bytes per second, as a number or with a unit: 50GB/s."""
 
@@ -45,11 +47,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a page in the step after it became complete; `lazy` stores cached pages so that the next `target_free` allocated
     pages lose nothing (default: eight times the pages of a step's token budget, but at most an eighth of host memory,
     and at least twice the budget). `h2d`, `d2h`: bandwidth to and from the device; `latency_us` is added to every
-    transfer. `kv_bytes_per_token`: bytes of a token; the default is that of Llama 3.1 8B in 16 bits.
+    transfer. `bus`: a bandwidth that all channels share evenly. `kv_bytes_per_token`: bytes of a token; the default is
+    that of Llama 3.1 8B in 16 bits.
     `full_prompt_hits`: a load may cover a whole prompt; then only its last token is computed again. `workers`: how many
     must report a transfer before it is complete. `preemption_mode`: with `swap`, pages that only a preempted request
     can find, those of generated tokens without ids, are stored in host memory until it ends; with `recompute` they are
-    not.
+    not. `load_overlap`: with `layers`, the first step of a request computes one of `num_layers` layers while later ones
+    are loaded; with `none` it waits for its whole load. `copy_slowdown`: a step takes 1 + this times as long while
+    pages are copied from or to the device.
 
     `disk_pages` or `disk_memory`: the size of the files below host memory, which are written as soon as a page is in
     host memory; `disk_read`, `disk_write` and `disk_latency_us` are those of the files. `store_within_ms`: a page is
@@ -137,6 +142,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             metavar="MS",
         ),
     ] = 500.0
+    bus: Annotated[
+        Rate | None,
+        setting(
+            "Bandwidth that all channels share, of a PCIe switch or host memory.",
+            flag="--bus",
+            metavar="RATE",
+            default="each has its own",
+        ),
+    ] = None
     preemption_mode: Annotated[
         PreemptionMode,
         setting(
@@ -144,6 +158,25 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             flag="--preemption-mode",
         ),
     ] = "swap"
+    load_overlap: Annotated[
+        LoadOverlap,
+        setting(
+            "Wait for whole loads, or compute layer by layer while later layers are loaded.",
+            flag="--load-overlap",
+        ),
+    ] = "none"
+    num_layers: Annotated[
+        int,
+        setting("Layers of the model.", flag=None, default="32: Llama 3.1 8B; with --model, what it says"),
+    ] = 32
+    copy_slowdown: Annotated[
+        float,
+        setting(
+            "A step takes 1 + X times as long while pages are copied from or to the device.",
+            flag="--copy-slowdown",
+            metavar="X",
+        ),
+    ] = 0.0
     deadline_s: Annotated[
         float,
         setting("A transfer that an executor has not reported within so long counts as failed.", flag=None),
@@ -163,9 +196,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingError(f"must be 'eager' or 'lazy', got {self.policy!r}", "policy")
         if self.preemption_mode not in ("swap", "recompute"):
             raise SettingError(f"must be 'swap' or 'recompute', got {self.preemption_mode!r}", "preemption_mode")
+        if self.load_overlap not in ("none", "layers"):
+            raise SettingError(f"must be 'none' or 'layers', got {self.load_overlap!r}", "load_overlap")
+        check_whole(self.num_layers, "num_layers", most=MOST_LAYERS)
         if self.target_free is not None:
             check_whole(self.target_free, "target_free", least=0, most=MOST_PAGES)
-        for field in ("h2d", "d2h", "disk_read", "disk_write"):
+        for field in ("h2d", "d2h", "disk_read", "disk_write", *(() if self.bus is None else ("bus",))):
             if self.bytes_per_s(field) < 1:
                 raise SettingError(f"must be at least one byte a second, got {getattr(self, field)}", field)
             check_whole(self.bytes_per_s(field), field, most=MOST_BYTES)
@@ -173,6 +209,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             check_number(getattr(self, field), field, most=MOST_MS)
         check_whole(self.kv_bytes_per_token, "kv_bytes_per_token", most=MOST_BYTES_PER_TOKEN)
         check_whole(self.workers, "workers")
+        check_number(self.copy_slowdown, "copy_slowdown", most=MOST_SLOWDOWN)
         check_number(self.store_within_ms, "store_within_ms", most=MOST_MS)
         check_number(self.deadline_s, "deadline_s", most=MOST_MS)
         if not self.deadline_s:
@@ -243,6 +280,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             given["files"] = "disk_pages" if self.disk_memory is None else "disk_memory"
         if self.full_prompt_hits:
             given["full_prompt_hits"] = "full_prompt_hits"
+        if self.load_overlap == "layers":
+            given["layers"] = "load_overlap"
+            if self.bus is not None:
+                given["bus"] = "bus"
         check_combination(given)
         if self.host_pages is not None:
             num_blocks = memory.num_blocks(self.host_pages)
@@ -302,9 +343,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         value: Size = getattr(self, field)
         return value if isinstance(value, int) else _parsed(parse_bytes, value, field)
 
-    def for_model(self, kv_bytes_per_token: int) -> OffloadConfig:
-        """Return this configuration for a model with tokens of `kv_bytes_per_token`."""
-        return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token)
+    def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> OffloadConfig:
+        """Return this configuration for a model with tokens of `kv_bytes_per_token`, and `num_layers` if known."""
+        num_layers = self.num_layers if num_layers is None else num_layers
+        return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token, num_layers=num_layers)
 
     def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
         """Return the files of the tier below host memory, with those that are already in `directory`.

@@ -35,6 +35,7 @@ from kvarts.kv.transfer import (
     Weighed,
 )
 from kvarts.kv.tree import Node
+from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
@@ -54,9 +55,10 @@ class Offloader(Transfers):
 
     `tiers`: the fastest first; pages stored in one are then stored in the next. `policy`: which pages are stored below
     the device, and when. `order`: the eviction order of `cache`, for a policy that stores the pages that are evicted
-    next. `swaps`: preempted requests keep all their pages in the first tier. `with_page_ids`: transfers name pages, for
-    an executor that copies them and reports; otherwise they end at the time that their channel predicts. `workers`: how
-    many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
+    next. `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers. `swaps`: preempted
+    requests keep all their pages in the first tier. `with_page_ids`: transfers name pages, for an executor that copies
+    them and reports; otherwise they end at the time that their channel predicts. `workers`: how many must report a
+    transfer. Every `fail_every`-th fails; 0: no transfer does. `tell` receives events.
     """
 
     def __init__(
@@ -70,6 +72,10 @@ class Offloader(Transfers):
         full_prompt_hits: bool = False,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
+        num_layers: int = 1,
+        step_tokens: int = 1,
+        copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
         swaps: bool = False,
         deadline_ns: int = ALL,
         workers: int = 1,
@@ -80,7 +86,17 @@ class Offloader(Transfers):
         lanes = [connected.read for connected in tiers]
         super().__init__(
             lanes,
-            Weigher(lanes, page_bytes, prefill, splits=prefill is not None and not with_page_ids),
+            Weigher(
+                lanes,
+                page_bytes,
+                prefill,
+                splits=prefill is not None and not with_page_ids,
+                num_layers=num_layers,
+                step_tokens=step_tokens,
+            ),
+            copying=(tiers[0].write, *lanes),
+            copy_slowdown=copy_slowdown,
+            bus=bus,
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,
@@ -225,16 +241,23 @@ class Offloader(Transfers):
             tier.forget(request)
 
     def start_load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+        self,
+        request: int,
+        content: Content,
+        start: int,
+        num_pages: int,
+        holding: Holding,
+        num_front: int = 0,
+        wait_ns: int | None = None,
     ) -> int:
         """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
 
-        They follow the first `num_front` pages of the offer. Return when that should end.
+        They follow the first `num_front` pages of the offer. Return when that should end. `wait_ns`: see Weighed.
         """
         loads = []
         moves = []
         lanes = []
-        end_ns, lane, least_ns = self._now_ns, "", 0
+        end_ns, lane, least_ns, expected_ns = self._now_ns, "", 0, 0
         position = start
         num_left = num_pages
         for connected in self._connected:
@@ -256,9 +279,10 @@ class Offloader(Transfers):
                 assert sources is not None
                 moves.append(Move(tier.name, sources, tuple(holding.page_ids[position : position + count])))
             lanes.append((connected.read, count * self.page_bytes))
+            within_ns = 0 if self._bus is None else connected.read.within_ns(self._now_ns, count * self.page_bytes)
             read_ns = connected.read.submit(self._now_ns, count * self.page_bytes)
-            if read_ns > end_ns:
-                end_ns, lane = read_ns, connected.read.name
+            if read_ns > end_ns or within_ns > expected_ns:
+                end_ns, lane, expected_ns = read_ns, connected.read.name, within_ns
             if least_ns < read_ns < NEVER_NS:
                 least_ns = read_ns
             position += count
@@ -266,8 +290,8 @@ class Offloader(Transfers):
         under_way = UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
         under_way.start_page, under_way.least_ns = start, least_ns
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
-        self._begin(under_way, end_ns, moves)
-        return end_ns
+        self._begin(under_way, end_ns, moves, NEVER_NS if wait_ns is None else self._now_ns + wait_ns)
+        return end_ns if self._bus is None else self._now_ns + expected_ns
 
     @property
     def is_due(self) -> bool:
@@ -461,7 +485,7 @@ class Offloader(Transfers):
 
     # Transfers --------------------------------------------------------------------------------------------
 
-    def _begin(self, under_way: UnderWay, end_ns: int, moves: list[Move]) -> None:
+    def _begin(self, under_way: UnderWay, end_ns: int, moves: list[Move], early_ns: int = NEVER_NS) -> None:
         if self._tell is not None and under_way.stores:
             runs = tuple(
                 (store.content, segment.start, segment.end)
@@ -472,7 +496,7 @@ class Offloader(Transfers):
         dropped: tuple[bytes, ...] = ()
         if self._with_page_ids:
             dropped = tuple(key for tier in self.tiers for key in tier.take_dropped())
-        self._submit(under_way, end_ns, moves, dropped)
+        self._submit(under_way, end_ns, moves, dropped, early_ns)
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._policy.end_refusal()
@@ -525,6 +549,11 @@ class Offloader(Transfers):
                 num_above = self._num_above(self.tiers.index(tier), store.content, segment.end)
                 if num_above < segment.end:
                     tier.lose(store.content, max(segment.start, num_above), segment.end)
+
+    def _all_loaded(self, under_way: UnderWay) -> Loaded:
+        by_tier = dict.fromkeys(self.tier_names, 0) | {tier.name: load.num_pages for tier, load in under_way.loads}
+        end = under_way.start_page + under_way.num_pages
+        return Loaded(under_way.request, end, tuple(by_tier.values()), is_under_way=True)
 
     def _end_load(self, transfer_id: int, under_way: UnderWay) -> None:
         num_left = under_way.num_good_pages

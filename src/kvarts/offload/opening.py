@@ -13,6 +13,7 @@ from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import PrefillTimes
 from kvarts.kv.watcher import TreeWatcher
+from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
@@ -22,6 +23,7 @@ from kvarts.offload.part_offloader import PartOffloader
 from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
+from kvarts.offload.spec import MakeChannel
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy
 from kvarts.offload.tier import ConnectedTier, MemoryTier, Tier
 
@@ -103,6 +105,7 @@ def open_offloader(
     `more`: tiers below these, which are open already.
     """
     assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
+    make, bus = _channels(offload, with_page_ids=with_page_ids)
     tiers = []
     for spec in offload.tier_specs(page_size):
         tier: Tier
@@ -110,7 +113,6 @@ def open_offloader(
             tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
         else:
             tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
-        make = MeasuredChannel if with_page_ids else Channel
         tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
     tiers += more
     policy: StorePolicy[Any] = EagerPolicy(cache)
@@ -126,6 +128,10 @@ def open_offloader(
         prefill=prefill,
         full_prompt_hits=offload.full_prompt_hits,
         store_within_ns=round(offload.store_within_ms * 1e6),
+        copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
+        bus=bus,
+        num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
+        step_tokens=max_num_batched_tokens,
         swaps=offload.preemption_mode == "swap" and len(tiers) > len(more),  # others would find no use for them
         deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
@@ -153,7 +159,7 @@ def open_part_offloader(
         num_pages = num_blocks * memory.block_bytes // memory.page_bytes
         target_free = _target_free(offload, num_pages, page_size, config.max_num_batched_tokens)
         policy = LazyParts(cache.parts, target_free * memory.page_bytes)
-    make = MeasuredChannel if with_page_ids else Channel
+    make, bus = _channels(offload, with_page_ids=with_page_ids)
     spec = offload.host_spec(num_blocks)
     return PartOffloader(
         cache,
@@ -163,12 +169,24 @@ def open_part_offloader(
         read=spec.read.open(make),
         prefill=prefill,
         store_within_ns=round(offload.store_within_ms * 1e6),
+        copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
+        bus=bus,
         deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
         fail_every=offload.fail_every,
         with_page_ids=with_page_ids,
         tell=tell,
     )
+
+
+def _channels(offload: OffloadConfig, *, with_page_ids: bool) -> tuple[MakeChannel, Bus | None]:
+    """Return what makes channels, and the bus that they are on, if they share one."""
+    if with_page_ids:
+        return MeasuredChannel, None
+    if offload.bus is None:
+        return Channel, None
+    bus = Bus(offload.bytes_per_s("bus"))
+    return bus.open, bus
 
 
 def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:

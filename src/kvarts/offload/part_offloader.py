@@ -21,6 +21,7 @@ from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
 from kvarts.kv.transfer import Awaited, Direction, Loaded, Move, Offer, PrefillTimes, TransferTotals, Weighed
+from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
@@ -93,6 +94,8 @@ class PartOffloader(Transfers):
         read: Channel,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
+        copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
         deadline_ns: int = ALL,
         workers: int = 1,
         fail_every: int = 0,
@@ -102,6 +105,9 @@ class PartOffloader(Transfers):
         super().__init__(
             [read],
             Weigher([read], cache.memory.page_bytes, prefill),
+            copying=(write, read),
+            copy_slowdown=copy_slowdown,
+            bus=bus,
             deadline_ns=deadline_ns,
             workers=workers,
             fail_every=fail_every,
@@ -291,7 +297,14 @@ class PartOffloader(Transfers):
             self.tier.unpin(offered.pin)
 
     def start_load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+        self,
+        request: int,
+        content: Content,
+        start: int,
+        num_pages: int,
+        holding: Holding,
+        num_front: int = 0,
+        wait_ns: int | None = None,
     ) -> int:
         """Begin to load the offer to `request` into `holding`, which was opened for it.
 
@@ -310,10 +323,11 @@ class PartOffloader(Transfers):
             Direction.LOAD, num_blocks, self._workers(), below=pin, loading=loading, request=request, start_page=start
         )
         under_way.num_loaded = num_pages
+        expected_ns = self._now_ns + read.within_ns(self._now_ns, num_bytes)
         end_ns = read.submit(self._now_ns, num_bytes)
         under_way.lane, under_way.since_ns, under_way.lanes = read.name, [self._now_ns], ((read, num_bytes),)
         self._submit(under_way, end_ns, moves)
-        return end_ns
+        return end_ns if self._bus is None else expected_ns
 
     def reset(self) -> None:
         """Drop all parts, below and of those to be stored.

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from kvarts.offload.channel import Channel
 
-__all__ = ["ChannelSpec", "TierSpec"]
+__all__ = ["ChannelSpec", "MakeChannel", "TierSpec"]
+
+
+class MakeChannel(Protocol):
+    """Makes a channel: one of known speed, a measured one, or one on a bus."""
+
+    def __call__(self, name: str, *, latency_us: float, bytes_per_s: int) -> Channel:
+        """Return a new channel."""
 
 
 class ChannelSpec(msgspec.Struct, frozen=True):
@@ -16,7 +25,7 @@ class ChannelSpec(msgspec.Struct, frozen=True):
     bytes_per_s: int
     latency_us: float
 
-    def open(self, make: type[Channel] = Channel) -> Channel:
+    def open(self, make: MakeChannel = Channel) -> Channel:
         """Return a new channel."""
         return make(self.name, latency_us=self.latency_us, bytes_per_s=self.bytes_per_s)
 

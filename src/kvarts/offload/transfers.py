@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.transfer import Coming, Direction, Loaded, Move, Transfer, TransferReport
+from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.under_way import OffloadCounts, UnderWay
 from kvarts.offload.weigher import Weigher
@@ -19,13 +20,15 @@ from kvarts.offload.weigher import Weigher
 __all__ = ["NEVER_NS", "Transfers"]
 
 NEVER_NS = 1 << 62
+MILLION = 1_000_000
 
 
 class Transfers:
     """Owner of every running transfer, of the transfers that executors are to begin, and of loads that ended.
 
-    `lanes`: the channels from which a request may wait for a load. `weigher`: receives the results of loads. Other
-    arguments are as in Offloader.
+    `lanes`: the channels from which a request may wait for a load. `copying`: those from and to the device: while they
+    carry something, a step takes 1 + `copy_slowdown` times as long. `bus`: the bus that all channels are on, if they
+    share one. `weigher`: receives the results of loads. Other arguments are as in Offloader.
     """
 
     def __init__(
@@ -33,6 +36,9 @@ class Transfers:
         lanes: Iterable[Channel],
         weigher: Weigher,
         *,
+        copying: Sequence[Channel] = (),
+        copy_slowdown: float = 0.0,
+        bus: Bus | None = None,
         deadline_ns: int,
         workers: int,
         fail_every: int,
@@ -51,17 +57,58 @@ class Transfers:
         """Transfers begun so far; also the number of the next."""
         self._given_up: dict[int, set[int]] = {}
         """Workers that have not reported a store that was given up, by its number."""
-        self._due: list[tuple[int, int]] = []
+        self._due: list[tuple[int, int, bool]] = []
+        """As a heap: when transfers end, and before that, when requests can compute on; number; whether it ends."""
         self._waited_ns = {lane.name: 0 for lane in lanes}
         self._planned: list[Transfer] = []
         self._loaded: list[Loaded] = []
         self._now_ns = 0
+        self._copying = copying
+        self._bus = bus
+        self._slow = round(copy_slowdown * MILLION)
+        self._used_end_ns = 0
+        """The end of the last load under way whose pages the planned step uses; 0 without one."""
 
     # Interface of the scheduler ---------------------------------------------------------------------------
 
     def begin_step(self, now_ns: int) -> None:
         """Take note that the step that starts at `now_ns` is planned."""
         self._now_ns = now_ns
+        self._used_end_ns = 0
+
+    def use_early(self, transfer: int) -> None:
+        """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
+        under_way = self._under_way[transfer]
+        self._count_waits(under_way)
+        self._used_end_ns = max(self._used_end_ns, under_way.end_ns)
+
+    def step_ns(self, now_ns: int, duration_ns: int) -> int:
+        """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone.
+
+        Copies slow it down, and its last layer is computed after the last layers of the loads that it uses.
+        """
+        if self._slow:
+            (duration_ns,) = self.steps_ns(now_ns, [duration_ns])
+        if not self._used_end_ns:
+            return duration_ns
+        return max(duration_ns, self._used_end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
+
+    def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
+        """Return the durations of steps from `now_ns` on that would take these without copies.
+
+        No transfer begins in them.
+        """
+        if not self._slow:
+            return durations_ns
+        busy_ns = max(lane.busy_ns(now_ns) for lane in self._copying)
+        slower = []
+        for duration_ns in durations_ns:
+            slow_ns = -(-duration_ns * (MILLION + self._slow) // MILLION)
+            if slow_ns > busy_ns:
+                slow_ns = busy_ns + duration_ns - busy_ns * MILLION // (MILLION + self._slow)
+            slower.append(slow_ns)
+            busy_ns = max(0, busy_ns - slow_ns)
+        return slower
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
@@ -152,31 +199,51 @@ class Transfers:
     @property
     def next_ns(self) -> int:
         """The end of the next transfer to end, in virtual time; NEVER_NS without one."""
-        return self._due[0][0] if self._due else NEVER_NS
+        next_ns = self._due[0][0] if self._due else NEVER_NS
+        return next_ns if self._bus is None else min(next_ns, self._bus.next_ns())
 
     def advance_to(self, now_ns: int) -> bool:
         """End the transfers that are due by `now_ns`; return whether there were any."""
         due = self._due
+        if self._bus is not None:
+            for end_ns, transfer_id in self._bus.take_ended(now_ns):
+                if transfer_id in self._under_way:  # else it was given up
+                    heappush(due, (end_ns, transfer_id, True))
         if not due or due[0][0] > now_ns:
             return False
         self._now_ns = now_ns
-        fail_every = self._fail_every
         while due and due[0][0] <= now_ns:
-            transfer_id = heappop(due)[1]
+            _, transfer_id, is_end = heappop(due)
+            if not is_end:
+                under_way = self._under_way[transfer_id]
+                if under_way.end_ns > now_ns and not self._is_to_fail(transfer_id):
+                    under_way.is_early = True
+                    self._loaded.append(self._all_loaded(under_way))
+                continue
             under_way = self._under_way.pop(transfer_id)
-            if (fail_every and (transfer_id + 1) % fail_every == 0) or (self.fails and self.fails(transfer_id + 1)):
+            if not under_way.is_early and self._is_to_fail(transfer_id):
                 under_way.num_good_pages = 0
             self._end(transfer_id, under_way)
         return True
 
+    def _is_to_fail(self, transfer: int) -> bool:
+        fail_every, number = self._fail_every, transfer + 1
+        return bool((fail_every and number % fail_every == 0) or (self.fails and self.fails(number)))
+
+    def _all_loaded(self, under_way: UnderWay) -> Loaded:
+        """Return what a load under way will bring."""
+        raise NotImplementedError
+
     def ends(self, transfer: int, end_ns: int) -> None:
         """Record that `transfer`, the end of which was not known when it began, ends at `end_ns`."""
-        heappush(self._due, (max(end_ns, self._under_way[transfer].least_ns), transfer))
+        heappush(self._due, (max(end_ns, self._under_way[transfer].least_ns), transfer, True))
 
     def abort(self, now_ns: int) -> None:
         """End all running transfers as failed: in virtual time, the machine with both ends is gone."""
         self._now_ns = now_ns
         self._due.clear()
+        if self._bus is not None:
+            self._bus.clear(now_ns)
         under_way, self._under_way = self._under_way, {}
         for transfer_id, each in under_way.items():
             each.num_good_pages = 0
@@ -207,14 +274,24 @@ class Transfers:
     def _workers(self) -> set[int]:
         return set(range(self._num_workers))
 
-    def _submit(self, under_way: UnderWay, end_ns: int, moves: list[Move], dropped_keys: tuple[bytes, ...] = ()) -> int:
+    def _submit(
+        self,
+        under_way: UnderWay,
+        end_ns: int,
+        moves: list[Move],
+        dropped_keys: tuple[bytes, ...] = (),
+        early_ns: int = NEVER_NS,
+    ) -> int:
         """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`.
 
-        With NEVER_NS, `ends` must follow.
+        With NEVER_NS, `ends` must follow, unless it is on the bus. `early_ns`: when the request of a load can compute
+        on, if that is before.
         """
         transfer_id = self.num_transfers
         self.num_transfers += 1
         self._under_way[transfer_id] = under_way
+        if self._bus is not None:
+            self._bus.name(transfer_id)
         under_way.begin_ns = self._now_ns
         if self._with_page_ids:
             under_way.deadline_ns = self._now_ns + self._deadline_ns
@@ -222,7 +299,10 @@ class Transfers:
                 Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped_keys)
             )
         elif end_ns < NEVER_NS:
-            heappush(self._due, (end_ns, transfer_id))
+            under_way.end_ns = end_ns
+            heappush(self._due, (end_ns, transfer_id, True))
+            if early_ns < end_ns:
+                heappush(self._due, (early_ns, transfer_id, False))
         return transfer_id
 
     def _report(self, report: TransferReport) -> None:
@@ -265,8 +345,13 @@ class Transfers:
     def _count_load(self, under_way: UnderWay, *, is_whole: bool) -> None:
         """Count a load that has ended, and how long requests waited for it."""
         assert under_way.direction is Direction.LOAD
-        if under_way.lane:
-            self._waited_ns[under_way.lane] += len(under_way.since_ns) * self._now_ns - sum(under_way.since_ns)
+        self._count_waits(under_way)
         self.counts.num_loads += 1
         self.counts.num_failed += not is_whole
         self._weigher.loaded(is_whole=is_whole)
+
+    def _count_waits(self, under_way: UnderWay) -> None:
+        """Count how long requests have waited for a load; they wait no longer."""
+        if under_way.lane:
+            self._waited_ns[under_way.lane] += len(under_way.since_ns) * self._now_ns - sum(under_way.since_ns)
+            under_way.since_ns = []

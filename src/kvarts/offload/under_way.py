@@ -43,6 +43,10 @@ class UnderWay(msgspec.Struct, eq=False):
     request: int = -1
     start_page: int = 0
     is_given_up: bool = False
+    is_early: bool = False
+    """Whether its request was told that it can compute while later layers are loaded: then the load does not fail."""
+    end_ns: int = ALL
+    """When it ends, in virtual time."""
     deadline_ns: int = ALL
     least_ns: int = 0
     """When that part of a load ends of which it is known."""

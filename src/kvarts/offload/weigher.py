@@ -19,13 +19,23 @@ other requests, and its pages are no hits."""
 class Weigher:
     """Weighs loads over `lanes`, one per tier, against `prefill`; by default, against measured times.
 
-    `splits`: the first pages of an offer may be computed while the others are loaded. Owner of the counts of good and
-    failed loads.
+    `splits`: the first pages of an offer may be computed while the others are loaded. `num_layers`: the first step that
+    uses a load, of up to `step_tokens` tokens, computes one of as many layers while later ones are loaded; 1: it waits
+    for the whole load. Owner of the counts of good and failed loads.
     """
 
     def __init__(
-        self, lanes: Sequence[Channel], page_bytes: int, prefill: PrefillTimes | None, *, splits: bool = False
+        self,
+        lanes: Sequence[Channel],
+        page_bytes: int,
+        prefill: PrefillTimes | None,
+        *,
+        splits: bool = False,
+        num_layers: int = 1,
+        step_tokens: int = 1,
     ) -> None:
+        self.num_layers = num_layers
+        self._step_tokens = step_tokens
         self._lanes = lanes
         self._splits = splits
         self._page_bytes = page_bytes
@@ -73,53 +83,68 @@ class Weigher:
         def front_ns(num_front: int) -> int:
             return prefill.prefill_ns(start * page_size, (start + num_front) * page_size) or 0
 
-        best, front, best_gain_ns, worth, load_ns = 0, 0, 0, 0, 0
+        best, front, best_gain_ns, worth, load_ns, wait_ns = 0, 0, 0, 0, 0, 0
         position = 0
-        for lane, num_pages, num_bytes in zip(self._lanes, offer.by_tier, self._bytes_of(offer), strict=True):
+        for num_pages in offer.by_tier:
             if num_pages:
                 position += num_pages
-                load_ns = max(load_ns, lane.within_ns(now_ns, num_bytes))
+                hidden_ns = self._hidden_ns((start + position) * page_size, num_known)
+                load_ns = self._wait_ns(now_ns, offer, 0, position, hidden_ns)
                 worth = worth_ns(position)
                 if worth - load_ns >= best_gain_ns:
-                    best, front, best_gain_ns = position, 0, worth - load_ns
+                    best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
                 if not self._splits:
                     continue
-                # Where the load of the last pages takes no longer than the computation of those before it.
-                end = position
 
-                def is_enough(count: int, end: int = end) -> bool:
-                    return front_ns(count) >= self._tail_ns(now_ns, offer, count, end)
+                # Where the wait for the last pages takes no longer than the computation of those before them.
+                def is_enough(count: int, end: int = position, hidden_ns: int = hidden_ns) -> bool:
+                    return front_ns(count) >= self._wait_ns(now_ns, offer, count, end, hidden_ns)
 
                 num_front = bisect_left(range(position), True, key=is_enough)
                 if 0 < num_front < position:
-                    took_ns, tail_ns = front_ns(num_front), self._tail_ns(now_ns, offer, num_front, position)
+                    took_ns = front_ns(num_front)
+                    tail_ns = self._wait_ns(now_ns, offer, num_front, position, hidden_ns)
                     rest_ns = prefill.prefill_ns((start + position) * page_size, num_known) or 0
                     both_ns, either_ns = max(took_ns, tail_ns) + rest_ns, min(load_ns + rest_ns, compute_ns)
                     gain_ns = (compute_ns - took_ns - rest_ns) * (1 + num_behind) * num_good // num_loads
                     gain_ns -= max(0, tail_ns - took_ns)
                     if gain_ns > best_gain_ns and both_ns * SPLIT_GAIN <= either_ns * PER_GAIN:
-                        best, front, best_gain_ns = position, num_front, gain_ns
+                        best, front, best_gain_ns, wait_ns = position, num_front, gain_ns, tail_ns
         if awaited is not None:
-            wait_ns = max(0, awaited.end_ns - now_ns)
-            if worth_ns(awaited.num_pages) - wait_ns >= best_gain_ns:
+            awaits_ns = max(0, awaited.end_ns - now_ns)
+            if worth_ns(awaited.num_pages) - awaits_ns >= best_gain_ns:
                 return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
         by_tier = _between(offer.by_tier, front, best)
         for lane, num_loaded, num_pages in zip(self._lanes, by_tier, offer.by_tier, strict=True):
             if num_loaded < num_pages:
                 lane.passed_over()
         took_ns = front_ns(front) if front else 0
-        return Weighed(best, by_tier, load_ns=load_ns, worth_ns=worth, num_front=front, front_ns=took_ns)
-
-    def _tail_ns(self, now_ns: int, offer: Offer, start: int, end: int) -> int:
-        """Return how long pages [start, end) of `offer` take to load."""
-        return max(
-            (
-                lane.within_ns(now_ns, num_pages * self._page_bytes)
-                for lane, num_pages in zip(self._lanes, _between(offer.by_tier, start, end), strict=True)
-                if num_pages
-            ),
-            default=0,
+        return Weighed(
+            best, by_tier, load_ns=load_ns, worth_ns=worth, num_front=front, front_ns=took_ns, wait_ns=wait_ns
         )
+
+    def _hidden_ns(self, start: int, num_known: int) -> int:
+        """Return how long the step that computes from token `start` on is busy before its last layer."""
+        if self.num_layers == 1:
+            return 0
+        start = min(start, num_known - 1)
+        step_ns = self._prefill.prefill_ns(start, min(num_known, start + self._step_tokens)) or 0
+        return step_ns * (self.num_layers - 1) // self.num_layers
+
+    def _wait_ns(self, now_ns: int, offer: Offer, start: int, end: int, hidden_ns: int) -> int:
+        """Return how long pages [start, end) of `offer` keep a request waiting that computes `hidden_ns` meanwhile.
+
+        It waits at least for the first of their layers.
+        """
+        wait_ns = 0
+        whole = self._bytes_of(offer) if offer.num_bytes else ()
+        for place, (lane, num_pages) in enumerate(zip(self._lanes, _between(offer.by_tier, start, end), strict=True)):
+            if num_pages:
+                num_bytes = whole[place] if whole else num_pages * self._page_bytes
+                wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
+                if hidden_ns:
+                    wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
+        return wait_ns
 
     def _bytes_of(self, offer: Offer) -> Sequence[int]:
         return offer.num_bytes or [num_pages * self._page_bytes for num_pages in offer.by_tier]

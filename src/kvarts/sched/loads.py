@@ -3,7 +3,7 @@
 A waiting request for which a tier has pages is LOADING: it has all pages of its known tokens and a place among the
 running requests, and waits for a transfer to fill the first pages, or pages after a *front* that it computes meanwhile.
 It is never a victim, since its pages could not be reused before the transfer ends. Then it is LOADED, and is admitted
-before the waiting requests.
+before the waiting requests; with loads by layer earlier, into a step that ends after the transfer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvarts.content import Content
 from kvarts.event_log import Tell
-from kvarts.events import LoadAwaited, LoadStarted, LoadWeighed
+from kvarts.events import LoadAwaited, LoadStarted, LoadUsed, LoadWeighed
 from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages
@@ -29,7 +29,7 @@ class LowerTiers(Protocol):
     """The tiers below one device, as used by scheduler and engine.
 
     Promises: pages that a transfer reads or writes are held until it ends, even if its request is cancelled; every load
-    that was started is returned by `take_loaded` once.
+    that was started is returned by `take_loaded` once when it ends.
     """
 
     tier_names: tuple[str, ...]
@@ -98,12 +98,26 @@ class LowerTiers(Protocol):
         """Release the pins of the offer to `request`."""
 
     def start_load(
-        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int = 0
+        self,
+        request: int,
+        content: Content,
+        start: int,
+        num_pages: int,
+        holding: Holding,
+        num_front: int = 0,
+        wait_ns: int | None = None,
     ) -> int:
         """Begin to load `num_pages` pages of the offer to `request` into its pages from page `start` on.
 
-        They follow the first `num_front` pages of the offer. Return when the load should end.
+        They follow the first `num_front` pages of the offer. Return when the load should end. `wait_ns`: when it can be
+        used, see Weighed.
         """
+
+    def use_early(self, transfer: int) -> None:
+        """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
+
+    def step_ns(self, now_ns: int, duration_ns: int) -> int:
+        """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone."""
 
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record the duration of a real executor's step without transfers; `num_tokens`: computed prompt tokens."""
@@ -114,8 +128,11 @@ class LowerTiers(Protocol):
     def take_planned(self) -> tuple[Transfer, ...]:
         """Return the transfers that an executor has to begin with this step."""
 
+    def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
+        """Return the durations of identical steps from `now_ns` on that would take these alone."""
+
     def take_loaded(self) -> list[Loaded]:
-        """Return the loads that ended since the last call, in that order."""
+        """Return the loads that ended, or can be used from now on, since the last call, in that order."""
 
     def pages_to_spare(self) -> int | None:
         """Return the pages that identical steps can take before the tiers must act; None if they must in the next."""
@@ -190,7 +207,9 @@ class Loads:
         self.fronts: list[LoadUnderWay] = []
         """Loads whose requests have pages to compute before those that are loaded, in the order of admission."""
         self._ended: list[LoadUnderWay] = []
-        """Loads that have ended, and whose requests have such pages left."""
+        """Loads that have ended, or can be used, and whose requests do not run yet."""
+        self.early: list[LoadUnderWay] = []
+        """Those under way whose requests can compute on in the planned step, while later layers are loaded."""
         self._num_abandoned = 0
         self._confirmed: list[tuple[Content, int, Holding]] = []
         """Contents that get full pages in the scheduled step, their numbers of full pages then, and their holdings."""
@@ -288,7 +307,7 @@ class Loads:
         request.become(RequestState.LOADING)
         num_loaded = weighed.num_pages - weighed.num_front
         load.end_ns = tiers.start_load(
-            request.index, request.content, front_end, num_loaded, holding, weighed.num_front
+            request.index, request.content, front_end, num_loaded, holding, weighed.num_front, weighed.wait_ns
         )
         request.num_computed = start * self._page_size
         if weighed.num_front:
@@ -335,17 +354,23 @@ class Loads:
 
     def take_ended(self) -> None:
         """Process the loads that have ended: their pages can be hit, and the requests that waited for them can run."""
-        ended, self._ended = self._ended, []
+        ended, self._ended, self.early = self._ended, [], []
         for loaded in self.tiers.take_loaded():
-            load = self._loading[loaded.request]
-            load.loaded = loaded
-            ended.append(load)
+            under_way = self._loading.get(loaded.request)
+            if under_way is None:
+                continue  # its request has run since its first layer was there
+            if under_way.loaded is None:
+                ended.append(under_way)
+            under_way.loaded = loaded
         for load in ended:
             request, result = load.request, load.loaded
             assert result is not None
             has_front = request.num_computed < load.front_end * self._page_size
-            if has_front and request.state is not RequestState.ABANDONED:
+            is_abandoned = request.state is RequestState.ABANDONED
+            if result.is_under_way or (has_front and not is_abandoned):
                 self._ended.append(load)
+                if not (has_front or is_abandoned):
+                    self.early.append(load)
                 continue
             del self._loading[request.index]
             if not has_front:
@@ -364,6 +389,26 @@ class Loads:
                 request.become(RequestState.WAITING)
                 request.goes_first = True
                 self._waiting.push(request)
+
+    def start_early(self) -> tuple[Request, Loaded]:
+        """Let the first request of `early` run in the planned step, while its load is under way; return its pages.
+
+        No other request uses them before that step has ended, which it does after the load.
+        """
+        load = self.early.pop(0)
+        request, result = load.request, load.loaded
+        assert result is not None
+        self._ended.remove(load)
+        del self._loading[request.index]
+        self._count_front(load)
+        self.tiers.use_early(load.transfer)
+        if self._tell is not None:
+            self._tell(LoadUsed(load.transfer, request.index))
+        can_go_on = self._can_go_on(load, result)
+        assert can_go_on, "what is under way does not fail any more"
+        request.become(RequestState.LOADED)
+        self._let_follow(request.index)
+        return request, result
 
     def end_wait(self, write: int) -> None:
         """Let the requests go on that wait for a write of another engine, which has ended, or failed."""
@@ -414,6 +459,7 @@ class Loads:
             request.become(RequestState.ABANDONED)
             self._num_abandoned += 1
             self.fronts = [load for load in self.fronts if load.request is not request]
+            self.early = [load for load in self.early if load.request is not request]
         else:
             self.loaded = [entry for entry in self.loaded if entry[0] is not request]
             self._close(request)

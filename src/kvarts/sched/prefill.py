@@ -103,6 +103,11 @@ class Prefill:
         self._tell = tell
         self._itl = itl
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether a step may wait for loads that it uses: without decodes, or without a bound of latency."""
+        return self._itl is None or not self._running.wheel.num_decoding
+
     def has_room(self, request: Request, start: int, chunks: list[Chunk]) -> bool:
         """Return whether a chunk of `request` from `start` on may follow `chunks` within the bound of latency."""
         return self._itl is None or self._itl.most_tokens(request, start, 1, chunks) > 0

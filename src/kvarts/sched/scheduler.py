@@ -335,7 +335,7 @@ class Scheduler:
         if preemptions:
             self.blocked = NOT_BLOCKED
         elif (self.waiting.num_waiting and not self.pages.is_draining) or (
-            loads is not None and (loads.loaded or loads.fronts)
+            loads is not None and (loads.loaded or loads.fronts or loads.early)
         ):
             admitted += self._admit(now_ns, budget, chunks)
         if loads is not None:
@@ -415,7 +415,7 @@ class Scheduler:
         """
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
             return 0
-        if self.loads is not None and self.loads.fronts:
+        if self.loads is not None and (self.loads.fronts or self.loads.early):
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 
@@ -511,12 +511,12 @@ class Scheduler:
             for load in loads.fronts.copy():
                 if budget > 0:
                     budget -= self._prefill.compute_front(load, budget, chunks)
-        while loads is not None and loads.loaded and budget > 0:
-            request, loaded = loads.loaded[0]
+        while loads is not None and budget > 0 and (loads.loaded or (loads.early and self._prefill.may_wait)):
+            request = loads.loaded[0][0] if loads.loaded else loads.early[0].request
             if not self._prefill.has_room(request, request.num_prompt_tokens - 1, chunks):
                 budget = 0
                 break
-            del loads.loaded[0]
+            request, loaded = loads.loaded.pop(0) if loads.loaded else loads.start_early()
             self._num_published = -1
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:

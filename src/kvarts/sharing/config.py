@@ -372,7 +372,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
             placed = self._placed[name]
             offload = self.each.offload
             if offload is not None:
-                offload = offload.for_model(placed.kv_bytes_per_token)
+                num_layers = None if placed.geometry is None else placed.geometry.num_layers
+                offload = offload.for_model(placed.kv_bytes_per_token, num_layers)
             groups, kv_groups = self.groups[name], self.models[name].kv_groups or "all"
             with _errors_of(name, ("kv_groups", "groups")):
                 configs[name] = msgspec.structs.replace(

@@ -97,8 +97,8 @@ class TiersBelow(Protocol):
     def bytes_per_s(self, field: str) -> int:
         """Return the bandwidth of a channel, such as `h2d`."""
 
-    def for_model(self, kv_bytes_per_token: int) -> TiersBelow:
-        """Return the same settings for a model with `kv_bytes_per_token` bytes per token."""
+    def for_model(self, kv_bytes_per_token: int, num_layers: int | None = None) -> TiersBelow:
+        """Return the same settings for a model with `kv_bytes_per_token`, and with `num_layers` layers if known."""
 
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
         """Return, by name, the blocks of each tier below a device with the KV groups of `memory`.
@@ -324,6 +324,9 @@ class ReplayConfig(
             "sinks": any(group.layer.sink for group in self.groups) and "kv_groups",
             "windows": getattr(self.sessions, "window", None) is not None and "sessions.window",
             "tiers": self.offload is not None and "offload",
+            "layers": getattr(self.offload, "load_overlap", "none") == "layers" and "offload.load_overlap",
+            "bus": getattr(self.offload, "bus", None) is not None and "offload.bus",
+            "copies": getattr(self.offload, "copy_slowdown", 0.0) > 0 and "offload.copy_slowdown",
             "orders": self.eviction is not _default_eviction() and "eviction",
             "mocker": self.profile == "mocker" and "profile",
             "sessions": self.sessions is not None and "sessions",

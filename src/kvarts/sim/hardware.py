@@ -290,6 +290,8 @@ def resolve_hardware(given: Given, *, counts_groups: bool = False) -> dict[str, 
     try:
         placed = place(model, on, cost)
         facts: dict[str, Any] = {"cost": placed.cost, "kv_bytes_per_token": placed.kv_bytes_per_token}
+        if placed.geometry is not None:
+            facts["num_layers"] = placed.geometry.num_layers
         if model.model is not None and on.device is not None:
             facts["placement"] = Placement(
                 model=model.model, device=on.device, kv_bytes_per_token=placed.kv_bytes_per_token

@@ -244,7 +244,7 @@ class Replica:
             if scheduler.cache.settles or not scheduler.cache.has_empty(num_pages * scheduler.cache.page_blocks):
                 return None
             num_steps -= 1
-        return min(now_ns + sum(self.decode_ns(num_steps)), next_ns)
+        return min(now_ns + sum(self.decode_ns(now_ns, num_steps)), next_ns)
 
     def quiet_until(self, now_ns: int) -> int | None:
         """Return the end of the identical steps that could start now: no request ends before. None if they cannot."""
@@ -253,7 +253,7 @@ class Replica:
         next_ns = self._next_ns(now_ns)
         if not num_steps or next_ns <= now_ns:
             return None
-        return min(now_ns + sum(self.decode_ns(min(num_steps, MOST_STEPS))), next_ns)
+        return min(now_ns + sum(self.decode_ns(now_ns, min(num_steps, MOST_STEPS))), next_ns)
 
     def _next_ns(self, now_ns: int) -> int:
         """Return when the next transfer ends, or another request may become the head of the waiting queue."""
@@ -262,10 +262,11 @@ class Replica:
             next_ns = min(next_ns, self.scheduler.waiting.holds_until_ns(now_ns))
         return next_ns
 
-    def decode_ns(self, num_steps: int) -> list[int]:
-        """Return the durations of the next `num_steps` steps, if they are identical."""
+    def decode_ns(self, now_ns: int, num_steps: int) -> list[int]:
+        """Return the durations of the next `num_steps` steps, from `now_ns` on, if they are identical."""
         wheel = self.scheduler.wheel
-        return self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
+        durations_ns = self._executor.decode_ns(wheel.num_decoding, wheel.known_tokens, self._pool_tokens, num_steps)
+        return durations_ns if self._tiers is None else self._tiers.steps_ns(now_ns, durations_ns)
 
     def _pause(self, until_ns: int) -> int:
         assert until_ns < NEVER_NS, "L8: there is work, nothing can be computed, and no transfer is under way"
@@ -280,7 +281,7 @@ class Replica:
             num_steps = num_wanted
         if num_steps > MOST_STEPS:
             num_steps = MOST_STEPS
-        durations_ns = self.decode_ns(num_steps)
+        durations_ns = self.decode_ns(now_ns, num_steps)
         end_ns = now_ns + sum(durations_ns)
         while num_steps > 1 and end_ns - durations_ns[-1] >= until_ns:
             end_ns -= durations_ns.pop()
