@@ -72,6 +72,7 @@ def test_rows_count_what_happened_in_their_second() -> None:
         assert any(row.first_ms for row in rows)
         assert live(server, rows[-2].t_s).rows[0] == rows[-1]
         assert call(server.url, "/live?since=x").error["param"] == "since"
+        assert call(server.url, "/live?since=nan").error["param"] == "since"
 
 
 def test_an_owner_sees_its_own_requests_and_an_administrator_all() -> None:

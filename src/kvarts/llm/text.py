@@ -42,6 +42,42 @@ class Completion(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
 
 
+class _Beginning:
+    """The longest end of a growing text that begins a stop text, found in time proportional to the text.
+
+    This is the algorithm of Knuth, Morris and Pratt, whose table is made as far as it is needed.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._shorter = [0]
+        """For a beginning of `stop` of length 1 + index: the length of its longest end that begins it as well."""
+        self.num_chars = 0
+        """Characters of the end of the text, fewer than those of `stop`."""
+
+    def add(self, text: str) -> None:
+        """Continue with more text."""
+        stop, shorter, length = self._stop, self._shorter, self.num_chars
+        if not length and stop[0] not in text:
+            return
+        for char in text:
+            while length and stop[length] != char:
+                length = shorter[length - 1]
+            if stop[length] == char:
+                length += 1
+                if length > len(shorter):
+                    shorter.append(self._next_shorter(char))
+                if length == len(stop):
+                    length = shorter[-1]
+        self.num_chars = length
+
+    def _next_shorter(self, char: str) -> int:
+        length = self._shorter[-1]
+        while length and self._stop[length] != char:
+            length = self._shorter[length - 1]
+        return length + (self._stop[length] == char)
+
+
 class Generation:
     """An active request: its tokens and text so far. `own_ends`: the model's own end tokens."""
 
@@ -56,6 +92,7 @@ class Generation:
         """The error in producing text that ended the request."""
         self.tokens: list[int] = []
         self.text = ""
+        self._beginnings = () if params.include_stop_str_in_output else tuple(map(_Beginning, params.stop))
         self._own_ends = own_ends
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -120,16 +157,17 @@ class Generation:
     @property
     def final_text(self) -> str:
         """The part of `text` that no stop text can still remove."""
-        stops = self.params.stop
-        if not stops or self.finish_reason is not None or self.params.include_stop_str_in_output:
+        if not self._beginnings or self.finish_reason is not None:
             return self.text
-        held = 0
-        for stop in stops:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
-                    held = length
-                    break
-        return self.text[: len(self.text) - held]
+        return self.text[: len(self.text) - max(each.num_chars for each in self._beginnings)]
+
+    def _follow(self, text: str) -> None:
+        """Follow which stop texts the next text begins. A tokenizer without pieces may have changed earlier text."""
+        added = text[len(self.text) :]
+        if not text.startswith(self.text):
+            self._beginnings, added = tuple(map(_Beginning, self.params.stop)) if self._beginnings else (), text
+        for each in self._beginnings:
+            each.add(added)
 
     def _new_stream(self) -> Any:
         from tokenizers.decoders import DecodeStream
@@ -162,7 +200,11 @@ class Generation:
             text = self._tokenizer.decode(self.tokens, skip_special_tokens=self.params.skip_special_tokens)
             if text.endswith(UNFINISHED):
                 return
-        if not self.params.stop or len(self.tokens) <= self.params.min_tokens:
+        if not self.params.stop:
+            self.text = text
+            return
+        self._follow(text)
+        if len(self.tokens) <= self.params.min_tokens:
             self.text = text
             return
         # Earlier text has been searched already, or precedes min_tokens.
