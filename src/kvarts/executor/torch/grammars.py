@@ -18,8 +18,8 @@ __all__ = ["Grammars", "Matcher"]
 MAX_KEPT = 64
 """Compiled grammars in the cache."""
 MOST_FUEL = 100_000
-"""Limit of the work on the states of a grammar's terminals before the first token: a third of a second, or seven seconds
-by llguidance's default.
+"""Limit of the work on the states of a grammar's terminals before the first token: at most a third of a second. With
+llguidance's default, it was seven.
 """
 SPACES = r"[ \t\n\r]{0,16}"
 """Whitespace between parts of JSON, bounded because a model may otherwise generate spaces without end."""
