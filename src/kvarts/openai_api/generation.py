@@ -492,6 +492,7 @@ class UnderWay:
     async def end(self) -> None:
         """End the answer, whether it was written or abandoned. Requests under way end, which frees their pages."""
         self._served.finish(self.choices)
+        self.answer.close()
         if self._in_session is not None:
             self._in_session.cancel()
             with suppress(asyncio.CancelledError):
@@ -789,6 +790,8 @@ class _Stream:
         else:
             end = self._form.end(self._usage.of_all, self._choices, tells_usage=self._tells_usage)
             await failure.write(response, [end])
+        finally:
+            answer.write_now = None  # it holds the answer
         await response.end_stream()
 
     def _write_now(self, answer: Answer, direct: Direct) -> bool:

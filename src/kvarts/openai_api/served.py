@@ -365,6 +365,7 @@ class Served:
         """Release a request's capacity in the engine, or its turn at the gate."""
         entry = self._entries.pop(choice, None)
         if entry is not None and self._gate is not None:
+            choice.came = choice.went = None  # they hold the choice, and nothing follows
             self._gate.leave(entry, choice.num_held_tokens + choice.num_tokens)
 
     def _admit(
