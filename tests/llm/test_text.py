@@ -143,6 +143,16 @@ def test_the_text_that_may_begin_a_stop_text_is_held_back(pieces: list[str], sto
         assert made.final_text == made.text[: len(made.text) - held]
 
 
+def test_a_long_text_takes_as_much_time_per_token_as_a_short_one() -> None:
+    made = generation(Pieces([" word"]))
+    began, num_chars = process_time(), 0
+    for _ in range(60_000):
+        made.take(0)
+        num_chars += len(made.final_text[num_chars:])
+    assert num_chars == 300_000
+    assert process_time() - began < 1.0  # 0.1 s; 3 s if each token copies the text
+
+
 def test_long_stop_texts_take_time_by_the_text_and_not_by_their_length() -> None:
     """A request may have sixteen of a thousand characters, and all others wait while the step looks for them."""
     pieces = ["aa" * 500, *["ab"] * 4000]

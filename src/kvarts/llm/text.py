@@ -49,7 +49,7 @@ class _Beginning:
     """
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
+        self.stop = stop
         self._shorter = [0]
         """For a beginning of `stop` of length 1 + index: the length of its longest end that begins it as well."""
         self.num_chars = 0
@@ -57,7 +57,7 @@ class _Beginning:
 
     def add(self, text: str) -> None:
         """Continue with more text."""
-        stop, shorter, length = self._stop, self._shorter, self.num_chars
+        stop, shorter, length = self.stop, self._shorter, self.num_chars
         if not length and stop[0] not in text:
             return
         for char in text:
@@ -73,9 +73,9 @@ class _Beginning:
 
     def _next_shorter(self, char: str) -> int:
         length = self._shorter[-1]
-        while length and self._stop[length] != char:
+        while length and self.stop[length] != char:
             length = self._shorter[length - 1]
-        return length + (self._stop[length] == char)
+        return length + (self.stop[length] == char)
 
 
 class Generation:
@@ -161,14 +161,6 @@ class Generation:
             return self.text
         return self.text[: len(self.text) - max(each.num_chars for each in self._beginnings)]
 
-    def _follow(self, text: str) -> None:
-        """Follow which stop texts the next text begins. A tokenizer without pieces may have changed earlier text."""
-        added = text[len(self.text) :]
-        if not text.startswith(self.text):
-            self._beginnings, added = tuple(map(_Beginning, self.params.stop)) if self._beginnings else (), text
-        for each in self._beginnings:
-            each.add(added)
-
     def _new_stream(self) -> Any:
         from tokenizers.decoders import DecodeStream
 
@@ -192,25 +184,30 @@ class Generation:
 
     def _extend_text(self, token: int) -> None:
         """Update `text`; an incomplete character waits for its missing bytes."""
-        if self._piece is not None:
-            text = self.text + self._piece(token)
-        elif self._backend is not None:
-            text = self.text + (self._next_text(token) or "")
+        if self._piece is not None or self._backend is not None:
+            piece = self._piece(token) if self._piece is not None else self._next_text(token) or ""
+            num_before, added = len(self.text), piece
+            text, self.text = self.text, ""
+            text += piece  # in place, because nothing else holds the text: a long one would be copied for each token
         else:
             text = self._tokenizer.decode(self.tokens, skip_special_tokens=self.params.skip_special_tokens)
             if text.endswith(UNFINISHED):
                 return
+            num_before, added = len(self.text), text[len(self.text) :]
+            if not text.startswith(self.text):  # earlier text has changed
+                self._beginnings, added = tuple(_Beginning(each.stop) for each in self._beginnings), text
         if not self.params.stop:
             self.text = text
             return
-        self._follow(text)
+        for each in self._beginnings:
+            each.add(added)
         if len(self.tokens) <= self.params.min_tokens:
             self.text = text
             return
         # Earlier text has been searched already, or precedes min_tokens.
         ends: list[tuple[int, str]] = []
         for stop in self.params.stop:
-            place = text.find(stop, max(0, len(self.text) - len(stop) + 1))
+            place = text.find(stop, max(0, num_before - len(stop) + 1))
             if place >= 0:
                 ends.append((place + len(stop), stop))
         if ends:
