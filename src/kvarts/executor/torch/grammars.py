@@ -119,6 +119,12 @@ class Grammars:
             raise ConfigError(f"cannot be compiled: {_first_line(error)}", field=FIELD) from error
         if matcher.is_error():
             raise ConfigError(f"cannot be compiled: {_first_line(matcher.get_error())}", field=FIELD)
+        # Some grammars turn out to be too complex with the first token.
+        probe = Matcher(matcher.deep_copy(), self._end_ids, self._vocab_size)
+        for token in np.flatnonzero(probe.allowed()).tolist():
+            if token not in self._end_ids:
+                probe.accept(token)
+                break
         return matcher
 
     def _with_bytes(self, llguidance: Any) -> Any:
