@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import http.client
 import json
+import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvarts.openai_api.running import RunningServer
 from kvarts.owners.keys import Owner
@@ -102,3 +105,26 @@ def test_an_answer_that_is_cut_leaves_nothing_to_the_collector(start: Start) -> 
             call(server.url, COMPLETIONS, body, headers=cut)
 
     assert left_by(server, ask) == Counter()
+
+
+def test_connections_that_are_reset_are_forgotten_at_once(start: Start) -> None:
+    server = start()
+    payload = b'{"prompt": "hello", "max_tokens": 1}'
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload
+    host, _, port = urlsplit(server.url).netloc.partition(":")
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, HttpToolsProtocol) for each in gc.get_objects())
+
+    before = alive()
+    for _ in range(NUM):
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(request)
+            assert client.recv(4096)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    deadline = time.monotonic() + 10
+    while alive() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive() == before
