@@ -46,9 +46,9 @@ PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize",
     "/detokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens",
     "/v1/responses/resp_x", "/v1/models", "/metrics", "/admin/config", "/sleep", "/v1/load_lora_adapter",
-    "/abort_requests", "/reset_prefix_cache", "/nothing",
+    "/abort_requests", "/reset_prefix_cache", "/nothing", "/live", "/kv_event_sources",
 )  # fmt: skip
-WEIGHTS = (12, 12, 6, 8, 6, 3, 3, 2, 2, 2, *([1] * 9))
+WEIGHTS = (12, 12, 6, 8, 6, 3, 3, 2, 2, 2, *([1] * 11))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 FIELDS = (
     "model", "prompt", "messages", "input", "instructions", "previous_response_id", "stream", "stream_options",
@@ -58,7 +58,8 @@ FIELDS = (
     "session_id", "logprobs", "top_logprobs", "echo", "tools", "tool_choice", "response_format", "chat_template",
     "continue_final_message", "metadata", "text", "include", "tokens", "add_special_tokens", "return_token_strs",
     "prompt_logprobs", "store", "kvarts_answer", "dimensions", "encoding_format", "system", "output_config",
-    "stop_sequences", "parallel_tool_calls",
+    "stop_sequences", "parallel_tool_calls", "thinking", "thinking_token_budget", "thinking_budget_tokens", "reasoning",
+    "reasoning_effort", "chat_template_kwargs", "cache_control", "kvarts_hints", "kv_hints", "nvext", "background",
 )  # fmt: skip
 MEDIA_HEADS = (
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\2\0\0\0\2\0\x08\2\0\0\0",
@@ -84,7 +85,7 @@ class Maker:
     def number(self) -> int | float:
         """A number, often near a bound."""
         rng = self.rng
-        near = rng.choice([0, 1, 2, 16, 128, 1024, 20_000, 100_000, 2**31, 2**32, 2**63, 2**64, 10**30])
+        near = rng.choice([0, 1, 2, 16, 128, 1024, 20_000, 100_000, 2**31, 2**32, 2**62, 2**63, 2**64, 10**30])
         return rng.choice([near, near + 1, -near, near - 1, rng.random(), -1.5, 1e308, rng.randrange(100)])
 
     def size(self, most: int) -> int:
@@ -197,6 +198,18 @@ class Maker:
             parts = [self.medium() for _ in range(self.size(200))]
             body["messages"] = [{"role": "user", "content": [*parts, {"type": "text", "text": "hello"}]}]
             body["input"] = [{"role": "user", "content": [*parts, {"type": "input_text", "text": "hello"}]}]
+        elif kind == 7:
+            control = {"type": "ephemeral", "ttl": rng.choice(["5m", "1h", "0s", "9999h", "5m\n", 5])}
+            budget = rng.choice([0, 1024, self.number()])
+            body |= {
+                "cache_control": control,
+                "thinking": {"type": rng.choice(["enabled", "disabled", "adaptive", []]), "budget_tokens": budget},
+                "thinking_token_budget": budget,
+                "tool_choice": {"type": rng.choice(["auto", "any", "tool", [], {}])},
+                "kvarts_hints": {"priority": self.number(), "retain": [{"start": self.number(), "end": self.number()}]},
+            }
+            for field in rng.sample([*body], rng.randrange(4)):
+                del body[field]
         elif kind == 4:
             body |= {"stream": True, "max_tokens": self.size(3000), "ignore_eos": True, "n": rng.choice([1, 1, 8])}
         return body
@@ -370,8 +383,8 @@ def main() -> int:
         admin.write_text("root\n")
         command = [
             sys.executable, "-m", "kvarts", "mock", "--port", "0", "--cost", "linear:step_ms=1", "--pages", "16384",
-            "--max-seqs", "64", "--max-queued", "256", "--audit", "--api-key-file", str(keys), "--admin-key-file",
-            str(admin),
+            "--max-seqs", "64", "--max-queued", "256", "--audit", "--kv-cache-metrics", "--api-key-file", str(keys),
+            "--admin-key-file", str(admin),
         ]  # fmt: skip
         if arguments.recordings:
             real = _started([*command[:4], "--port", "0", "--fail", "every 7th: 503", "--max-queued", "256"], stack)

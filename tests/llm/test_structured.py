@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,13 +100,48 @@ def test_an_end_of_the_grammar_is_an_end_whatever_else_is_asked(llm: LLM) -> Non
     "wanted",
     [
         {"regex": "("}, {"grammar": "start: missing"}, {"json": '{"type": "objekt"}'}, {"json": "{"},
-        {"json": {"$ref": "http://example.com/a"}},
+        {"json": {"$ref": "http://example.com/a"}}, {"grammar": "start: start"}, {"json": {"$ref": "#"}},
+        {"regex": "(a{1000}){1000}"}, {"regex": "(a?){5000}a{5000}"},
     ],
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_before_it_runs(llm: LLM, wanted: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="structured_outputs: cannot be compiled"):
+    with pytest.raises(ConfigError, match=r"structured_outputs: cannot be (compiled|kept to)"):
         llm.generate([PROMPT], SamplingParams(structured_outputs=StructuredOutputs(**wanted)))
     assert llm.generate([PROMPT], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"
+
+
+def test_a_grammar_that_is_too_complex_is_refused_soon(llm: LLM) -> None:
+    """Before it runs, because all other requests would wait for its first token, which took four seconds."""
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="too many"):
+        llm.check_params(SamplingParams(structured_outputs=StructuredOutputs(regex="(a{1000}){999}")))
+    assert time.process_time() - began < 2.0
+
+
+def test_a_grammar_that_is_compiled_does_not_keep_steps_of_others_waiting(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = llm._grammars
+    known, slow = StructuredOutputs(regex="[0-9]{4}"), StructuredOutputs(regex="[0-9]{5}")
+    grammars.compile(known)
+    compile_one, begun, goes_on = grammars._compile, threading.Event(), threading.Event()
+
+    def compile_slowly(wanted: StructuredOutputs) -> Any:
+        begun.set()
+        assert goes_on.wait(20)
+        return compile_one(wanted)
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    compiling = threading.Thread(target=grammars.compile, args=(slow,), daemon=True)
+    compiling.start()
+    assert begun.wait(20)
+    found = threading.Thread(target=grammars.matcher, args=(known,), daemon=True)
+    found.start()
+    found.join(10)
+    is_waiting = found.is_alive()
+    goes_on.set()
+    compiling.join(20)
+    assert not is_waiting
 
 
 @pytest.mark.parametrize("wanted", [{}, {"json": {}, "regex": "a"}, {"choice": ()}, {"regex": 3}, {"json": [1]}])

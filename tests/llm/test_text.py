@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import process_time
 from typing import Any
 
 import pytest
@@ -124,6 +125,43 @@ def test_the_stop_text_that_is_whole_first_ends_the_text_however_it_comes(
         if is_over:
             break
     assert (made.text, made.stop_reason) == expected
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab", ""]), max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_the_text_that_may_begin_a_stop_text_is_held_back(pieces: list[str], stops: list[str], min_tokens: int) -> None:
+    """Against a search for each beginning of each stop text after each token."""
+    made = generation(Pieces(pieces), stop=tuple(stops), min_tokens=min_tokens)
+    for place in range(len(pieces)):
+        if made.take(place):
+            break
+        beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
+        held = max(len(beginning) for beginning in beginnings if made.text.endswith(beginning))
+        assert made.final_text == made.text[: len(made.text) - held]
+
+
+def test_a_long_text_takes_as_much_time_per_token_as_a_short_one() -> None:
+    made = generation(Pieces([" word"]))
+    began, num_chars = process_time(), 0
+    for _ in range(60_000):
+        made.take(0)
+        num_chars += len(made.final_text[num_chars:])
+    assert num_chars == 300_000
+    assert process_time() - began < 1.0  # 0.1 s; 3 s if each token copies the text
+
+
+def test_long_stop_texts_take_time_by_the_text_and_not_by_their_length() -> None:
+    """A request may have sixteen of a thousand characters, and all others wait while the step looks for them."""
+    pieces = ["aa" * 500, *["ab"] * 4000]
+    made = generation(Pieces(pieces), stop=tuple("a" * 1000 + str(number) for number in range(16)))
+    began = process_time()
+    for place in range(len(pieces)):
+        made.take(place)
+        assert len(made.text) - len(made.final_text) <= 1000
+    assert process_time() - began < 2.0  # 0.2 s; 45 s if each beginning is compared
 
 
 @pytest.mark.parametrize(("own_ends", "reason"), [((), 7), ((7,), None)])

@@ -90,7 +90,7 @@ def test_with_too_much_to_write_more_is_written_at_once(monkeypatch: pytest.Monk
     one: Any = Slow(outbox)
     outbox.due_s = lambda: now["wall"] - 0.001
     late_s: list[float] = []
-    outbox.on_late = late_s.append
+    outbox.on_late = late_s.extend
 
     def step(number: int) -> None:
         outbox.hold()

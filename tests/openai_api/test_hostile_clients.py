@@ -19,6 +19,7 @@ from kvarts.openai_api.server import MAX_HEAD_BYTES
 from builders.http_client import call, raw
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 Start = Callable[..., RunningServer]
 
 
@@ -73,14 +74,33 @@ def statuses(answer: bytes) -> list[int]:
         (RESPONSES, {"top_logprobs": 1}, "top_logprobs"),
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"max_output_tokens": 10**7}, "max_output_tokens"),
+        (RESPONSES, {"text": {"format": [1]}}, "text.format"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].function.parameters"),
+        (MESSAGES, {"output_config": {"format": [1]}}, "output_config.format"),
+        (MESSAGES, {"tool_choice": {"type": ["auto"]}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": {"auto": 1}}}, "tool_choice"),
+        (MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "5m\n"}}, "cache_control.ttl"),
+        (CHAT, {"cache_control": {"type": "ephemeral", "ttl": "5m\n"}}, "cache_control.ttl"),
+        (
+            CHAT,
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+            "tools[0].function.parameters",
+        ),
+        (COMPLETIONS, {"thinking_token_budget": -(2**62)}, "thinking_token_budget"),
+        (COMPLETIONS, {"top_k": -2}, "top_k"),
+        (COMPLETIONS, {"max_tokens": 2, "min_tokens": 2**62}, "min_tokens"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(
     server: RunningServer, path: str, fields: dict[str, Any], param: str
 ) -> None:
     body = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}], **fields}
-    refused = call(server.url, path, body)
-    assert refused.status == 400 and refused.error["param"] == param
+    refused = call(server.url, path, {"max_tokens": 3, **body} if path == MESSAGES else body)
+    assert refused.status == 400
+    if path == MESSAGES:
+        assert refused.json["error"]["message"].startswith(f"{param}: ")
+    else:
+        assert refused.error["param"] == param
 
 
 @pytest.mark.parametrize(

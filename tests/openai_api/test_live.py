@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ def test_rows_count_what_happened_in_their_second() -> None:
         assert any(row.first_ms for row in rows)
         assert live(server, rows[-2].t_s).rows[0] == rows[-1]
         assert call(server.url, "/live?since=x").error["param"] == "since"
+        assert call(server.url, "/live?since=nan").error["param"] == "since"
 
 
 def test_an_owner_sees_its_own_requests_and_an_administrator_all() -> None:
@@ -124,6 +126,17 @@ def test_the_page_speaks_to_its_own_server_alone() -> None:
         assert call(server.url, "/x").status == 404
     with RunningServer(has_page=False) as server:
         assert [call(server.url, path).status for path in ("/", "/live")] == [404, 404]
+
+
+@given(st.lists(st.floats(0, 2000), max_size=30))
+def test_values_are_counted_alike_one_by_one_and_all_at_once(values: list[float]) -> None:
+    one_by_one, at_once = BucketCounts(FIRST_TOKEN_S), BucketCounts(FIRST_TOKEN_S)
+    for value in values:
+        one_by_one.add(value)
+    at_once.add_sorted(sorted(values))
+    assert at_once.counts == one_by_one.counts
+    assert at_once.total == pytest.approx(one_by_one.total)
+
 
 
 def test_a_history_is_ten_minutes() -> None:

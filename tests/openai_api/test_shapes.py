@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,6 +82,32 @@ def test_any_json_is_a_schema_or_is_refused(schema: Any) -> None:
         value_of(schema, "text", param="response_format", budget=Budget(sequences=0))
     except ApiError as error:
         assert (error.status, error.param) == (400, "response_format")  # noqa: PT017  # it need not be raised
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": -1},
+        {"type": "array", "maxItems": -(2**62)},
+        {"type": "string", "minLength": -(2**62)},
+        {"type": "string", "maxLength": -1},
+        {"type": "array", "minItems": 2**62},
+        {"type": "string", "minLength": 2**62},
+    ],
+)
+def test_sizes_that_no_value_has_are_refused(schema: Any) -> None:
+    with pytest.raises(ApiError, match=r"numbers? from 0"):
+        value_of(schema, "text", param="response_format", budget=Budget(sequences=0))
+
+
+@pytest.mark.parametrize(
+    "draws", [lambda budget: budget.draw_made(-1, -1, "x"), lambda budget: budget.draw_values(-1, "x")]
+)
+def test_no_draw_increases_a_budget(draws: Callable[[Budget], None]) -> None:
+    budget = Budget(values=5, sequences=5)
+    before = budget.num_values, budget.num_made, budget.num_made_bytes
+    draws(budget)
+    assert (budget.num_values, budget.num_made, budget.num_made_bytes) == before
 
 
 @pytest.mark.parametrize(

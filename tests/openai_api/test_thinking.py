@@ -50,7 +50,7 @@ def test_all_of_it_without_a_budget(server: RunningServer) -> None:
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": LENGTH}
 
 
-@pytest.mark.parametrize("budget", [1, 7, 100, LENGTH - 1, LENGTH, LENGTH + 1, -1])
+@pytest.mark.parametrize("budget", [1, 7, 100, LENGTH - 1, LENGTH, LENGTH + 1, 2**63, 10**30, -1])
 def test_a_budget_cuts_reasoning_and_nothing_else(server: RunningServer, budget: int) -> None:
     answer = chat(server, thinking_token_budget=budget)
     message, usage = answer["choices"][0]["message"], answer["usage"]

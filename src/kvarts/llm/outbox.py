@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 from time import monotonic, thread_time
@@ -40,8 +40,8 @@ class Outbox:
         self._due_s: float | None = None
         self.due_s: Callable[[], float] | None = None
         """Returns when the last step should have ended, on the monotonic clock; None if that is not known."""
-        self.on_late: Callable[[float], None] | None = None
-        """Receives each wake-up's delay after that time, in seconds."""
+        self.on_late: Callable[[Sequence[float]], None] | None = None
+        """Receives the delays of wake-ups after that time, in seconds, in ascending order."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wake coroutines of `loop` from now on."""
@@ -111,9 +111,11 @@ class Outbox:
             for woken in self._take_marked():
                 woken.wake()
         else:
+            late_s: list[float] = []
             for woken in self._take_marked():
                 woken.wake()
-                on_late(monotonic() - due_s)
+                late_s.append(monotonic() - due_s)
+            on_late(late_s)
         self._not_before_s = monotonic() + thread_time() - began_s
 
     def _wake_later(self) -> None:

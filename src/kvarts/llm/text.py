@@ -42,6 +42,42 @@ class Completion(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
 
 
+class _Beginning:
+    """The longest end of a growing text that begins a stop text, found in time proportional to the text.
+
+    This is the algorithm of Knuth, Morris and Pratt, whose table is made as far as it is needed.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self._shorter = [0]
+        """For a beginning of `stop` of length 1 + index: the length of its longest end that begins it as well."""
+        self.num_chars = 0
+        """Characters of the end of the text, fewer than those of `stop`."""
+
+    def add(self, text: str) -> None:
+        """Continue with more text."""
+        stop, shorter, length = self.stop, self._shorter, self.num_chars
+        if not length and stop[0] not in text:
+            return
+        for char in text:
+            while length and stop[length] != char:
+                length = shorter[length - 1]
+            if stop[length] == char:
+                length += 1
+                if length > len(shorter):
+                    shorter.append(self._next_shorter(char))
+                if length == len(stop):
+                    length = shorter[-1]
+        self.num_chars = length
+
+    def _next_shorter(self, char: str) -> int:
+        length = self._shorter[-1]
+        while length and self.stop[length] != char:
+            length = self._shorter[length - 1]
+        return length + (self.stop[length] == char)
+
+
 class Generation:
     """An active request: its tokens and text so far. `own_ends`: the model's own end tokens."""
 
@@ -56,6 +92,7 @@ class Generation:
         """The error in producing text that ended the request."""
         self.tokens: list[int] = []
         self.text = ""
+        self._beginnings = () if params.include_stop_str_in_output else tuple(map(_Beginning, params.stop))
         self._own_ends = own_ends
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -120,16 +157,9 @@ class Generation:
     @property
     def final_text(self) -> str:
         """The part of `text` that no stop text can still remove."""
-        stops = self.params.stop
-        if not stops or self.finish_reason is not None or self.params.include_stop_str_in_output:
+        if not self._beginnings or self.finish_reason is not None:
             return self.text
-        held = 0
-        for stop in stops:
-            for length in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:length]):
-                    held = length
-                    break
-        return self.text[: len(self.text) - held]
+        return self.text[: len(self.text) - max(each.num_chars for each in self._beginnings)]
 
     def _new_stream(self) -> Any:
         from tokenizers.decoders import DecodeStream
@@ -154,21 +184,30 @@ class Generation:
 
     def _extend_text(self, token: int) -> None:
         """Update `text`; an incomplete character waits for its missing bytes."""
-        if self._piece is not None:
-            text = self.text + self._piece(token)
-        elif self._backend is not None:
-            text = self.text + (self._next_text(token) or "")
+        if self._piece is not None or self._backend is not None:
+            piece = self._piece(token) if self._piece is not None else self._next_text(token) or ""
+            num_before, added = len(self.text), piece
+            text, self.text = self.text, ""
+            text += piece  # in place, because nothing else holds the text: a long one would be copied for each token
         else:
             text = self._tokenizer.decode(self.tokens, skip_special_tokens=self.params.skip_special_tokens)
             if text.endswith(UNFINISHED):
                 return
-        if not self.params.stop or len(self.tokens) <= self.params.min_tokens:
+            num_before, added = len(self.text), text[len(self.text) :]
+            if not text.startswith(self.text):  # earlier text has changed
+                self._beginnings, added = tuple(_Beginning(each.stop) for each in self._beginnings), text
+        if not self.params.stop:
+            self.text = text
+            return
+        for each in self._beginnings:
+            each.add(added)
+        if len(self.tokens) <= self.params.min_tokens:
             self.text = text
             return
         # Earlier text has been searched already, or precedes min_tokens.
         ends: list[tuple[int, str]] = []
         for stop in self.params.stop:
-            place = text.find(stop, max(0, len(self.text) - len(stop) + 1))
+            place = text.find(stop, max(0, num_before - len(stop) + 1))
             if place >= 0:
                 ends.append((place + len(stop), stop))
         if ends:

@@ -95,6 +95,11 @@ class Answer:
         if not self.is_marked:
             self.outbox.mark(self)
 
+    def close(self) -> None:
+        """Drop the pieces, which nobody takes any more, and accept no others."""
+        self._is_cut = True
+        self.pieces.clear()
+
     def keep(self, num_bytes: int) -> None:
         """Record the total size of the taken pieces that are kept."""
         self.num_bytes = num_bytes
@@ -121,7 +126,10 @@ class Answer:
         while pieces:
             piece = pieces.popleft()
             if isinstance(piece, BaseException):
-                raise piece
+                try:
+                    raise piece
+                finally:
+                    del piece  # its traceback holds this frame: both would wait for the collector
             taken.append(piece)
         if self.is_read:
             self.keep(0)
@@ -257,8 +265,8 @@ class Choice:
 
     def _note_over(self) -> None:
         self.is_over = True
-        if self.went is not None:
-            self.went()
+        if (went := self.went) is not None:  # read once: the event loop's thread may reset it
+            went()
 
     def _new_logprobs(self, tokens: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
         new = slice(self._num_tokens, len(tokens))
@@ -270,8 +278,8 @@ class Choice:
             self._meter.next_tokens(num_tokens - self._num_tokens, now_s - self._last_s)
         else:
             assert self.request is not None
-            if self.came is not None:
-                self.came()
+            if (came := self.came) is not None:
+                came()
             self._meter.prefilled(self.request)
             self._meter.first_token(now_s - self.started_s)
             if num_tokens > 1:

@@ -186,7 +186,8 @@ class OpenAIApp:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served")
         started_s = monotonic()
-        extension = (scope.get("extensions") or {}).get(DIRECT)
+        # The scope is held by what the extension holds: a cycle per request would wait for the collector.
+        extension = (scope.get("extensions") or {}).pop(DIRECT, None)
         direct = None if extension is None else extension["call"]
         request, response = HttpRequest(scope, receive, direct), HttpResponse(send, direct)
         request_id = (request.header("x-request-id") or new_id())[:MAX_ID_CHARS]

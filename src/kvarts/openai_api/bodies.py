@@ -197,14 +197,14 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"at most {MAX_STOP_TOKENS} stop tokens", param="stop_token_ids")
         if top_logprobs is not None and not 0 <= top_logprobs <= MAX_LOGPROBS:
             raise ApiError(400, f"must be from 0 to {MAX_LOGPROBS}, got {top_logprobs}", param="logprobs")
-        top_k = self.top_k or 0
+        top_k = 0 if self.top_k in (None, -1) else self.top_k
         make = SamplingParams if stop or self.stop_token_ids else _params
         try:
             return make(
                 max_tokens=max_tokens,
                 min_tokens=min(self.min_tokens or 0, max_tokens),
                 temperature=1.0 if self.temperature is None else self.temperature,
-                top_k=max(0, top_k),
+                top_k=top_k,
                 top_p=1.0 if self.top_p is None else self.top_p,
                 min_p=self.min_p or 0.0,
                 repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,

@@ -32,7 +32,7 @@ def num_values(payload: bytes) -> int:
 class Budget:
     """The remaining budget of one request. `values`: JSON values and prompt tokens. `sequences`: prompts times choices.
 
-    Every `draw` raises ApiError, before the work is done, if too little remains.
+    Every `draw` raises ApiError, before the work is done, if too little remains. A negative count draws nothing.
     """
 
     __slots__ = ("num_made", "num_made_bytes", "num_sequences", "num_values")
@@ -54,7 +54,7 @@ class Budget:
 
     def draw_values(self, count: int, param: str | None) -> None:
         """Draw `count` values or tokens."""
-        self.num_values -= count
+        self.num_values -= max(0, count)
         if self.num_values < 0:
             raise ApiError(
                 400, f"a request has at most {MOST_VALUES:,} JSON values and prompt tokens together", param=param
@@ -74,8 +74,8 @@ class Budget:
 
     def draw_made(self, count: int, num_bytes: int, param: str) -> None:
         """Draw values that are made for a JSON schema, and their bytes."""
-        self.num_made -= count
-        self.num_made_bytes -= num_bytes
+        self.num_made -= max(0, count)
+        self.num_made_bytes -= max(0, num_bytes)
         if self.num_made < 0 or self.num_made_bytes < 0:
             raise ApiError(
                 400,

@@ -110,9 +110,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_FAILURE = Failure()
 
-_STATUS = re.compile(r"([45]\d\d)(?:\s+retry_after=(\d+(?:\.\d+)?)s?)?")
-_CUT = re.compile(r"cut(?:\s+after\s+(\d+)\s+chunks?)?")
-_STALL = re.compile(r"stall\s+(\d+(?:\.\d+)?)\s*(ms|s)?")
+_STATUS = re.compile(r"([45]\d\d)(?:\s+retry_after=(\d{1,9}(?:\.\d{1,9})?)s?)?")
+_CUT = re.compile(r"cut(?:\s+after\s+(\d{1,12})\s+chunks?)?")
+_STALL = re.compile(r"stall\s+(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s)?")
 _SIMPLE = {
     "ok": NO_FAILURE,
     "drop": Failure(text="drop", drops=True),
@@ -153,7 +153,7 @@ _WHICH: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], dict[str, Any]]],
     (re.compile(r"every (\d{1,12})(?:st|nd|rd|th)?"), lambda m: {"every": int(m[1])}),
     (re.compile(r"(\d{1,12})"), lambda m: {"first": int(m[1]), "last": int(m[1])}),
     (re.compile(r"(\d{1,12})-(\d{1,12})"), lambda m: {"first": int(m[1]), "last": int(m[2])}),
-    (re.compile(r"rate (\d+(?:\.\d+)?)%"), lambda m: {"rate": float(m[1]) / 100}),
+    (re.compile(r"rate (\d{1,9}(?:\.\d{1,9})?)%"), lambda m: {"rate": float(m[1]) / 100}),
     (re.compile(r"all|rest|then"), lambda _: {}),
 )
 

@@ -32,12 +32,20 @@ class Entry:
         self.is_inside = False
         self.is_prefilled = False
         self.has_left = False
-        self._begin = begin
+        self._begin: Callable[[bool], object] | None = begin
+        """None from its entry on: it holds the request, which holds this entry."""
 
     def enter(self, *, is_guaranteed: bool) -> None:
         """Begin the request."""
         self.is_inside = True
-        self._begin(is_guaranteed)
+        begin, self._begin = self._begin, None
+        assert begin is not None, "a request enters once"
+        begin(is_guaranteed)
+
+    def leave(self) -> None:
+        """End the request, which does not enter any more."""
+        self.has_left = True
+        self._begin = None
 
 
 class Gate:
@@ -84,7 +92,7 @@ class Gate:
         """Remove a request that is over or no longer wanted; `num_tokens` of it were known at that point."""
         if entry.has_left:
             return
-        entry.has_left = True
+        entry.leave()
         if not entry.is_inside:
             waiting = self._waiting[entry.owner]
             waiting.remove(entry)

@@ -153,6 +153,8 @@ def asks_of(
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
     salt, tenant = salt_of(served, body, exchange.owner)
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise ApiError(400, f"must be at most max_tokens, {max_tokens}, got {body.min_tokens}", param="min_tokens")
     limit = served.limits.max_model_len
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
@@ -293,8 +295,9 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     if asked is None and answers.recordings is not None:
         sent = _sent(COMPLETION_PATH, body, exchange)
         return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
+    thinking = Thinking.of([body.thinking_token_budget], None, None)
     if asked is not None:
-        asked = Thinking.of([body.thinking_token_budget], None, None).limited(asked, served.text)
+        asked = thinking.limited(asked, served.text)
     if question is not None:
         if asked is None and schema is not None:
             return _scripted(
@@ -367,6 +370,9 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
     if len(known) < len(tools):
         raise ApiError(400, "a tool is a function with a name", param="tools")
+    for index, function in enumerate(known):
+        if not isinstance(function.get("parameters"), dict | None):
+            raise ApiError(400, "is a JSON schema, as an object", param=f"tools[{index}].function.parameters")
     is_free = choice in (None, "auto", "none")
     allowed = [] if choice == "none" else known
     if isinstance(choice, dict):
@@ -486,6 +492,7 @@ class UnderWay:
     async def end(self) -> None:
         """End the answer, whether it was written or abandoned. Requests under way end, which frees their pages."""
         self._served.finish(self.choices)
+        self.answer.close()
         if self._in_session is not None:
             self._in_session.cancel()
             with suppress(asyncio.CancelledError):
@@ -783,6 +790,8 @@ class _Stream:
         else:
             end = self._form.end(self._usage.of_all, self._choices, tells_usage=self._tells_usage)
             await failure.write(response, [end])
+        finally:
+            answer.write_now = None  # it holds the answer
         await response.end_stream()
 
     def _write_now(self, answer: Answer, direct: Direct) -> bool:

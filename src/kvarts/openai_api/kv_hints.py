@@ -45,7 +45,7 @@ class CacheControl(msgspec.Struct):
     """A time to live: a number of `s`, `m` or `h`, at most an hour."""
 
     type: Literal["ephemeral"]
-    ttl: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}[smh]$")] | None = None
+    ttl: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}[smh]\Z")] | None = None
 
 
 class AgentHints(msgspec.Struct):

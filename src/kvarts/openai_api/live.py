@@ -6,6 +6,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from math import isnan
 from time import monotonic
 from urllib.parse import parse_qs
 
@@ -183,6 +184,8 @@ class Live:
         since = parse_qs(exchange.request.query).get("since", ["-1"])[0]
         try:
             since_s = float(since)
+            if isnan(since_s):
+                raise ValueError("nan is not a time")
         except ValueError:
             raise ApiError(400, "must be a number of seconds", param="since") from None
         engines = [await self._engine(model, exchange.owner, since_s) for model in self._models]

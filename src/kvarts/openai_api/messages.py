@@ -76,7 +76,9 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     def chat(self) -> ChatBody:
         """Convert to a chat. Raise ApiError for unsupported values."""
         form = (self.output_config or {}).get("format")
-        if isinstance(form, dict):
+        if not isinstance(form, dict | None):
+            raise ApiError(400, "is an object with a type and a schema", param="output_config.format")
+        if form is not None:
             form = {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
         choice = self.tool_choice or {}
         budget, is_off = budget_of_messages(self.thinking, self.max_tokens)
@@ -134,7 +136,7 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     names = {"auto": "auto", "none": "none", "any": "required"}
-    if kind not in names:
+    if not isinstance(kind, str) or kind not in names:
         raise ApiError(400, f"must be of type auto, any, tool or none, got {brief(kind)}", param="tool_choice")
     return names[kind]
 

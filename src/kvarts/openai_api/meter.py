@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -47,6 +47,16 @@ class BucketCounts:
         """Count `value`, `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
+
+    def add_sorted(self, values: Sequence[float]) -> None:
+        """Count ascending values, each once."""
+        place = 0
+        while place < len(values):
+            bucket = bisect_left(self.bounds, values[place])
+            end = len(values) if bucket == len(self.bounds) else bisect_right(values, self.bounds[bucket], place)
+            self.counts[bucket] += end - place
+            place = end
+        self.total += sum(values)
 
     def cumulative(self) -> list[int]:
         """Return the number of values up to each published bound, and of all."""

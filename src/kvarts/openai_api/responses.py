@@ -268,7 +268,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported: omit it", param=name)
         form = (self.text or {}).get("format")
-        if isinstance(form, dict) and form.get("type") == "json_schema":
+        if not isinstance(form, dict | None):
+            raise ApiError(400, "is an object with a type: text, json_object or json_schema", param="text.format")
+        if form is not None and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
         choice = self.tool_choice
         if isinstance(choice, dict):
@@ -299,7 +301,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             kv_hints=self.kv_hints,
             nvext=self.nvext,
             cache_control=self.cache_control,
-            response_format=form if isinstance(form, dict) else None,
+            response_format=form,
             tools=[{"type": "function", "function": tool} for tool in functions] or None,
             reasoning_effort=(self.reasoning or {}).get("effort"),
             tool_choice=choice,

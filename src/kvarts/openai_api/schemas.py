@@ -15,6 +15,8 @@ from kvarts.openai_api.errors import ApiError
 __all__ = ["value_of"]
 
 MAX_DEPTH = 24
+MOST_ITEMS, MOST_CHARS = 1000, 100_000
+"""Limits of `minItems` and `minLength`."""
 MOST_BYTES_PER_CHAR = 6
 """Bytes of JSON per character: a character may have to be written as an escape."""
 NOT_MADE = ("pattern", "multipleOf", "not", "if", "patternProperties", "propertyNames", "contains", "dependentSchemas")
@@ -126,8 +128,10 @@ class _Maker:
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
         least, most = schema.get("minItems", 1), schema.get("maxItems", 1 << 30)
         first = schema.get("prefixItems", [])
-        if not isinstance(least, int) or not isinstance(most, int) or not isinstance(first, list) or least > 1000:
-            raise self._refused("'minItems' and 'maxItems' are numbers, and 'prefixItems' a list")
+        if not _is_size(least) or not _is_size(most) or not isinstance(first, list) or least > MOST_ITEMS:
+            raise self._refused(
+                f"'minItems' (at most {MOST_ITEMS:,}) and 'maxItems' are numbers from 0, and 'prefixItems' a list"
+            )
         count = min(max(least, len(first)), most)
         if schema.get("uniqueItems") and count > 1:
             raise self._refused("'uniqueItems' cannot be kept")
@@ -159,8 +163,8 @@ class _Maker:
                 raise self._refused(f"the format {brief(schema['format'])} cannot be kept")
             return FORMATS[schema["format"]]
         least, most = schema.get("minLength", 0), schema.get("maxLength", 1 << 30)
-        if not isinstance(least, int) or not isinstance(most, int) or least > 100_000:
-            raise self._refused("'minLength' and 'maxLength' are numbers")
+        if not _is_size(least) or not _is_size(most) or least > MOST_CHARS:
+            raise self._refused(f"'minLength' (at most {MOST_CHARS:,}) and 'maxLength' are numbers from 0")
         self._draw(0, least)
         return self._written().ljust(least, "x")[:most]
 
@@ -220,6 +224,11 @@ class _Maker:
 
     def _refused(self, what: str) -> ApiError:
         return ApiError(400, f"no value of this JSON schema can be made: {what}", param=self._param)
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a keyword's value is a size."""
+    return isinstance(value, int) and value >= 0
 
 
 def _kind_of(schema: Mapping[str, Any]) -> Any:

@@ -215,7 +215,7 @@ class Served:
         since_due_ns: Callable[[], int] | None = getattr(host.clock, "since_due_ns", None)
         if since_due_ns is not None:
             self.outbox.due_s = lambda: monotonic() - since_due_ns() / 1e9
-            self.outbox.on_late = self.late_s.add
+            self.outbox.on_late = self.late_s.add_sorted
         self.created_s = int(time())
         self.health: Health = "healthy"
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
@@ -365,6 +365,7 @@ class Served:
         """Release a request's capacity in the engine, or its turn at the gate."""
         entry = self._entries.pop(choice, None)
         if entry is not None and self._gate is not None:
+            choice.came = choice.went = None  # they hold the choice, and nothing follows
             self._gate.leave(entry, choice.num_held_tokens + choice.num_tokens)
 
     def _admit(

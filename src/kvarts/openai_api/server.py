@@ -211,6 +211,7 @@ class _Protocol(HttpToolsProtocol):
         """Notify all requests; uvicorn notifies only the last one."""
         super().connection_lost(exc)
         self._in_time.cancel()
+        self._unset_keepalive_if_required()  # uvicorn leaves the timer of a connection that was reset for 75 s
         for direct in self._under_way:
             if not direct.cycle.response_complete:
                 direct.cycle.disconnected = True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvarts.limits import MOST_COUNT
 from kvarts.openai_api.errors import ApiError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Thinking(msgspec.Struct, frozen=True):
         given = [budget for budget in budgets if budget is not None]
         if any(budget < -1 for budget in given):
             raise ApiError(400, "must be at least 0, or -1 for no limit", param="thinking_token_budget")
-        budget = min((each for each in given if each >= 0), default=None)
+        budget = min((min(each, MOST_COUNT) for each in given if each >= 0), default=None)
         is_off = effort == "none" or any((variables or {}).get(name) is False for name in OFF)
         return cls(budget, is_off or budget == 0)
 

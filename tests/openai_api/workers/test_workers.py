@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvarts.openai_api.workers.exposition import merged
+
 from builders.http_client import OpenStream, call, events_of
 from builders.server_process import Process, kvarts_process
 
@@ -109,6 +111,39 @@ def test_a_response_is_found_and_continued_on_any_connection(pair: tuple[Process
     for response_id in ids:
         assert call(url, f"{RESPONSES}/{response_id}").status == 404
     assert call(url, f"{RESPONSES}/resp_unknown").status == 404
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"input": "a", "session_id": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"input": "a", "previous_response_id": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}",
+        b'{"input": "previous_response_id", "other": ' + b"[" * 100_000,
+        b'{"input": "a", "session_id": "\xff"}',
+        b'{"input": "a", "session_id": [1, 2]}',
+        b'{"input": "a", "session_id": 7}',
+    ],
+)
+def test_a_body_that_is_wrong_where_it_decides_on_the_worker_is_refused(
+    pair: tuple[Process, str], payload: bytes
+) -> None:
+    refused = call(pair[1], RESPONSES, payload)
+    assert refused.status == 400 and refused.error
+
+
+def test_a_script_of_failures_is_refused_however_its_name_is_written(pair: tuple[Process, str]) -> None:
+    refused = call(pair[1], "/admin/config", b'{"f\\u0061il": "all: 503"}')
+    assert (refused.status, refused.error["param"]) == (400, "fail")
+
+
+def test_metrics_are_merged_whatever_the_labels_are() -> None:
+    label = "# HELP a b\u2028c\x85d\x0ce"
+    page = (
+        f'# HELP one It is one.\n# TYPE one gauge\none{{name="{label}"}} 1.0\n# HELP two It is two.\n# TYPE two gauge\n'
+    )
+    page += "two 2.0\n"
+    told = merged([page.encode(), page.encode()]).decode()
+    assert told.startswith(page) and told.count(label) == 1
 
 
 def test_the_turns_of_a_session_are_of_one_worker(pair: tuple[Process, str]) -> None:

@@ -17,6 +17,10 @@ __all__ = ["Grammars", "Matcher"]
 
 MAX_KEPT = 64
 """Compiled grammars in the cache."""
+MOST_FUEL = 100_000
+"""Limit of the work on the states of a grammar's terminals before the first token: at most a third of a second. With
+llguidance's default, it was seven.
+"""
 SPACES = r"[ \t\n\r]{0,16}"
 """Whitespace between parts of JSON, bounded because a model may otherwise generate spaces without end."""
 FIELD = "sampling.structured_outputs"
@@ -68,6 +72,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._lock = Lock()
+        """For what is kept. It is free while a grammar is compiled, because steps of other requests look up theirs."""
+        self._making = Lock()
         self._made: Any = None
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()
 
@@ -79,13 +85,15 @@ class Grammars:
         """
         key = msgspec.json.encode(wanted)
         with self._lock:
-            known = self._compiled.get(key)
-            if known is None:
-                known = self._compiled[key] = self._compile(wanted)
-            self._compiled.move_to_end(key)
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        compiled = self._compile(wanted)
+        with self._lock:
+            self._compiled[key] = compiled
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
-            return known
+        return compiled
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """Return a Matcher for a new text. Raise ConfigError if the grammar cannot be compiled."""
@@ -104,24 +112,33 @@ class Grammars:
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES})
             else:
                 grammar = llguidance.grammar_from(kind, text)
-            matcher = llguidance.LLMatcher(self._with_bytes(llguidance), grammar, log_level=0)
+            limits = llguidance.LLParserLimits(initial_lexer_fuel=MOST_FUEL)
+            matcher = llguidance.LLMatcher(self._with_bytes(llguidance), grammar, log_level=0, limits=limits)
+            matcher.compute_bitmask()  # the first one takes longest, and finds grammars that allow no text
         except ValueError as error:
             raise ConfigError(f"cannot be compiled: {_first_line(error)}", field=FIELD) from error
         if matcher.is_error():
             raise ConfigError(f"cannot be compiled: {_first_line(matcher.get_error())}", field=FIELD)
+        # Some grammars turn out to be too complex with the first token.
+        probe = Matcher(matcher.deep_copy(), self._end_ids, self._vocab_size)
+        for token in np.flatnonzero(probe.allowed()).tolist():
+            if token not in self._end_ids:
+                probe.accept(token)
+                break
         return matcher
 
     def _with_bytes(self, llguidance: Any) -> Any:
-        if self._made is None:
-            backend = getattr(self._tokenizer, "backend_tokenizer", None)
-            if backend is None:
-                raise ConfigError("needs the model's tokenizer, a fast one of transformers", field=FIELD)
-            if not self._end_ids:
-                raise ConfigError("needs a model that has a token for the end", field=FIELD)
-            self._made = llguidance.LLTokenizer(
-                backend.to_str(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
-            )
-        return self._made
+        with self._making:
+            if self._made is None:
+                backend = getattr(self._tokenizer, "backend_tokenizer", None)
+                if backend is None:
+                    raise ConfigError("needs the model's tokenizer, a fast one of transformers", field=FIELD)
+                if not self._end_ids:
+                    raise ConfigError("needs a model that has a token for the end", field=FIELD)
+                self._made = llguidance.LLTokenizer(
+                    backend.to_str(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
+                )
+            return self._made
 
 
 def _first_line(error: object) -> str:

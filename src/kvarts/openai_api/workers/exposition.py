@@ -23,8 +23,9 @@ def merged(pages: Sequence[bytes]) -> bytes:
     heads: dict[str, str] = {}
     samples: dict[str, dict[str, str]] = {}
     for page in pages:
-        for family in page.decode().split(HELP)[1:]:
-            lines = family.splitlines()
+        # Labels may contain any character except a line feed.
+        for family in f"\n{page.decode()}".split(f"\n{HELP}")[1:]:
+            lines = family.removesuffix("\n").split("\n")
             name = lines[0].split(" ", 1)[0]
             heads.setdefault(name, f"{HELP}{lines[0]}\n{lines[1]}\n")
             of_family = samples.setdefault(name, {})

@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvarts.openai_api.access import Route
+from kvarts.openai_api.bodies import parsed
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.failures import Cut
 from kvarts.openai_api.generation import SESSION_HEADERS, Exchange
@@ -47,8 +48,8 @@ ONE_ORDER = "a script counts requests in one order, and several workers have non
 class _Continued(msgspec.Struct):
     """The fields of a body that decide which worker answers it."""
 
-    session_id: Any = None
-    previous_response_id: Any = None
+    session_id: str | None = None
+    previous_response_id: str | None = None
 
 
 class Together:
@@ -135,7 +136,7 @@ class Together:
             if not exchange.request.is_relayed:
                 await self._relay(LEADER, exchange)
             return not exchange.request.is_relayed
-        if route.path == CONFIG and b'"fail"' in exchange.payload:
+        if route.path == CONFIG and "fail" in parsed(exchange.payload, dict[str, Any]):
             raise ApiError(400, ONE_ORDER, param="fail")
         async with self._changing:
             for rank in self._peers.others:
@@ -150,18 +151,18 @@ class Together:
         request, payload = exchange.request, exchange.payload
         if route.path == RESPONSE:
             return self._rank_in(request.path.removeprefix(RESPONSE))
-        name: Any = None
+        name: str | None = None
         if b"session_id" in payload or b"previous_response_id" in payload:
             try:
                 continued = msgspec.json.decode(payload, type=_Continued)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None  # any worker refuses it
-            if route.path == RESPONSE[:-1] and isinstance(continued.previous_response_id, str):
+            if route.path == RESPONSE[:-1] and continued.previous_response_id is not None:
                 return self._rank_in(continued.previous_response_id)
             name = continued.session_id
         if not name:
             name = next((told for header in SESSION_HEADERS if (told := request.header(header))), None)
-        return crc32(name.encode()) % len(self._peers) if isinstance(name, str) and name else None
+        return crc32(name.encode()) % len(self._peers) if name else None
 
     def _rank_in(self, response_id: str) -> int | None:
         rank = rank_in(response_id)
