@@ -138,7 +138,6 @@ def test_values_are_counted_alike_one_by_one_and_all_at_once(values: list[float]
     assert at_once.total == pytest.approx(one_by_one.total)
 
 
-
 def test_a_history_is_ten_minutes() -> None:
     history = LiveHistory()
     for second in range(MOST_ROWS + 50):

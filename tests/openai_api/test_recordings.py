@@ -277,3 +277,9 @@ def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
         assert path.read_bytes() == before
         assert call(mock.url, CHAT_PATH, {"messages": user("second")}).status == 200
     assert len(path.read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("messages", [True, [None], [7], {}, "x", [{"content": "b"}]])
+def test_messages_of_a_completion_are_ignored(messages: Any) -> None:
+    sent = Sent(COMPLETION_PATH, {"prompt": "a", "messages": messages}, 1)
+    assert sent.last_text == "a" and sent.digest

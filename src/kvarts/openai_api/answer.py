@@ -96,7 +96,7 @@ class Answer:
             self.outbox.mark(self)
 
     def close(self) -> None:
-        """Drop the pieces, which nobody takes any more, and accept no others."""
+        """Drop the pieces that were not taken, and refuse further ones."""
         self._is_cut = True
         self.pieces.clear()
 

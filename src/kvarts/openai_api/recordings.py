@@ -17,7 +17,7 @@ import msgspec
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
 from kvarts.files import append_whole, check_writable, read_bytes, writing
 from kvarts.limits import brief
-from kvarts.openai_api.answers import ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
+from kvarts.openai_api.answers import CHAT_PATH, ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
 from kvarts.openai_api.errors import ApiError
 
 __all__ = [
@@ -87,8 +87,8 @@ class Sent(msgspec.Struct, frozen=True):
     @property
     def last_text(self) -> str:
         """The beginning of the last message or the prompt, for readers of the file."""
-        messages = self.body.get("messages")
-        last = messages[-1].get("content") if messages else self.body.get("prompt")
+        # A completion may have messages too, which are ignored and can be anything.
+        last = self.given["messages"][-1].get("content") if self.path == CHAT_PATH else self.given.get("prompt")
         return (last if isinstance(last, str) else encode(last).decode())[:SEEN_CHARS]
 
 
