@@ -114,6 +114,7 @@ def build_engine(
     drafter: Drafter | None = None,
     holds_pages: bool = False,
     hands_over: bool = False,
+    plans_ahead: bool = False,
     step_ns: Callable[[Batch], int] | None = None,
 ) -> Engine:
     """Return an engine around `executor`.
@@ -129,8 +130,9 @@ def build_engine(
     page accounting after every step and, unless the device is shared, check every event against an independent
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
     tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
-    compute the prompts of requests or continue them; this excludes the independent ledger. `step_ns`: the expected
-    duration of a step, for `max_itl_ms`.
+    compute the prompts of requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
+    planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `step_ns`: the
+    expected duration of a step, for `max_itl_ms`.
 
     Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
     """
@@ -155,6 +157,7 @@ def build_engine(
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             at_branches=config.snapshots == "branches",
+            publishes_late=plans_ahead,
             account=lambda: cache,
         )
         readers = (*readers, auditor)
@@ -218,6 +221,7 @@ def build_engine(
         tell=tell,
         pins=pins,
         drafter=drafter,
+        plans_ahead=plans_ahead,
         step_ns=step_ns,
         settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
     )

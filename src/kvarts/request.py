@@ -88,6 +88,7 @@ class Request:
         "front_tokens",
         "furthest_computed",
         "goes_first",
+        "has_unread",
         "hit_tokens",
         "holding",
         "index",
@@ -157,6 +158,9 @@ class Request:
         """Its row in the executor's batch while it runs, if the executor needs rows, else -1."""
 
         # Written by the wheel.
+        self.has_unread = False
+        """The last of its computed tokens is one that it generated while on the wheel: where the next step is planned
+        ahead, its id is not known then."""
         self.wheel_base = 0
         self.stop_step = -1
 

@@ -17,6 +17,7 @@ from kvarts.sched.running import Running
 __all__ = ["Planned", "Preemptor", "holding_of"]
 
 DECODING: Final = RequestState.DECODING
+FINISHED: Final = RequestState.FINISHED
 
 
 class Planned:
@@ -185,7 +186,7 @@ class Preemptor:
         running, cache = self._running, self._cache
         num_used = cache.num_used
         victim = running.victim()
-        num_unused = 0
+        num_unused = num_unnamed = 0
         is_decoding = victim.state is DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
@@ -193,21 +194,27 @@ class Preemptor:
             # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
+        if running.lag and victim.has_unread and victim.num_computed % self._page_size == 0:
+            num_unnamed = 1 - num_unused
         preemption = Preemption(
             victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
         )
         self.preemptions.append(preemption)
-        self._send_back(victim, preemption, num_unused)
+        self._send_back(victim, preemption, num_unused, num_unnamed)
         return victim
 
-    def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
-        """Return `victim`, which is off the wheel, to the waiting queue."""
+    def _send_back(
+        self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0
+    ) -> None:
+        """Return `victim`, which is off the wheel, to the waiting queue, unless it has ended."""
         if self._tell is not None:
             self._tell(preemption)
         holding = holding_of(victim)
-        self._running.release(victim, num_unused)
+        self._running.release(victim, num_unused, num_unnamed)
+        if victim.state is FINISHED:
+            return
         if self._tiers is not None:
-            self._tiers.preempted(victim.content, victim.num_computed // self._page_size, holding)
+            self._tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, holding)
         victim.become(RequestState.PREEMPTED)
         victim.num_preemptions += 1
         victim.num_computed = 0

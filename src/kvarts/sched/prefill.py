@@ -234,20 +234,23 @@ class Prefill:
         return ended
 
     def publish_filled(self, num_steps: int) -> None:
-        """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them."""
-        wheel, cache, batch = self._running.wheel, self._cache, self._batch
+        """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them.
+
+        Where a step is planned ahead, these are as many steps from the last one on.
+        """
+        wheel, cache, batch, lag = self._running.wheel, self._cache, self._batch, self._running.lag
         if cache.follows_decodes:
             assert num_steps == 1, "the cache does what a leap fills"
             cache.publish_due()
             return
-        filling = wheel.completing_page(num_steps)
+        filling = wheel.completing_page(num_steps, lag)
         if batch is not None and filling:
             # The token computed in this step is the one sampled in the step before.
             batch.append_all_sampled(filling, [wheel.num_computed(request) + 1 for request in filling], wheel.step)
         for request in filling:
             if request.own is not None:
                 continue
-            num_computed = wheel.num_computed(request) + num_steps
+            num_computed = wheel.num_computed(request) + num_steps - lag
             holding = request.holding
             assert holding is not None
             cache.publish(holding, num_computed)

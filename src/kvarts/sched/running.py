@@ -14,6 +14,7 @@ __all__ = ["Running", "RunningOrder"]
 
 PREFILLING: Final = RequestState.PREFILLING
 DECODING: Final = RequestState.DECODING
+FINISHED: Final = RequestState.FINISHED
 
 
 class RunningOrder:
@@ -97,6 +98,8 @@ class Running(RunningOrder):
         "_page_size",
         "batch",
         "chunked",
+        "ended",
+        "lag",
         "num_admitted",
         "num_left",
         "num_sharing",
@@ -104,7 +107,9 @@ class Running(RunningOrder):
         "wheel",
     )
 
-    def __init__(self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
+    def __init__(
+        self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None, *, plans_ahead: bool = False
+    ) -> None:
         super().__init__()
         self._cache = cache
         self._page_size = wheel.page_size
@@ -117,6 +122,12 @@ class Running(RunningOrder):
         """Requests off the wheel that have known tokens to compute after the last step, in order of admission."""
         self.num_left = 0
         """The number of times a request has released its pages."""
+        self.lag = int(plans_ahead and not cache.settles)
+        """1 where a page is findable a step after a decode has filled it: the id of its last token is not known when
+        the next step is planned."""
+        self.ended: list[Request] = []
+        """Requests that have generated their last token, and keep their place and pages until the next step is
+        planned."""
         self.stalled: list[Request] = []
         """Decodes off the wheel, admitted after a chunked request, that get no tokens until its prefill is complete."""
         self.num_sharing = 0
@@ -143,6 +154,7 @@ class Running(RunningOrder):
         if hit_tokens > request.largest_hit_tokens:
             request.largest_hit_tokens = hit_tokens
         request.num_admissions += 1
+        request.has_unread = False
         if self.batch is not None:
             self.batch.enter(request)
 
@@ -170,7 +182,7 @@ class Running(RunningOrder):
                 self.wheel.leave(request)
             if self.shares(request):
                 self.num_sharing -= 1
-        else:
+        elif request.state is not FINISHED:
             self.chunked.remove(request)
 
     def has_decodes_after(self, admission: int) -> bool:
@@ -196,6 +208,10 @@ class Running(RunningOrder):
                 batch.stop_decoding(request)
             assert request.holding is not None
             self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+            if self.lag and request.has_unread:
+                # Before its next turn all its tokens are known.
+                self._cache.publish(request.holding, request.num_computed)
+                request.has_unread = False
             request.become(PREFILLING)
             self.chunked.append(request)
         self.chunked.sort(key=lambda request: request.admission)
@@ -206,10 +222,19 @@ class Running(RunningOrder):
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
-    def release(self, request: Request, num_unused: int = 0) -> None:
+    def keep(self, request: Request) -> None:
+        """Let `request`, which is off the wheel and has generated its last token, keep its place and pages for now."""
+        if request.state is DECODING:
+            assert request.holding is not None
+            self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+        self._count_recomputed(request)
+        self.ended.append(request)
+
+    def release(self, request: Request, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Release all pages of `request`, which is off the wheel; its computed pages stay cached.
 
-        `num_unused`: pages beyond its computed tokens.
+        `num_unused`: pages beyond its computed tokens. `num_unnamed`: full pages that cannot be found, because not all
+        of their tokens are known yet.
         """
         page_size, batch = self._page_size, self.batch
         holding = request.holding
@@ -229,7 +254,7 @@ class Running(RunningOrder):
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
-        self._cache.close(holding, num_computed // page_size, num_pages)
+        self._cache.close(holding, num_computed // page_size - num_unnamed, num_pages)
         self.num_left += 1
         request.holding = None
         self.part(request)
@@ -240,6 +265,11 @@ class Running(RunningOrder):
         """Remove `request`, which is off the wheel, from the running requests; it keeps its pages."""
         self.remove(request)
         request.admission = request.seniority = -1
+        if request.state is not FINISHED:  # else that was done when it ended
+            self._count_recomputed(request)
+
+    def _count_recomputed(self, request: Request) -> None:
+        """Count the tokens that `request` has computed again since it was admitted last."""
         if request.furthest_computed:
             recomputed = min(request.num_computed, request.furthest_computed) - request.hit_tokens
             if recomputed > 0:
@@ -264,6 +294,8 @@ class Running(RunningOrder):
         held = []
         for request in self:
             expected = PREFILLING if request in self.chunked else DECODING
+            if request in self.ended:
+                expected = FINISHED
             assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
             if request.own is not None:
                 continue

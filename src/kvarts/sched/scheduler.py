@@ -66,7 +66,9 @@ class Scheduler:
     `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
     then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
     page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
-    step, for `max_itl_ms` of the config. `tell` receives page and request events.
+    step, for `max_itl_ms` of the config. `plans_ahead`: the next step is planned while one runs, as by vLLM's
+    asynchronous scheduling. So a request that ends keeps its place and its pages until the next step is planned, and a
+    page that a decode fills can be found one step later. `tell` receives page and request events.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Scheduler:
         drafter: Drafter | None = None,
         settle_places: tuple[int, ...] = (),
         step_ns: StepNs | None = None,
+        plans_ahead: bool = False,
     ) -> None:
+        assert not plans_ahead or batch is None, "rows and tokens are those of the last step"
         self.config = config
         self.pins = pins
         """Pages that are kept in use without a request, or None."""
@@ -95,7 +99,10 @@ class Scheduler:
         self.waiting = waiting
         self.waiting_with_pages: deque[Request] = deque()
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
-        self.running = Running(cache, self.wheel, batch)
+        self.running = Running(cache, self.wheel, batch, plans_ahead=plans_ahead)
+        self._plans_ahead = plans_ahead
+        self.has_released = False
+        """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
         self.handoffs = handoffs
         if handoffs is not None:
@@ -238,7 +245,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
-        if self.running.num_running or self.waiting.num_waiting or self.waiting_with_pages:
+        return self.running.num_running > 0 or self._has_others
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether a request waits or loads, or is in the hands of another engine."""
+        if self.waiting.num_waiting or self.waiting_with_pages:
             return True
         if self.handoffs is not None and self.handoffs.has_any:
             return True
@@ -341,6 +353,8 @@ class Scheduler:
         if loads is not None:
             loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
         self.cache.look(self.mark)
+        if self._plans_ahead:
+            self._release_ended()
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self.handoffs is not None:
             num_joined, tokens_joined = self.handoffs.take_joined()
@@ -396,6 +410,8 @@ class Scheduler:
             else:
                 finished += completed
             self._finish_all(completed, end_ns)
+        if self.running.ended or self.has_released:
+            self._end_ahead()
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
         if finished:
@@ -414,6 +430,8 @@ class Scheduler:
         `holds_until_ns` returns.
         """
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
+            return 0
+        if self.running.ended:
             return 0
         if self.loads is not None and self.loads.fronts:
             return 0
@@ -448,6 +466,8 @@ class Scheduler:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
         finished = self._end_decodes(num_steps, end_ns, NONE)
         self._finish_all(finished, end_ns)
+        if self.running.ended:
+            self._end_ahead()
         return finished
 
     def _end_decodes(self, num_steps: int, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
@@ -748,12 +768,36 @@ class Scheduler:
     def _finish(self, request: Request, end_ns: int) -> None:
         """Finish `request`, which is off the wheel and has generated its last token."""
         request.last_token_ns = end_ns
+        assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
+        if self._plans_ahead and request.own is None:
+            self.running.keep(request)
+            request.state = FINISHED
+            return
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
-        assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = FINISHED
         if request.num_preemptions:
+            self._end_below(request)
+
+    def _end_ahead(self) -> None:
+        """End a step after which the next one is planned already: release what ended if that one plans nothing."""
+        self.blocked = NOT_BLOCKED
+        self.has_released = False
+        running = self.running
+        if running.num_running == len(running.ended) and not self._has_others:
+            self._release_ended()
+            self.has_released = False
+
+    def _release_ended(self) -> None:
+        """Release the places and pages of requests that ended before the step that was just planned."""
+        ended, self.running.ended = self.running.ended, []
+        self.has_released = bool(ended)
+        for request in ended:
+            if self._tell is not None:
+                self._tell(Finished(request.index, request.content))
+            if request.holding is not None:  # else it was preempted since
+                self.running.release(request)
             self._end_below(request)
 
     def _end_below(self, request: Request) -> None:
