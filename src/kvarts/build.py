@@ -157,7 +157,7 @@ def build_engine(
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             at_branches=config.snapshots == "branches",
-            publishes_late=plans_ahead,
+            plans_ahead=plans_ahead,
             account=lambda: cache,
         )
         readers = (*readers, auditor)

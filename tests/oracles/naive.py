@@ -44,6 +44,11 @@ class NaiveRequest:
     cancelled: bool = False
     seniority: int = 0
     cancelled_prompt_tokens: int = 0  # prompt tokens computed that were never in its pages before
+    read: int = 0  # tokens whose values the plan of a step knows
+
+    @property
+    def has_ended(self) -> bool:
+        return self.made == self.num_output
 
     @property
     def known(self) -> int:
@@ -119,7 +124,14 @@ class NaiveEngine:
         choose_head: HeadFn = first,
         long_prefill_token_threshold: int = 0,
         watermark: float = 0.0,
+        plans_ahead: bool = False,
     ) -> None:
+        # The plan of a step is made when the step before it starts: it knows neither the tokens of that one, except
+        # how many there are, nor who arrived during it.
+        self.joins_late = plans_ahead
+        self.plans_ahead = plans_ahead and profile == "default"
+        self.pending: list[NaiveRequest] = []
+        self.is_idle = True  # no step runs while the next one is planned
         self.choose_head = choose_head
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.watermark = watermark
@@ -198,9 +210,11 @@ class NaiveEngine:
         request.computed_first += max(0, upto - start)
         request.cancelled_prompt_tokens += max(0, min(upto, len(request.tokens)) - start)
         request.furthest = max(request.furthest, upto)
-        first_new = request.computed // self.page_size
         request.computed = upto
-        for index in range(first_new, upto // self.page_size):
+        self.name_pages(request, min(upto, request.read) if self.plans_ahead else upto)
+
+    def name_pages(self, request: NaiveRequest, num_tokens: int) -> None:
+        for index in range(num_tokens // self.page_size):
             page = request.pages[index]
             if page.name is None:
                 page.name = self.name_of(request, index)
@@ -216,6 +230,13 @@ class NaiveEngine:
             request.rejected = True
             self.finished.append(request)
             return
+        if self.joins_late and not self.is_idle:
+            self.pending.append(request)
+        else:
+            self.add(request)
+
+    def add(self, request: NaiveRequest) -> None:
+        request.read = request.known
         self.waiting.append(request)
         if self.profile == "default":
             self.waiting.sort(key=lambda r: -r.priority)  # stable: arrival order within a priority
@@ -223,16 +244,23 @@ class NaiveEngine:
     def cancel(self, request: NaiveRequest) -> None:
         """Between steps."""
         request.cancelled = True
-        if request in self.running:
+        if request in self.pending:
+            self.pending.remove(request)
+        elif self.plans_ahead and request.has_ended and request in self.running:
+            pass  # it leaves as it would have
+        elif request in self.running:
             self.running.remove(request)
             self.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        self.is_idle = self.is_idle or not (self.running or self.waiting)
 
     def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
         self.preempted.append((victim.seq, asker.seq, victim.computed))
         self.running.remove(victim)
         self.release(victim)
+        if self.plans_ahead and victim.has_ended:
+            return  # and does not come back
         victim.computed = 0
         victim.preemptions += 1
         self.waiting.insert(0, victim)
@@ -284,7 +312,7 @@ class NaiveEngine:
     # A step -----------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.pending)
 
     # What an engine with tiers below does besides.
 
@@ -345,6 +373,8 @@ class NaiveEngine:
 
     def step(self, now_ns: int) -> int:
         """Runs one step that starts at `now_ns`; returns when it ends."""
+        if self.is_idle or not (self.running or self.waiting):
+            self.add_pending()
         self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
         is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
@@ -355,7 +385,7 @@ class NaiveEngine:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request not in self.running:
+            if request not in self.running or (self.plans_ahead and request.has_ended):
                 continue
             want = min(request.known - request.computed, budget, self.most_tokens)
             if want == 0:
@@ -366,6 +396,8 @@ class NaiveEngine:
                 victim = self.victim()
                 if victim.seq in took:
                     budget += took.pop(victim.seq)[1]
+                    if self.plans_ahead:
+                        self.name_pages(victim, min(victim.computed, victim.read))  # it had its turn
                 self.preempt(victim, request, now_ns)
                 num_preempted += 1
                 if victim is request:
@@ -401,11 +433,13 @@ class NaiveEngine:
             budget -= self.enter(head, before[head.seq], budget, now_ns)
         self.plan_stores()
         mark = self.higher(mark)
+        has_released = self.plans_ahead and self.read_results(before)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
         num_preempted += self.take_given()
-        if budget == self.max_num_batched_tokens and not num_preempted:
-            return self.pause_until()
+        self.is_idle = budget == self.max_num_batched_tokens and not num_preempted
+        if self.is_idle:
+            return now_ns if has_released else self.pause_until()
         batch = Batch([], [])
         for request in [*self.running, *self.loading_with_front()]:
             if request.seq not in before:
@@ -425,9 +459,12 @@ class NaiveEngine:
                     request.first_token_ns = end_ns
                 if request.made == request.num_output:
                     request.last_token_ns = end_ns
-                    self.running.remove(request)
-                    self.release(request)
+                    if not self.plans_ahead:
+                        self.running.remove(request)
+                        self.release(request)
                     self.finished.append(request)
+        if self.plans_ahead and not (self.waiting or self.pending) and all(each.has_ended for each in self.running):
+            self.release_ended()  # else when the next plan is made
         self.steps.append(
             NaiveStep(
                 now_ns,
@@ -440,7 +477,31 @@ class NaiveEngine:
                 not self.has_work(),
             )
         )
+        self.add_pending()  # the next plan is made now
+        self.is_idle = not (self.running or self.waiting)
         return end_ns
+
+    def add_pending(self) -> None:
+        for request in self.pending:
+            self.add(request)
+        self.pending = []
+
+    def read_results(self, computing: dict[int, int]) -> bool:
+        """What the step before has sampled, and who ended with it, is known now that the plan is made."""
+        for request in self.running:
+            if request.seq not in computing:
+                self.name_pages(request, request.computed)
+        for request in [*self.running, *self.waiting]:
+            request.read = request.known
+        return self.release_ended()
+
+    def release_ended(self) -> bool:
+        ended = [request for request in self.running if request.has_ended]
+        for request in ended:
+            self.name_pages(request, request.computed)
+            self.running.remove(request)
+            self.release(request)
+        return bool(ended)
 
 
 def polynomial_ns(batch: Batch, engine: NaiveEngine) -> int:

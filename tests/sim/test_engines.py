@@ -21,7 +21,8 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.workload import UniformLength, Workload
 
 from builders.case import Case, cases
-from builders.laws import assert_fast_as_slow
+from builders.laws import assert_as_in_naive, assert_fast_as_slow
+from builders.outcome import run_kvarts
 from builders.rooms import ROUTERS
 
 STEP_NS = 10_000_000
@@ -35,6 +36,14 @@ WORKLOAD = Workload(
 MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 
 # Planning ahead -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.laws
+@given(cases(limits=True) | cases(cancels=True))
+def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case) -> None:
+    """L4, L7, L8, where the next step is planned while one runs."""
+    requests, naive_engines = case.naive(plans_ahead=True)
+    assert_as_in_naive(case, run_kvarts(case, async_scheduling=True), requests, naive_engines)
 
 
 @pytest.mark.laws

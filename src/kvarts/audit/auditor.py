@@ -78,7 +78,8 @@ class Auditor:
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
     the eviction order is known; under any other order, the evicted part is taken from the events and checked.
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
-    leave others. `account`: returns the engine's account of its memory; if given, `observe` compares it with the ledger
+    leave others. `plans_ahead`: a step is planned while the one before it runs, so that what ended keeps its parts until
+    then, and a whole page that a decode fills is published a step later. `account`: returns the engine's account of its memory; if given, `observe` compares it with the ledger
     and raises AuditError. Nothing is repaired.
     """
 
@@ -96,6 +97,7 @@ class Auditor:
         is_lru: bool = True,
         full_prompt_hits: bool = False,
         at_branches: bool = False,
+        plans_ahead: bool = False,
         account: Callable[[], Account] | None = None,
     ) -> None:
         self._account = account
@@ -139,6 +141,10 @@ class Auditor:
         self._decoding: dict[int, None] = {}
         """In admission order."""
         self._completing: list[int] = []
+        self._plans_ahead = plans_ahead
+        self._lags = int(plans_ahead and not groups)
+        self._ended: list[int] = []
+        """Requests that have generated their last token and keep their parts, if steps are planned ahead."""
         self._takers: list[int] = []
         """Decodes that still need parts for a page in this step."""
         self._is_served = self._is_settled = True
@@ -224,7 +230,9 @@ class Auditor:
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
-                known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups))
+                known = KnownRequest(
+                    event.content, event.num_prompt_tokens, event.max_tokens, len(self.ledger.groups)
+                )
                 self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():
                 self._pass_steps(event.step - 1)
@@ -247,6 +255,9 @@ class Auditor:
             case DraftJudged():
                 self._held.judge(self._requests[event.request], event)
             case Finished():
+                if self._plans_ahead:
+                    self._settle()
+                    self._look()
                 self._finish(event.request)
             case Cancelled():
                 self._cancel(event.request)
@@ -466,14 +477,15 @@ class Auditor:
         for request in self._decoding:
             known = self._requests[request]
             known.began = known.computed
+            if (known.computed + 1 - self._lags) % self._page_size == 0:
+                filled.append(known)
             known.computed += 1
             known.known += 1
-            if known.computed % self._page_size == 0:
-                filled.append(known)
+            known.is_unread = True
         # Requests that fill a page publish it in order of computed tokens, most first, then of admission.
         filled.sort(key=lambda known: (-known.computed, known.admission))
         for known in filled:
-            self._held.name(known)
+            self._held.name(known, num_unread=self._lags)
 
     def _end_step(self) -> None:
         for request in self._completing:
@@ -481,6 +493,10 @@ class Auditor:
                 self._requests[request].known += 1
                 self._decoding[request] = None
         self._completing = []
+        if self._plans_ahead:
+            for request in [one for one in self._decoding if self._requests[one].known == self._requests[one].last]:
+                del self._decoding[request]
+                self._ended.append(request)
         self._has_ended = True
 
     def _look(self) -> None:
@@ -563,6 +579,7 @@ class Auditor:
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
         known.computed = known.began = event.start
+        known.is_unread = False
         is_end = event.end == event.num_known_tokens
         page_end = event.end // size * size
         if known.computed < known.branch <= event.end:
@@ -595,8 +612,8 @@ class Auditor:
         if not self._has_ended:
             return
         self._has_ended = False
-        for known in self._requests.values():
-            if known.is_running:
+        for request, known in self._requests.items():
+            if known.is_running and request not in self._ended:
                 self._held.look_at(known)
 
     def _preempt(self, event: Preemption) -> None:
@@ -611,7 +628,8 @@ class Auditor:
             self._find(f"request {event.victim} gave way to {asked}")
         if event.num_computed_tokens != known.computed:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
-        self._close(event.victim, known)
+        has_turn = event.victim in self._takers or event.victim in self._ended
+        self._close(event.victim, known, num_unread=self._lags and known.is_unread and has_turn)
         known.computed = 0
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
@@ -622,10 +640,15 @@ class Auditor:
         """Take what was admitted after `known` off the decodes: chunks follow."""
         for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
             del self._decoding[request]
+            if self._lags:
+                self._held.name(self._requests[request])
+                self._requests[request].is_unread = False
 
     def _finish(self, request: int) -> None:
         known = self._requests.pop(request)
-        if request not in self._decoding:
+        if request in self._ended:
+            self._ended.remove(request)
+        elif request not in self._decoding:
             self._find(f"finished with {known.computed} of {known.known} known tokens computed", request)
         self._close(request, known)
 
@@ -639,11 +662,11 @@ class Auditor:
         if self._below.cancel(request):
             self._holders.pop(known.content.owner, None)
         else:
-            self._close(request, known)
+            self._close(request, known, num_unread=self._lags and known.is_unread)
 
-    def _close(self, request: int, known: KnownRequest) -> None:
+    def _close(self, request: int, known: KnownRequest, *, num_unread: int = 0) -> None:
         self._decoding.pop(request, None)
-        self._held.close(known)
+        self._held.close(known, num_unread=num_unread)
         if request not in self._requests:
             self._holders.pop(known.content.owner, None)
 

@@ -22,7 +22,8 @@ class KnownRequest:
     step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
     each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
     are loaded; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when
-    its load has ended.
+    its load has ended. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
+    ends.
     """
 
     __slots__ = (
@@ -36,7 +37,9 @@ class KnownRequest:
         "front",
         "is_cancelled",
         "is_running",
+        "is_unread",
         "known",
+        "last",
         "load",
         "num_named",
         "num_taken",
@@ -45,13 +48,14 @@ class KnownRequest:
         "states",
     )
 
-    def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int) -> None:
+    def __init__(self, content: Content, num_prompt_tokens: int, max_tokens: int, num_groups: int) -> None:
         self.content = content
         self.known = num_prompt_tokens
+        self.last = num_prompt_tokens + max_tokens
         self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, LedgerPart] = {}
-        self.is_running = False
+        self.is_running = self.is_unread = False
         self.admission = self.awaited = self.front = -1
         self.branch = 0
         self.load: range | None = None
@@ -124,10 +128,13 @@ class RequestParts:
             self._found.add(what, known.content.owner, page)
         return part
 
-    def name(self, known: KnownRequest, num_pages: int | None = None) -> None:
-        """Publish parts of the first `num_pages` pages; by default, of the full pages that may be published."""
+    def name(self, known: KnownRequest, num_pages: int | None = None, *, num_unread: int = 0) -> None:
+        """Publish parts of the first `num_pages` pages; by default, of the full pages that may be published.
+
+        `num_unread`: computed tokens of which the ids are not known yet.
+        """
         if num_pages is None:
-            num_pages = known.computed // self._page_size
+            num_pages = (known.computed - num_unread) // self._page_size
             if not self._names_private:
                 num_pages = min(num_pages, known.content.num_known_pages)
         if num_pages <= known.num_named:
@@ -198,9 +205,12 @@ class RequestParts:
         known.num_taken = min(known.num_taken, num_pages)
         self.name(known)
 
-    def close(self, known: KnownRequest) -> None:
-        """Release all parts of a request, group by group: the state, then pages from the last to the first."""
-        self.name(known, known.computed // self._page_size)
+    def close(self, known: KnownRequest, *, num_unread: int = 0) -> None:
+        """Release all parts of a request, group by group: the state, then pages from the last to the first.
+
+        `num_unread`: as for `name`.
+        """
+        self.name(known, (known.computed - num_unread) // self._page_size)
         self._keep_tails(known)
         for index, parts in enumerate(known.parts):
             if index in known.states:

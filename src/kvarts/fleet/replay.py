@@ -243,6 +243,7 @@ def open_worker(
         prefill=prefill_cost(config),
         audit=config.audit,
         hands_over=True,
+        plans_ahead=config.async_scheduling and config.profile == "default",
         step_ns=cost.step_ns,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)

@@ -186,7 +186,7 @@ class Preemptor:
         running, cache = self._running, self._cache
         num_used = cache.num_used
         victim = running.victim()
-        num_unused = num_unnamed = 0
+        num_unused = 0
         is_decoding = victim.state is DECODING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
@@ -194,8 +194,7 @@ class Preemptor:
             # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
-        if running.lag and victim.has_unread and victim.num_computed % self._page_size == 0:
-            num_unnamed = 1 - num_unused
+        num_unnamed = 0 if num_unused else running.num_unnamed(victim)  # else it has had its turn
         preemption = Preemption(
             victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
         )

@@ -230,6 +230,10 @@ class Running(RunningOrder):
         self._count_recomputed(request)
         self.ended.append(request)
 
+    def num_unnamed(self, request: Request) -> int:
+        """Return how many full pages of `request`, which is off the wheel, cannot be found yet, as `release` asks."""
+        return self.lag if request.has_unread and request.num_computed % self._page_size == 0 else 0
+
     def release(self, request: Request, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Release all pages of `request`, which is off the wheel; its computed pages stay cached.
 

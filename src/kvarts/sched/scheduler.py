@@ -209,7 +209,7 @@ class Scheduler:
         """
         if request.state in RUNNING:
             self.running.leave(request)
-            self.running.release(request)
+            self.running.release(request, num_unnamed=self.running.num_unnamed(request))
             request.become(RequestState.CANCELLED)
         elif self.handoffs is not None and self.handoffs.has_pages_of(request):
             self.handoffs.give_up(request)
