@@ -174,13 +174,13 @@ def draw_workload(row: str, seed: int) -> Workload:
     )
     if row.startswith("async"):
         workload.is_async = True
-    if row in ("priority", "groups", "limited", "async-priority"):
+    if row in ("priority", "groups", "limited", "async-priority", "async-limited"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
-    if row in ("long-prefill", "limited"):
+    if row in ("long-prefill", "limited", "async-limited"):
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
-    if row in ("watermark", "limited"):
+    if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
     if row in ("groups", "limited"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
@@ -205,6 +205,7 @@ ROWS = {
     "limited": "a threshold and a watermark, several windows and chunks, three priorities",
     "async": "asynchronous scheduling",
     "async-priority": "asynchronous scheduling, three priorities",
+    "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
 
 

@@ -159,8 +159,8 @@ class Request:
 
         # Written by the wheel.
         self.has_unread = False
-        """The last of its computed tokens is one that it generated while on the wheel: where the next step is planned
-        ahead, its id is not known then."""
+        """It computed a token last whose id was not known when that step was planned, as the next step is planned while
+        one runs. Not up to date while it is on the wheel."""
         self.wheel_base = 0
         self.stop_step = -1
 

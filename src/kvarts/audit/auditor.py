@@ -143,6 +143,8 @@ class Auditor:
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
         self._lags = int(plans_ahead and not groups)
+        self._stalled: list[KnownRequest] = []
+        """Those that have computed nothing in this step, and the step before as decodes, if pages are published late."""
         self._ended: list[int] = []
         """Requests that have generated their last token and keep their parts, if steps are planned ahead."""
         self._takers: list[int] = []
@@ -243,6 +245,7 @@ class Auditor:
                 if self._found.step < event.step:
                     self._begin(event.step)
                 self._settle()
+                self._name_stalled()
                 self._check_step(event)
             case StepEnded():
                 self._pass_steps(event.step)
@@ -257,6 +260,7 @@ class Auditor:
             case Finished():
                 if self._plans_ahead:
                     self._settle()
+                    self._name_stalled()
                     self._look()
                 self._finish(event.request)
             case Cancelled():
@@ -328,6 +332,8 @@ class Auditor:
     def _hear_stored(self, event: PagesStored) -> None:
         if not self.ledger.happened:
             self._settle()
+        if not self.ledger.happened:
+            self._name_stalled()
         content, start = event.content, event.start_page
         if start:
             before = self._digest(content, start - 1)
@@ -487,6 +493,14 @@ class Auditor:
         for known in filled:
             self._held.name(known, num_unread=self._lags)
 
+    def _name_stalled(self) -> None:
+        """Publish the pages that stalled requests had filled, at the end of the plan: their tokens are known then."""
+        stalled, self._stalled = self._stalled, []
+        for known in stalled:
+            known.is_unread = False
+            if known.is_running:
+                self._held.name(known)
+
     def _end_step(self) -> None:
         for request in self._completing:
             if request in self._requests:
@@ -579,14 +593,16 @@ class Auditor:
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
         known.computed = known.began = event.start
-        known.is_unread = False
+        known.is_unread = known in self._stalled
+        if known.is_unread:
+            self._stalled.remove(known)
         is_end = event.end == event.num_known_tokens
         page_end = event.end // size * size
         if known.computed < known.branch <= event.end:
             self._held.grow(known, known.branch, is_end=True)
         if is_end and self._has_states and known.computed < page_end < event.end:
             self._held.grow(known, page_end, is_end=True)
-        self._held.grow(known, event.end, is_end=is_end)
+        self._held.grow(known, event.end, is_end=is_end, num_unread=int(known.is_unread))
         if is_end:
             self._completing.append(event.request)
 
@@ -628,8 +644,8 @@ class Auditor:
             self._find(f"request {event.victim} gave way to {asked}")
         if event.num_computed_tokens != known.computed:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
-        has_turn = event.victim in self._takers or event.victim in self._ended
-        self._close(event.victim, known, num_unread=self._lags and known.is_unread and has_turn)
+        had_turn = known.admission < self._requests[event.asker].admission and event.victim not in self._ended
+        self._close(event.victim, known, num_unread=self._lags and known.is_unread and not had_turn)
         known.computed = 0
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
@@ -641,8 +657,7 @@ class Auditor:
         for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
             del self._decoding[request]
             if self._lags:
-                self._held.name(self._requests[request])
-                self._requests[request].is_unread = False
+                self._stalled.append(self._requests[request])
 
     def _finish(self, request: int) -> None:
         known = self._requests.pop(request)

@@ -92,14 +92,14 @@ class RequestParts:
                 known.parts[index][page] = part
         known.num_named = known.num_taken = num_pages
 
-    def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool) -> None:
+    def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool, num_unread: int = 0) -> None:
         """Take the parts that tokens up to `num_tokens` need, and publish filled ones.
 
-        `is_end`: all known tokens are then computed.
+        `is_end`: all known tokens are then computed. `num_unread`: as for `name`.
         """
         self.take_pages(known, num_tokens)
         known.computed = num_tokens
-        self.name(known)
+        self.name(known, num_unread=num_unread)
         if is_end:
             self._keep_tails(known)
             if num_tokens % self._page_size == 0:

@@ -194,7 +194,9 @@ class Preemptor:
             # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
-        num_unnamed = 0 if num_unused else running.num_unnamed(victim)  # else it has had its turn
+        # At its turn in the step, what it has filled before becomes findable. One that has ended has no turn.
+        had_turn = victim.admission < asker.admission and victim.state is not FINISHED
+        num_unnamed = 0 if had_turn else running.num_unnamed(victim)
         preemption = Preemption(
             victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
         )

@@ -267,6 +267,7 @@ class Prefill:
 
     def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
+        running = self._running
         start = request.num_computed
         end = request.num_computed = start + num_tokens
         if self._tell is not None:
@@ -277,10 +278,16 @@ class Prefill:
         else:
             holding = request.holding
             assert holding is not None
-            self._cache.extend(holding, end, is_end=end == num_known)
+            if running.taken_off and request in running.taken_off:  # as on the wheel
+                running.taken_off.remove(request)
+                request.has_unread = True
+                if start % self._page_size == 0:
+                    self._cache.take_page(holding, start // self._page_size)
+                self._cache.publish(holding, start)
+            else:
+                self._cache.extend(holding, end, is_end=end == num_known)
             if self._loads is not None:
                 self._note_full(request, holding, start, end)
-        running = self._running
         if end == num_known:
             self.completing.append(request)
             if start and request in running.chunked:

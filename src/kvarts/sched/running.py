@@ -104,6 +104,7 @@ class Running(RunningOrder):
         "num_left",
         "num_sharing",
         "stalled",
+        "taken_off",
         "wheel",
     )
 
@@ -125,6 +126,8 @@ class Running(RunningOrder):
         self.lag = int(plans_ahead and not cache.settles)
         """1 where a page is findable a step after a decode has filled it: the id of its last token is not known when
         the next step is planned."""
+        self.taken_off: list[Request] = []
+        """Decodes that were stalled in the step being planned and compute nothing in it so far, if there is a lag."""
         self.ended: list[Request] = []
         """Requests that have generated their last token, and keep their place and pages until the next step is
         planned."""
@@ -208,12 +211,10 @@ class Running(RunningOrder):
                 batch.stop_decoding(request)
             assert request.holding is not None
             self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
-            if self.lag and request.has_unread:
-                # Before its next turn all its tokens are known.
-                self._cache.publish(request.holding, request.num_computed)
-                request.has_unread = False
             request.become(PREFILLING)
             self.chunked.append(request)
+            if self.lag:
+                self.taken_off.append(request)
         self.chunked.sort(key=lambda request: request.admission)
 
     def shares(self, request: Request) -> bool:
@@ -222,11 +223,20 @@ class Running(RunningOrder):
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
+    def publish_read(self) -> None:
+        """End the plan of a step: make findable the pages that requests have filled which compute nothing in it."""
+        for request in self.taken_off:
+            if request.has_unread and request.admission >= 0:
+                request.has_unread = False
+                if request.num_computed % self._page_size == 0:
+                    assert request.holding is not None
+                    self._cache.publish(request.holding, request.num_computed)
+        self.taken_off = []
+
     def keep(self, request: Request) -> None:
         """Let `request`, which is off the wheel and has generated its last token, keep its place and pages for now."""
-        if request.state is DECODING:
-            assert request.holding is not None
-            self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+        assert request.holding is not None
+        self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
         self._count_recomputed(request)
         self.ended.append(request)
 

@@ -354,6 +354,8 @@ class Scheduler:
             loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
         self.cache.look(self.mark)
         if self._plans_ahead:
+            if self.running.taken_off:
+                self.running.publish_read()
             self._release_ended()
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self.handoffs is not None:

@@ -89,7 +89,8 @@ class DecodeWheel:
         else:
             self._leave_bounded(request, request.own)
         num_steps = base + self.step - request.num_computed
-        request.has_unread = num_steps > 0
+        if num_steps:
+            request.has_unread = True
         request.num_computed += num_steps
         request.num_output_tokens += num_steps
         request.stop_step = -1
