@@ -119,9 +119,10 @@ class Replica:
 
     def join(self, now_ns: int) -> bool:
         """Queue the requests that join the step planned at `now_ns`; return whether others wait for the next one."""
+        plans_late, self._plans_late = self._plans_late, False
         if self._joining is None or not self._joining.num_requests:
             return False
-        if self._plans_late or self._is_idle:
+        if plans_late or self._is_idle:
             for request in self._joining.take_all():
                 self.engine.submit(request, now_ns)
             return False
@@ -146,7 +147,6 @@ class Replica:
         self._is_under_way = True
         engine, tiers = self.engine, self._tiers
         others_join = self.join(now_ns)
-        self._plans_late = False
         if tiers is not None and tiers.advance_to(now_ns):
             self.scheduler.blocked = Blocked.NOT
             if not engine.has_work:
@@ -162,14 +162,19 @@ class Replica:
                 if waiting.num_waiting and (holds_until_ns := waiting.holds_until_ns(now_ns)) < until_ns:
                     until_ns = holds_until_ns
                 return self._leap(now_ns, until_ns, num_steps)
-        if engine.prepare(now_ns):
+        if self.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
-        self._plans_late = True
-        if self.scheduler.has_released:
-            return self._pause(now_ns)
         # Requests that join need not wait: no step is under way.
-        return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
+        waits = engine.has_work and not others_join and not self.scheduler.has_released
+        return self._pause(self._next_ns(now_ns) if waits else now_ns)
+
+    def prepare(self, now_ns: int) -> bool:
+        """Plan the step that starts at `now_ns`; return whether it has any work."""
+        if self.engine.prepare(now_ns):
+            return True
+        self._plans_late = True
+        return False
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
