@@ -233,7 +233,7 @@ class Auditor:
                 self._with_own_pages.add(event.request)
             case Arrived():
                 known = KnownRequest(
-                    event.content, event.num_prompt_tokens, event.max_tokens, len(self.ledger.groups)
+                    event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens
                 )
                 self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():

@@ -48,7 +48,7 @@ class KnownRequest:
         "states",
     )
 
-    def __init__(self, content: Content, num_prompt_tokens: int, max_tokens: int, num_groups: int) -> None:
+    def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int, max_tokens: int = 0) -> None:
         self.content = content
         self.known = num_prompt_tokens
         self.last = num_prompt_tokens + max_tokens
