@@ -58,6 +58,8 @@ from vllm_setup import cache_config, model_config
 
 STEP_NS = 1_000_000
 NEVER = 1 << 62
+STOP = 99
+"""The token that ends requests that stop."""
 MAX_MODEL_LEN = 262_144
 FULL: tuple[str, int | None] = ("full", None)
 
@@ -69,12 +71,15 @@ class Ask(msgspec.Struct):
     prompt: list[int]
     output: list[int]
     priority: int = 0
+    stops: bool = False
+    """Whether its last token is one that ends it; else it ends as that is the last one it may generate."""
 
 
 class TracedAsk:
     """A request of a trace, whose tokens are spelled out when it arrives. No other has the tokens that it generates."""
 
     priority = 0
+    stops = False
 
     def __init__(self, trace: Trace, row: TraceRequest, index: int) -> None:
         self.step = NEVER
@@ -174,6 +179,11 @@ def draw_workload(row: str, seed: int) -> Workload:
     )
     if row.startswith("async"):
         workload.is_async = True
+    if row == "async-stop":
+        for ask in asks:
+            ask.stops = draw.random() < 0.7
+            if ask.stops:
+                ask.output[-1] = STOP
     if row in ("priority", "groups", "limited", "async-priority", "async-limited"):
         workload.policy = "priority"
         for ask in asks:
@@ -204,6 +214,7 @@ ROWS = {
     "watermark": "a watermark",
     "limited": "a threshold and a watermark, several windows and chunks, three priorities",
     "async": "asynchronous scheduling",
+    "async-stop": "asynchronous scheduling, most requests end with a stop token",
     "async-priority": "asynchronous scheduling, three priorities",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
@@ -309,7 +320,11 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
                 engine.log.flush()
             else:
                 engine.end()
-            recorder.step.tokens.update(dict.fromkeys(decoding, 1))
+            # Of those that stopped in the step before, some compute the token that ended them.
+            stopped = [index for index in recorder.step.ended if workload.asks[index].stops]
+            stopped = [index for index in stopped if index not in recorder.step.preempted]
+            num_stopped = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
+            recorder.step.tokens.update(dict.fromkeys(decoding + stopped[:num_stopped], 1))
         else:
             num_free = scheduler.cache.num_free
             is_under_way = False
@@ -330,6 +345,7 @@ def requests_of(workload: Workload) -> list[Request]:
             continue
         content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
         request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
+        request.stops = ask.stops
         requests.append(request)
     return requests[::-1]
 
@@ -378,10 +394,11 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
     publisher = scheduler.kv_event_publisher = Publisher()
     step = 0
-    while num_arrived < len(workload.asks) or requests:
+    while num_arrived < len(workload.asks) or requests or in_flight is not None:
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
             ask = workload.asks[num_arrived]
-            params = SamplingParams(max_tokens=len(ask.output), ignore_eos=True)
+            most = len(ask.output) + 10 * ask.stops
+            params = SamplingParams(max_tokens=most, ignore_eos=True, stop_token_ids=[STOP] if ask.stops else [])
             request = VllmRequest(
                 str(num_arrived),
                 ask.prompt,
@@ -444,7 +461,9 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
         request = requests[name]
         num_in_flight = max(0, request.num_output_placeholders - 1)  # without the token of this step
         is_last = request.num_computed_tokens == request.num_tokens + num_in_flight
-        tokens.append([workload.asks[int(name)].output[request.num_output_tokens + num_in_flight]] if is_last else [])
+        place, output = request.num_output_tokens + num_in_flight, workload.asks[int(name)].output
+        token = output[place] if place < len(output) else STOP  # after the one that ends it, which is not known yet
+        tokens.append([token] if is_last else [])
     return ModelRunnerOutput(
         req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
     )

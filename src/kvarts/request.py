@@ -72,7 +72,8 @@ class Request:
     `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them unchanged.
     `start`: number of its tokens already computed in these pages. `computes_only`: it ends when its prompt is computed,
     without sampling; `max_tokens` is 0. `is_handed_over`: its pages stay in use when it ends, and another engine
-    continues with them; `max_tokens` is 1.
+    continues with them; `max_tokens` is 1. `stops`: its last token is one that ends it: an engine that plans ahead
+    computes that one too, as it does not know it in time.
     """
 
     __slots__ = (
@@ -108,6 +109,7 @@ class Request:
         "row",
         "seniority",
         "stalls_ns",
+        "stops",
         "start",
         "state",
         "stop_step",
@@ -127,6 +129,7 @@ class Request:
         start: int = 0,
         computes_only: bool = False,
         is_handed_over: bool = False,
+        stops: bool = False,
     ) -> None:
         self.index = index
         self.content = content
@@ -139,6 +142,7 @@ class Request:
         self.start = start
         self.computes_only = computes_only
         self.is_handed_over = is_handed_over
+        self.stops = stops
 
         self.state: RequestState = NEW
         """Written only by `become`."""

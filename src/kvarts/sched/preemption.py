@@ -18,6 +18,7 @@ __all__ = ["Planned", "Preemptor", "holding_of"]
 
 DECODING: Final = RequestState.DECODING
 FINISHED: Final = RequestState.FINISHED
+PREFILLING: Final = RequestState.PREFILLING
 
 
 class Planned:
@@ -163,7 +164,7 @@ class Preemptor:
         cache, wheel, blocks, page_size = self._cache, self._running.wheel, self._page_blocks, self._page_size
         served: set[int] = set()
         for request in turns:
-            if request.state is not DECODING:
+            if request.admission < 0:
                 continue  # preempted for a request before it
             num_computed = wheel.num_computed(request)
             if request in unsettled:
@@ -175,6 +176,9 @@ class Preemptor:
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
                     self._running.stall_after(admission, now_ns)
+                    for ended in self._running.ended:
+                        if ended.admission > admission:
+                            self._running.end_again(ended)
                     return False
             served.add(request.index)
             cache.take_page(holding_of(request), num_computed // page_size)
@@ -187,15 +191,17 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_decoding = victim.state is DECODING and victim not in running.stalled
+        has_turn = victim.state is not FINISHED or running.wheel.has(victim)
+        is_decoding = has_turn and victim.state is not PREFILLING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
-            victim.last_token_ns = now_ns  # it sampled a token in the step that has just ended
+            if victim.state is DECODING:
+                victim.last_token_ns = now_ns  # it sampled a token in the step that has just ended
             # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
-        # At its turn in the step, what it has filled before becomes findable. One that has ended has no turn.
-        had_turn = victim.admission < asker.admission and victim.state is not FINISHED
+        # At its turn in the step, what it has filled before becomes findable.
+        had_turn = has_turn and victim.admission < asker.admission
         num_unnamed = 0 if had_turn else running.num_unnamed(victim)
         preemption = Preemption(
             victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed

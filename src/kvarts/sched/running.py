@@ -185,7 +185,9 @@ class Running(RunningOrder):
                 self.wheel.leave(request)
             if self.shares(request):
                 self.num_sharing -= 1
-        elif request.state is not FINISHED:
+        elif request.state is FINISHED:
+            self.end_again(request)
+        else:
             self.chunked.remove(request)
 
     def has_decodes_after(self, admission: int) -> bool:
@@ -234,11 +236,23 @@ class Running(RunningOrder):
         self.taken_off = []
 
     def keep(self, request: Request) -> None:
-        """Let `request`, which is off the wheel and has generated its last token, keep its place and pages for now."""
+        """Let `request`, which is off the wheel and has generated its last token, keep its place and pages for now.
+
+        If it stops, the next step computes that token.
+        """
         assert request.holding is not None
         self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
         self._count_recomputed(request)
         self.ended.append(request)
+        if request.stops and self.lag:
+            self.wheel.join(request)
+            self.num_sharing += self.shares(request)
+
+    def end_again(self, request: Request) -> None:
+        """Take `request`, which has ended, off the wheel, if it computes the token that ended it."""
+        if self.wheel.has(request):
+            self.wheel.leave(request)
+            self.num_sharing -= self.shares(request)
 
     def num_unnamed(self, request: Request) -> int:
         """Return how many full pages of `request`, which is off the wheel, cannot be found yet, as `release` asks."""

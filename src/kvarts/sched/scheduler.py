@@ -353,11 +353,11 @@ class Scheduler:
         if loads is not None:
             loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
         self.cache.look(self.mark)
+        num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self._plans_ahead:
             if self.running.taken_off:
                 self.running.publish_read()
             self._release_ended()
-        num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self.handoffs is not None:
             num_joined, tokens_joined = self.handoffs.take_joined()
             num_decodes += num_joined
@@ -787,7 +787,7 @@ class Scheduler:
         self.blocked = NOT_BLOCKED
         self.has_released = False
         running = self.running
-        if running.num_running == len(running.ended) and not self._has_others:
+        if running.num_running == len(running.ended) and not (self._has_others or self.wheel.num_decoding):
             self._release_ended()
             self.has_released = False
 
@@ -799,7 +799,9 @@ class Scheduler:
             if self._tell is not None:
                 self._tell(Finished(request.index, request.content))
             if request.holding is not None:  # else it was preempted since
-                self.running.release(request)
+                took_page = self.wheel.has(request) and request.num_computed % self._page_size == 0
+                self.running.end_again(request)
+                self.running.release(request, num_unused=int(took_page))
             self._end_below(request)
 
     def _end_below(self, request: Request) -> None:

@@ -120,6 +120,10 @@ class DecodeWheel:
             heapify(finishing)
         heappush(finishing, (request.stop_step, request.admission, request))
 
+    def has(self, request: Request) -> bool:
+        """Return whether `request` is on the wheel."""
+        return request.stop_step >= 0
+
     # Questions --------------------------------------------------------------------------------------------
 
     @property
