@@ -95,9 +95,11 @@ class Case:
         ]
 
     def naive(
-        self, choose_head: HeadFn = first, *, plans_ahead: bool = False
+        self, choose_head: HeadFn = first, *, plans_ahead: bool = False, stops: bool = False
     ) -> tuple[list[NaiveRequest], list[NaiveEngine]]:
         requests = self.naive_requests()
+        for request in requests:
+            request.stops = stops
         engines = [
             NaiveEngine(
                 num_pages=self.num_pages,

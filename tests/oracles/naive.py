@@ -45,6 +45,7 @@ class NaiveRequest:
     seniority: int = 0
     cancelled_prompt_tokens: int = 0  # prompt tokens computed that were never in its pages before
     read: int = 0  # tokens whose values the plan of a step knows
+    stops: bool = False  # its last token ends it, and that is known one plan too late
 
     @property
     def has_ended(self) -> bool:
@@ -385,7 +386,7 @@ class NaiveEngine:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request not in self.running or (self.plans_ahead and request.has_ended):
+            if request not in self.running or (self.plans_ahead and request.has_ended and not request.stops):
                 continue
             want = min(request.known - request.computed, budget, self.most_tokens)
             if want == 0:
@@ -411,6 +412,9 @@ class NaiveEngine:
         before = {}
         for request, want in took.values():
             before[request.seq] = request.computed
+            if self.plans_ahead and request.has_ended:
+                self.name_pages(request, request.computed)
+                continue  # nobody reads what it computes
             self.compute(request, request.computed + want)
         if not num_preempted:
             budget = self.compute_fronts(budget, before)
@@ -433,6 +437,7 @@ class NaiveEngine:
             budget -= self.enter(head, before[head.seq], budget, now_ns)
         self.plan_stores()
         mark = self.higher(mark)
+        computing = [*self.running, *self.loading_with_front()]
         has_released = self.plans_ahead and self.read_results(before)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
@@ -441,8 +446,11 @@ class NaiveEngine:
         if self.is_idle:
             return now_ns if has_released else self.pause_until()
         batch = Batch([], [])
-        for request in [*self.running, *self.loading_with_front()]:
+        for request in computing:
             if request.seq not in before:
+                continue
+            if self.plans_ahead and request.has_ended:
+                batch.decodes.append((request, request.known))
                 continue
             if before[request.seq] < len(request.tokens):
                 batch.prefills.append((request, before[request.seq], request.computed))
@@ -463,7 +471,8 @@ class NaiveEngine:
                         self.running.remove(request)
                         self.release(request)
                     self.finished.append(request)
-        if self.plans_ahead and not (self.waiting or self.pending) and all(each.has_ended for each in self.running):
+        has_others = self.waiting or self.pending
+        if self.plans_ahead and not has_others and all(each.has_ended and not each.stops for each in self.running):
             self.release_ended()  # else when the next plan is made
         self.steps.append(
             NaiveStep(

@@ -41,17 +41,18 @@ MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 
 
 @pytest.mark.laws
-@given(cases() | cases(cancels=True))
-def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case) -> None:
+@given(cases() | cases(cancels=True), st.booleans())
+def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case, stops: bool) -> None:
     """L4, L7, L8, where the next step is planned while one runs."""
-    requests, naive_engines = case.naive(plans_ahead=True)
-    assert_as_in_naive(case, run_kvarts(case, async_scheduling=True), requests, naive_engines)
+    requests, naive_engines = case.naive(plans_ahead=True, stops=stops)
+    outcome = run_kvarts(case, async_scheduling=True, stop_tokens=stops)
+    assert_as_in_naive(case, outcome, requests, naive_engines)
 
 
 @pytest.mark.laws
 @given(
     cases(max_requests=16) | cases(max_requests=16, limits=True),
-    st.sampled_from([{}, {"concurrency": 2}, {"frontend_ms": 3.0}]),
+    st.sampled_from([{}, {"concurrency": 2}, {"frontend_ms": 3.0}, {"stop_tokens": True}]),
 )
 def test_fast_forward_equals_step_by_step(case: Case, changes: dict[str, Any]) -> None:
     assert_fast_as_slow(case, async_scheduling=True, **changes)

@@ -235,6 +235,7 @@ class Auditor:
                 known = KnownRequest(
                     event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens
                 )
+                known.stops = event.stops and self._lags > 0
                 self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():
                 self._pass_steps(event.step - 1)
@@ -446,6 +447,15 @@ class Auditor:
         self._is_served = True
         size, requests = self._page_size, self._requests
         self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
+        if stopped := [each for each in self._stopped() if requests[each].computed % size == 0]:
+            self._takers = sorted(self._takers + stopped, key=lambda request: requests[request].admission)
+
+    def _stopped(self) -> list[int]:
+        """Return the requests that compute the token that ended them in this step."""
+        if not self._lags:
+            return []
+        known = [(request, self._requests[request]) for request in self._ended]
+        return [request for request, each in known if each.stops and each.is_running]
 
     def _serve_takers(self, before: int | None = None, *, until_evicted: bool = False) -> None:
         """Take parts for decodes in turn: those admitted before `before`; the others take theirs later.
@@ -479,19 +489,19 @@ class Auditor:
             what = f"needs a page{'' if not self._has_groups else ' in every group'}, there is no room"
             self._find(f"{what}, and no request was preempted", request, page)
         self._takers = []
-        filled = []
+        filled = [(known.computed + 1, known) for known in (self._requests[request] for request in self._stopped())]
         for request in self._decoding:
             known = self._requests[request]
             known.began = known.computed
-            if (known.computed + 1 - self._lags) % self._page_size == 0:
-                filled.append(known)
             known.computed += 1
             known.known += 1
             known.is_unread = True
+            if (known.computed - self._lags) % self._page_size == 0:
+                filled.append((known.computed, known))
         # Requests that fill a page publish it in order of computed tokens, most first, then of admission.
-        filled.sort(key=lambda known: (-known.computed, known.admission))
-        for known in filled:
-            self._held.name(known, num_unread=self._lags)
+        filled.sort(key=lambda each: (-each[0], each[1].admission))
+        for num_computed, known in filled:
+            self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
 
     def _name_stalled(self) -> None:
         """Publish the pages that stalled requests had filled, at the end of the plan: their tokens are known then."""
@@ -644,16 +654,21 @@ class Auditor:
             self._find(f"request {event.victim} gave way to {asked}")
         if event.num_computed_tokens != known.computed:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
-        had_turn = known.admission < self._requests[event.asker].admission and event.victim not in self._ended
+        has_turn = known.stops or event.victim not in self._ended
+        had_turn = has_turn and known.admission < self._requests[event.asker].admission
         self._close(event.victim, known, num_unread=self._lags and known.is_unread and not had_turn)
         known.computed = 0
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
             self._stall_after(known)
-        self._takers = [request for request in self._takers if request in self._decoding]
+        stopped = self._stopped()
+        self._takers = [request for request in self._takers if request in self._decoding or request in stopped]
 
     def _stall_after(self, known: KnownRequest) -> None:
         """Take what was admitted after `known` off the decodes: chunks follow."""
+        for other in self._stopped():
+            if self._requests[other].admission > known.admission:
+                self._requests[other].stops = False  # not in this step, and in no later one
         for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
             del self._decoding[request]
             if self._lags:

@@ -23,7 +23,7 @@ class KnownRequest:
     each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
     are loaded; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when
     its load has ended. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
-    ends.
+    ends. `stops`: it computes the token that ends it as well, if pages are published late.
     """
 
     __slots__ = (
@@ -46,6 +46,7 @@ class KnownRequest:
         "offer",
         "parts",
         "states",
+        "stops",
     )
 
     def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int, max_tokens: int = 0) -> None:
@@ -55,7 +56,7 @@ class KnownRequest:
         self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, LedgerPart] = {}
-        self.is_running = self.is_unread = False
+        self.is_running = self.is_unread = self.stops = False
         self.admission = self.awaited = self.front = -1
         self.branch = 0
         self.load: range | None = None

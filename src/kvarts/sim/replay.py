@@ -142,6 +142,7 @@ def replay_one(
         sessions=sessions,
         delay_ns=config.frontend_ns,
         timeout_ns=config.client_timeout_ns,
+        stops=config.stop_tokens,
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
