@@ -661,14 +661,14 @@ class Auditor:
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
             self._stall_after(known)
+            for other in self._stopped():
+                if self._requests[other].admission > known.admission:
+                    self._requests[other].stops = False  # not in this step, and in no later one
         stopped = self._stopped()
         self._takers = [request for request in self._takers if request in self._decoding or request in stopped]
 
     def _stall_after(self, known: KnownRequest) -> None:
         """Take what was admitted after `known` off the decodes: chunks follow."""
-        for other in self._stopped():
-            if self._requests[other].admission > known.admission:
-                self._requests[other].stops = False  # not in this step, and in no later one
         for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
             del self._decoding[request]
             if self._lags:

@@ -105,6 +105,7 @@ def replay_fleet(
         log,
         delay_ns=first.frontend_ns,
         timeout_ns=first.client_timeout_ns,
+        stops=first.stop_tokens,
     )
     driver = FleetDriver(
         arrivals,
