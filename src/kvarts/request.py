@@ -109,10 +109,10 @@ class Request:
         "row",
         "seniority",
         "stalls_ns",
-        "stops",
         "start",
         "state",
         "stop_step",
+        "stops",
         "wheel_base",
     )
 

@@ -131,7 +131,7 @@ class NaiveEngine:
         # how many there are, nor who arrived during it.
         self.joins_late = plans_ahead
         self.plans_ahead = plans_ahead and profile == "default"
-        self.pending: list[NaiveRequest] = []
+        self.joining: list[NaiveRequest] = []
         self.is_idle = True  # no step runs while the next one is planned
         self.choose_head = choose_head
         self.long_prefill_token_threshold = long_prefill_token_threshold
@@ -232,7 +232,7 @@ class NaiveEngine:
             self.finished.append(request)
             return
         if self.joins_late and not self.is_idle:
-            self.pending.append(request)
+            self.joining.append(request)
         else:
             self.add(request)
 
@@ -245,8 +245,8 @@ class NaiveEngine:
     def cancel(self, request: NaiveRequest) -> None:
         """Between steps."""
         request.cancelled = True
-        if request in self.pending:
-            self.pending.remove(request)
+        if request in self.joining:
+            self.joining.remove(request)
         elif self.plans_ahead and request.has_ended and request in self.running:
             pass  # it leaves as it would have
         elif request in self.running:
@@ -313,7 +313,7 @@ class NaiveEngine:
     # A step -----------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self.pending)
+        return bool(self.running or self.waiting or self.joining)
 
     # What an engine with tiers below does besides.
 
@@ -375,7 +375,7 @@ class NaiveEngine:
     def step(self, now_ns: int) -> int:
         """Runs one step that starts at `now_ns`; returns when it ends."""
         if self.is_idle or not (self.running or self.waiting):
-            self.add_pending()
+            self.add_joining()
         self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
         is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
@@ -471,7 +471,7 @@ class NaiveEngine:
                         self.running.remove(request)
                         self.release(request)
                     self.finished.append(request)
-        has_others = self.waiting or self.pending
+        has_others = self.waiting or self.joining
         if self.plans_ahead and not has_others and all(each.has_ended and not each.stops for each in self.running):
             self.release_ended()  # else when the next plan is made
         self.steps.append(
@@ -486,14 +486,14 @@ class NaiveEngine:
                 not self.has_work(),
             )
         )
-        self.add_pending()  # the next plan is made now
+        self.add_joining()  # the next plan is made now
         self.is_idle = not (self.running or self.waiting)
         return end_ns
 
-    def add_pending(self) -> None:
-        for request in self.pending:
+    def add_joining(self) -> None:
+        for request in self.joining:
             self.add(request)
-        self.pending = []
+        self.joining = []
 
     def read_results(self, computing: dict[int, int]) -> bool:
         """What the step before has sampled, and who ended with it, is known now that the plan is made."""

@@ -78,9 +78,10 @@ class Auditor:
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
     the eviction order is known; under any other order, the evicted part is taken from the events and checked.
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
-    leave others. `plans_ahead`: a step is planned while the one before it runs, so that what ended keeps its parts until
-    then, and a whole page that a decode fills is published a step later. `account`: returns the engine's account of its memory; if given, `observe` compares it with the ledger
-    and raises AuditError. Nothing is repaired.
+    leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
+    its parts until the next plan is made, and a whole page that a decode fills is published a step later. `account`:
+    returns the engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError.
+    Nothing is repaired.
     """
 
     wants_details = True
@@ -144,7 +145,7 @@ class Auditor:
         self._plans_ahead = plans_ahead
         self._lags = int(plans_ahead and not groups)
         self._stalled: list[KnownRequest] = []
-        """Those that have computed nothing in this step, and the step before as decodes, if pages are published late."""
+        """Decodes of the last step that compute nothing in this one, if pages are published late."""
         self._ended: list[int] = []
         """Requests that have generated their last token and keep their parts, if steps are planned ahead."""
         self._takers: list[int] = []
@@ -232,9 +233,7 @@ class Auditor:
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
-                known = KnownRequest(
-                    event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens
-                )
+                known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens)
                 known.stops = event.stops and self._lags > 0
                 self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():

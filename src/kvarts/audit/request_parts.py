@@ -132,7 +132,7 @@ class RequestParts:
     def name(self, known: KnownRequest, num_pages: int | None = None, *, num_unread: int = 0) -> None:
         """Publish parts of the first `num_pages` pages; by default, of the full pages that may be published.
 
-        `num_unread`: computed tokens of which the ids are not known yet.
+        `num_unread`: computed tokens whose ids are not known yet.
         """
         if num_pages is None:
             num_pages = (known.computed - num_unread) // self._page_size

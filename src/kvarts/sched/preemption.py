@@ -210,9 +210,7 @@ class Preemptor:
         self._send_back(victim, preemption, num_unused, num_unnamed)
         return victim
 
-    def _send_back(
-        self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0
-    ) -> None:
+    def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Return `victim`, which is off the wheel, to the waiting queue, unless it has ended."""
         if self._tell is not None:
             self._tell(preemption)
