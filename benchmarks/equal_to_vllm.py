@@ -184,7 +184,7 @@ def draw_workload(row: str, seed: int) -> Workload:
             ask.stops = draw.random() < 0.7
             if ask.stops:
                 ask.output[-1] = STOP
-    if row in ("priority", "groups", "limited", "async-priority", "async-limited"):
+    if row in ("priority", "groups", "limited", "async-priority", "async-limited", "async-groups"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
@@ -192,15 +192,15 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
-    if row in ("groups", "limited"):
+    if row in ("groups", "limited", "async-groups"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
-    elif row in ("window", "chunk"):
-        span = page_size * draw.randint(1, 6)
-        if row == "window":
+    elif row in ("window", "chunk", "async-window", "async-chunk"):
+        kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
+        if kind == "window":
             span = draw.randint(2, 8 * page_size)
-        workload.groups = [FULL, (row, span)]
+        workload.groups = [FULL, (kind, span)]
     return workload
 
 
@@ -216,6 +216,9 @@ ROWS = {
     "async": "asynchronous scheduling",
     "async-stop": "asynchronous scheduling, most requests end with a stop token",
     "async-priority": "asynchronous scheduling, three priorities",
+    "async-window": "asynchronous scheduling, a window next to a full group, everything kept",
+    "async-chunk": "asynchronous scheduling, chunks next to a full group, everything kept",
+    "async-groups": "asynchronous scheduling, several windows and chunks, everything kept, three priorities",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
 

@@ -181,6 +181,7 @@ def build_engine(
                 has_below=with_tiers,
                 watches_list=is_lazy,
                 make_order=make_order,
+                plans_ahead=plans_ahead,
             )
     pins = None
     if pages is None:
@@ -238,12 +239,13 @@ def open_group_cache(
     has_below: bool = False,
     watches_list: bool = False,
     make_order: Callable[[], EvictionOrder] = LruOrder,
+    plans_ahead: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
     of parts. `has_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
-    runs of parts are evicted; LruOrder stands for the cache's own list.
+    runs of parts are evicted; LruOrder stands for the cache's own list. `plans_ahead`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -267,6 +269,7 @@ def open_group_cache(
         watches_list=watches_list,
         eviction_order=order,
         at_branches=config.snapshots == "branches",
+        plans_ahead=plans_ahead,
     )
 
 

@@ -79,9 +79,9 @@ class Auditor:
     the eviction order is known; under any other order, the evicted part is taken from the events and checked.
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
     leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
-    its parts until the next plan is made, and a whole page that a decode fills is published a step later. `account`:
-    returns the engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError.
-    Nothing is repaired.
+    its parts until the next plan is made; a page that a decode fills is published a step later, and a part that a
+    window has passed is released a step later. `account`: returns the engine's account of its memory; if given,
+    `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -143,7 +143,7 @@ class Auditor:
         """In admission order."""
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
-        self._lags = int(plans_ahead and not groups)
+        self._lags = int(plans_ahead)
         self._stalled: list[KnownRequest] = []
         """Decodes of the last step that compute nothing in this one, if pages are published late."""
         self._ended: list[int] = []
@@ -491,7 +491,7 @@ class Auditor:
         filled = [(known.computed + 1, known) for known in (self._requests[request] for request in self._stopped())]
         for request in self._decoding:
             known = self._requests[request]
-            known.began = known.computed
+            known.began, known.before = known.computed, known.began
             known.computed += 1
             known.known += 1
             known.is_unread = True
@@ -601,6 +601,7 @@ class Auditor:
             )
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
+        known.before = min(known.began, event.start)  # more before a preemption
         known.computed = known.began = event.start
         known.is_unread = known in self._stalled
         if known.is_unread:
@@ -639,7 +640,7 @@ class Auditor:
         self._has_ended = False
         for request, known in self._requests.items():
             if known.is_running and request not in self._ended:
-                self._held.look_at(known)
+                self._held.look_at(known, known.before if self._lags else known.began)
 
     def _preempt(self, event: Preemption) -> None:
         ledger, known, unit = self.ledger, self._requests[event.victim], self._unit

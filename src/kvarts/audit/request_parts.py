@@ -17,9 +17,9 @@ class KnownRequest:
     """The auditor's state of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
-    order of admission. `began`: the tokens computed before the last step in which it computed any. `branch`: the tokens
-    before the place where it leaves other requests, 0 for none. `drafted`: tokens that were drafted for it in this
-    step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
+    order of admission. `began`: the tokens computed before the last step in which it computed any, and `before` the same
+    of the step before that. `branch`: the tokens before the place where it leaves other requests, 0 for none.
+    `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
     each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
     are loaded; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when
     its load has ended. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
@@ -29,6 +29,7 @@ class KnownRequest:
     __slots__ = (
         "admission",
         "awaited",
+        "before",
         "began",
         "branch",
         "computed",
@@ -53,7 +54,7 @@ class KnownRequest:
         self.content = content
         self.known = num_prompt_tokens
         self.last = num_prompt_tokens + max_tokens
-        self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
+        self.computed = self.began = self.before = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, LedgerPart] = {}
         self.is_running = self.is_unread = self.stops = False
@@ -221,16 +222,18 @@ class RequestParts:
         known.num_named = known.num_taken = 0
         known.is_running = False
 
-    def look_at(self, known: KnownRequest) -> None:
-        """Find what a running request holds between two steps and no token sees that it computed in its last step or
-        later, and drafts not judged."""
+    def look_at(self, known: KnownRequest, since: int) -> None:
+        """Find parts that a running request holds between two steps and no token from `since` on sees, and old drafts.
+
+        Of a state, it is no token that it computed in its last step or later.
+        """
         if known.drafted:
             self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
             known.drafted = 0
         for index, group in enumerate(self._ledger.groups):
             if group.has_every_page:
                 continue
-            sink, others = group.needed(known.began, self._page_size)
+            sink, others = group.needed(known.began if group.kind == "state" else since, self._page_size)
             for page in known.parts[index]:
                 if page in others or (group.is_bounded and page >= others.start):
                     break  # pages are in order

@@ -102,7 +102,8 @@ class Preemptor:
         Return whether more can be planned in this step.
         """
         needing = self._running.wheel.needing_page()
-        turns = {request.admission: request for request in (*unsettled, *needing) if request.state is DECODING}
+        has = self._running.wheel.has
+        turns = {request.admission: request for request in (*unsettled, *needing) if has(request)}
         return self._take_in_turn([turns[admission] for admission in sorted(turns)], now_ns, set(unsettled))
 
     def make_room(self, asker: Request, num_pages: int, now_ns: int, planned: dict[int, Planned]) -> bool:
@@ -168,7 +169,7 @@ class Preemptor:
                 continue  # preempted for a request before it
             num_computed = wheel.num_computed(request)
             if request in unsettled:
-                cache.settle(holding_of(request), num_computed)
+                cache.settle(holding_of(request), num_computed, self._running.num_in_flight(request))
                 cache.count()
             if num_computed % page_size:
                 continue

@@ -72,6 +72,7 @@ class Prefill:
         "_tell",
         "completing",
         "computed",
+        "computing",
         "most_tokens",
     )
 
@@ -89,6 +90,8 @@ class Prefill:
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
+        self.computing: dict[Request, int] = {}
+        """The chunks of the step being planned, if there is a lag."""
         self.computed: list[int] | None = None
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self.most_tokens: int = MOST_COUNT
@@ -179,7 +182,7 @@ class Prefill:
             if request.own is None:
                 assert request.holding is not None
                 if cache.settles:
-                    cache.settle(request.holding, start)
+                    cache.settle(request.holding, start, running.num_in_flight(request))
                     cache.count()
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
@@ -288,6 +291,8 @@ class Prefill:
                 self._cache.extend(holding, end, is_end=end == num_known)
             if self._loads is not None:
                 self._note_full(request, holding, start, end)
+        if running.lag:
+            self.computing[request] = num_tokens
         if end == num_known:
             self.completing.append(request)
             if start and request in running.chunked:

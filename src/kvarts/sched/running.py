@@ -99,6 +99,7 @@ class Running(RunningOrder):
         "batch",
         "chunked",
         "ended",
+        "in_flight",
         "lag",
         "num_admitted",
         "num_left",
@@ -123,9 +124,12 @@ class Running(RunningOrder):
         """Requests off the wheel that have known tokens to compute after the last step, in order of admission."""
         self.num_left = 0
         """The number of times a request has released its pages."""
-        self.lag = int(plans_ahead and not cache.settles)
+        self.lag = int(plans_ahead)
         """1 where a page is findable a step after a decode has filled it: the id of its last token is not known when
         the next step is planned."""
+        self.in_flight: dict[Request, int] = {}
+        """The tokens of chunks that were computed in the step before the one being planned, or between plans in the
+        last step, if there is a lag."""
         self.taken_off: list[Request] = []
         """Decodes that were stalled in the step being planned and compute nothing in it so far, if there is a lag."""
         self.ended: list[Request] = []
@@ -224,6 +228,16 @@ class Running(RunningOrder):
         if self._keeps_tokens:
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
+
+    def num_in_flight(self, request: Request) -> int:
+        """Return how many tokens `request` computed in the last step, if the next plan is made before these are known.
+
+        It is a decode, or in `in_flight`, or computed none.
+        """
+        if not self.lag:
+            return 0
+        is_decode = request.state is not PREFILLING or request in self.taken_off
+        return self.in_flight.get(request, int(is_decode))
 
     def publish_read(self) -> None:
         """End the plan of a step: make findable the pages that requests have filled which compute nothing in it."""

@@ -149,6 +149,8 @@ class Scheduler:
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
         self._keeps_time = cache.keeps_time
+        self._joined: list[Request] = []
+        """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
         self.has_sides = cache.settles or loads is not None
@@ -358,6 +360,7 @@ class Scheduler:
             if self.running.taken_off:
                 self.running.publish_read()
             self._release_ended()
+            self.running.in_flight, self._prefill.computing = self._prefill.computing, {}
         if self.handoffs is not None:
             num_joined, tokens_joined = self.handoffs.take_joined()
             num_decodes += num_joined
@@ -735,19 +738,27 @@ class Scheduler:
                 cache.start_decoding(holding_of(request), request.admission, is_settled=not self._unsettled)
         elif not self._unsettled:
             for request in self._settling(joined):
-                cache.settle(holding_of(request), wheel.num_computed(request))
+                num_in_flight = self.running.num_in_flight(request)
+                cache.settle(holding_of(request), wheel.num_computed(request), num_in_flight)
+        if self.running.lag:
+            self._joined = joined
         cache.count()
 
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""
         wheel, places = self.wheel, self._settle_places
         settling: list[Request] = []
+        lag = self.running.lag
         for place in places:
+            place = (place + lag) % self._page_size
             if wheel.num_computing_at(place):
                 settling += wheel.computing_at(place)
+        if lag:
+            # In the step before, these released only what none of the tokens of their chunk attended to.
+            settling += [each for each in self._joined if wheel.has(each) and each not in settling]
         if self.drafts is not None:
             settling += self.drafts.take_ahead()  # they may have passed such a place
-        if len(places) > 1 or self.drafts is not None:
+        if len(places) > 1 or self.drafts is not None or lag:
             settling.sort(key=lambda request: request.admission)
         if joined:
             # They are on the wheel already; those admitted before them are first.
