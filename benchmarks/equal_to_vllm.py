@@ -179,7 +179,7 @@ def draw_workload(row: str, seed: int) -> Workload:
     )
     if row.startswith("async"):
         workload.is_async = True
-    if row == "async-stop":
+    if row in ("async-stop", "async-groups"):
         for ask in asks:
             ask.stops = draw.random() < 0.7
             if ask.stops:
@@ -218,7 +218,7 @@ ROWS = {
     "async-priority": "asynchronous scheduling, three priorities",
     "async-window": "asynchronous scheduling, a window next to a full group, everything kept",
     "async-chunk": "asynchronous scheduling, chunks next to a full group, everything kept",
-    "async-groups": "asynchronous scheduling, several windows and chunks, everything kept, three priorities",
+    "async-groups": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop token",
     "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
 

@@ -474,7 +474,8 @@ class Auditor:
             return
         known = self._holders.get(owner)
         self._begin_serving()
-        is_decoding = known is not None and any(self._requests[request] is known for request in self._decoding)
+        decoding = chain(self._decoding, self._stopped())
+        is_decoding = known is not None and any(self._requests[request] is known for request in decoding)
         self._serve_takers(known.admission if known is not None and is_decoding else None)
 
     def _settle(self) -> None:

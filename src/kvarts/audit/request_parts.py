@@ -17,13 +17,13 @@ class KnownRequest:
     """The auditor's state of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
-    order of admission. `began`: the tokens computed before the last step in which it computed any, and `before` the same
-    of the step before that. `branch`: the tokens before the place where it leaves other requests, 0 for none.
-    `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
-    each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
-    are loaded; `awaited`: the transfer for another request that it waits for, or -1; `is_cancelled`: it is gone when
-    its load has ended. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
-    ends. `stops`: it computes the token that ends it as well, if pages are published late.
+    order of admission. `began`: the tokens computed before the last step in which it computed any, and `before` the
+    same of the step before that. `branch`: the tokens before the place where it leaves other requests, 0 for none.
+    `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else
+    None; `offer`: from which page on so many pages of each tier are loaded, if not all that is below; `front`: the
+    first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
+    waits for, or -1; `is_cancelled`: it is gone when its load has ended. `is_unread`: a decode computed the last of its
+    tokens. `last`: the tokens that it knows when it ends. `stops`: it computes the token that ends it as well.
     """
 
     __slots__ = (

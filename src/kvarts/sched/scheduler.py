@@ -422,7 +422,8 @@ class Scheduler:
         if finished:
             self.blocked = NOT_BLOCKED
         if self._settles:
-            self._settle([request for request in completing if request.state is DECODING])
+            has = self.wheel.has
+            self._settle([request for request in completing if request.state is DECODING or has(request)])
         return finished
 
     # Many steps -------------------------------------------------------------------------------------------
@@ -750,9 +751,9 @@ class Scheduler:
         settling: list[Request] = []
         lag = self.running.lag
         for place in places:
-            place = (place + lag) % self._page_size
-            if wheel.num_computing_at(place):
-                settling += wheel.computing_at(place)
+            last = (place + lag) % self._page_size
+            if wheel.num_computing_at(last):
+                settling += wheel.computing_at(last)
         if lag:
             # In the step before, these released only what none of the tokens of their chunk attended to.
             settling += [each for each in self._joined if wheel.has(each) and each not in settling]
