@@ -33,6 +33,7 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
@@ -57,6 +58,8 @@ from vllm_setup import cache_config, model_config
 
 STEP_NS = 1_000_000
 NEVER = 1 << 62
+STOP = 99
+"""The token that ends requests that stop."""
 MAX_MODEL_LEN = 262_144
 FULL: tuple[str, int | None] = ("full", None)
 
@@ -68,12 +71,15 @@ class Ask(msgspec.Struct):
     prompt: list[int]
     output: list[int]
     priority: int = 0
+    stops: bool = False
+    """Whether its last token is one that ends it; else it ends as that is the last one it may generate."""
 
 
 class TracedAsk:
     """A request of a trace, whose tokens are spelled out when it arrives. No other has the tokens that it generates."""
 
     priority = 0
+    stops = False
 
     def __init__(self, trace: Trace, row: TraceRequest, index: int) -> None:
         self.step = NEVER
@@ -114,6 +120,7 @@ class Workload(msgspec.Struct):
     policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
+    is_async: bool = False
     with_events: bool = True
     cost: CostModel = LinearCost(step_ms=STEP_NS / 1e6)
 
@@ -123,7 +130,8 @@ class Step(msgspec.Struct):
 
     `tokens`: computed by each request. `admitted`: the tokens that each admitted request hit. `num_free`: free blocks
     when the step was planned. `stored` and `removed`: hashes that became findable, sorted, and that were evicted, in
-    order; with the group of each.
+    order; with the group of each. With asynchronous scheduling, a step is a plan and what the step before it did to the
+    memory when it ended, which is after the plan was made; `num_free` are the blocks that are free after both.
     """
 
     tokens: dict[int, int] = {}
@@ -169,23 +177,30 @@ def draw_workload(row: str, seed: int) -> Workload:
         max_num_seqs=max_num_seqs,
         asks=asks,
     )
-    if row in ("priority", "groups", "limited"):
+    if row.startswith("async"):
+        workload.is_async = True
+    if row in ("async-stop", "async-groups"):
+        for ask in asks:
+            ask.stops = draw.random() < 0.7
+            if ask.stops:
+                ask.output[-1] = STOP
+    if row in ("priority", "groups", "limited", "async-priority", "async-limited", "async-groups"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
-    if row in ("long-prefill", "limited"):
+    if row in ("long-prefill", "limited", "async-limited"):
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
-    if row in ("watermark", "limited"):
+    if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
-    if row in ("groups", "limited"):
+    if row in ("groups", "limited", "async-groups"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
-    elif row in ("window", "chunk"):
-        span = page_size * draw.randint(1, 6)
-        if row == "window":
+    elif row in ("window", "chunk", "async-window", "async-chunk"):
+        kind, span = row.removeprefix("async-"), page_size * draw.randint(1, 6)
+        if kind == "window":
             span = draw.randint(2, 8 * page_size)
-        workload.groups = [FULL, (row, span)]
+        workload.groups = [FULL, (kind, span)]
     return workload
 
 
@@ -198,6 +213,13 @@ ROWS = {
     "long-prefill": "a threshold of long prefills",
     "watermark": "a watermark",
     "limited": "a threshold and a watermark, several windows and chunks, three priorities",
+    "async": "asynchronous scheduling",
+    "async-stop": "asynchronous scheduling, most requests end with a stop token",
+    "async-priority": "asynchronous scheduling, three priorities",
+    "async-window": "asynchronous scheduling, a window next to a full group, everything kept",
+    "async-chunk": "asynchronous scheduling, chunks next to a full group, everything kept",
+    "async-groups": "asynchronous scheduling, several windows and chunks, three priorities, most end with a stop token",
+    "async-limited": "asynchronous scheduling, a threshold and a watermark, three priorities",
 }
 
 
@@ -269,11 +291,14 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         memory=memory_of(workload.groups),
         num_blocks=workload.num_pages * len(workload.groups),
         readers=readers,
+        plans_ahead=workload.is_async,
     )
     arriving = requests_of(workload)
     scheduler = engine.scheduler
     step = 0
-    while arriving or engine.has_work:
+    is_under_way = False
+    """Whether a step runs, with asynchronous scheduling: it ends when those that arrived during it are known."""
+    while arriving or engine.has_work or is_under_way:
         if isinstance(workload.asks[0], TracedAsk):
             if not engine.has_work:
                 engine.now_ns = max(engine.now_ns, arriving[-1].arrival_ns)
@@ -288,13 +313,24 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
                 request = arriving.pop()
                 assert engine.submit(request, now_ns) is None
         recorder.step = Step()
+        if is_under_way:
+            engine.end()
         if engine.begin(now_ns):
             decoding = [each.index for each in scheduler.running if each.state is RequestState.DECODING]
             num_free = scheduler.cache.num_free
-            engine.end()
-            recorder.step.tokens.update(dict.fromkeys(decoding, 1))
+            is_under_way = workload.is_async
+            if is_under_way:
+                engine.log.flush()
+            else:
+                engine.end()
+            # Of those that stopped in the step before, some compute the token that ended them.
+            stopped = [index for index in recorder.step.ended if workload.asks[index].stops]
+            stopped = [index for index in stopped if index not in recorder.step.preempted]
+            num_stopped = engine.plan.batch.num_decodes - len(decoding) if workload.is_async else 0
+            recorder.step.tokens.update(dict.fromkeys(decoding + stopped[:num_stopped], 1))
         else:
             num_free = scheduler.cache.num_free
+            is_under_way = False
             engine.emit()
         recorder.step.num_free = num_free
         yield recorder.step
@@ -312,6 +348,7 @@ def requests_of(workload: Workload) -> list[Request]:
             continue
         content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
         request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
+        request.stops = ask.stops
         requests.append(request)
     return requests[::-1]
 
@@ -350,16 +387,21 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.watermark = workload.watermark
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size)
-    scheduler = Scheduler(config, kv, StructuredOutputManager(config), block_size=page_size)
+    make = AsyncScheduler if workload.is_async else Scheduler
+    scheduler = make(config, kv, StructuredOutputManager(config), block_size=page_size)
     hasher = get_request_block_hasher(page_size, sha256)
     requests: dict[str, Any] = {}
     num_arrived = 0
     copies: Counter[tuple[int, str]] = Counter()
+    in_flight: tuple[Any, Any] | None = None
+    """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
+    publisher = scheduler.kv_event_publisher = Publisher()
     step = 0
-    while num_arrived < len(workload.asks) or requests:
+    while num_arrived < len(workload.asks) or requests or in_flight is not None:
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
             ask = workload.asks[num_arrived]
-            params = SamplingParams(max_tokens=len(ask.output), ignore_eos=True)
+            most = len(ask.output) + 10 * ask.stops
+            params = SamplingParams(max_tokens=most, ignore_eos=True, stop_token_ids=[STOP] if ask.stops else [])
             request = VllmRequest(
                 str(num_arrived),
                 ask.prompt,
@@ -381,15 +423,37 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             if name in resumed.resumed_req_ids:
                 done.admitted[int(name)] = num_computed
         done.preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
-        done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
         note_blocks(done, scheduler.kv_cache_manager.take_events(), copies)
-        if plan.total_num_scheduled_tokens:
-            scheduler.update_from_output(plan, sampled(plan, requests, workload))
+        if workload.is_async:
+            if in_flight is not None:
+                scheduler.update_from_output(*in_flight)
+            in_flight = None if result is None else (plan, result)
+            note_blocks(done, publisher.take_events(), copies)
+        done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if not workload.is_async and result is not None:
+            scheduler.update_from_output(plan, result)
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]
         yield done
         step += 1
+
+
+class Publisher:
+    """Takes the place of vLLM's publisher of KV events."""
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        """Keep the events of the end of a step."""
+        self._events += batch.events
+
+    def take_events(self) -> list[Any]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
 
 
 def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
@@ -398,8 +462,11 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     tokens = []
     for name in names:
         request = requests[name]
-        is_last = request.num_computed_tokens == request.num_tokens
-        tokens.append([workload.asks[int(name)].output[request.num_output_tokens]] if is_last else [])
+        num_in_flight = max(0, request.num_output_placeholders - 1)  # without the token of this step
+        is_last = request.num_computed_tokens == request.num_tokens + num_in_flight
+        place, output = request.num_output_tokens + num_in_flight, workload.asks[int(name)].output
+        token = output[place] if place < len(output) else STOP  # after the one that ends it, which is not known yet
+        tokens.append([token] if is_last else [])
     return ModelRunnerOutput(
         req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
     )

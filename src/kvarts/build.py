@@ -114,6 +114,7 @@ def build_engine(
     drafter: Drafter | None = None,
     holds_pages: bool = False,
     hands_over: bool = False,
+    plans_ahead: bool = False,
     step_ns: Callable[[Batch], int] | None = None,
 ) -> Engine:
     """Return an engine around `executor`.
@@ -129,8 +130,9 @@ def build_engine(
     page accounting after every step and, unless the device is shared, check every event against an independent
     ledger. `drafter`: proposes draft tokens, for an executor that verifies them; executors in virtual time compute no
     tokens and do not support one. `holds_pages`: pages are kept in use between requests. `hands_over`: other engines
-    compute the prompts of requests or continue them; this excludes the independent ledger. `step_ns`: the expected
-    duration of a step, for `max_itl_ms`.
+    compute the prompts of requests or continue them; this excludes the independent ledger. `plans_ahead`: a step is
+    planned while the one before it runs, as in Scheduler; not for executors that compute tokens. `step_ns`: the
+    expected duration of a step, for `max_itl_ms`.
 
     Raise ConfigError for an audit if the room `audit` is not installed, and for `max_itl_ms` without `step_ns`.
     """
@@ -155,6 +157,7 @@ def build_engine(
             is_lru=make_order is LruOrder,
             full_prompt_hits=below is not None and below.full_prompt_hits,
             at_branches=config.snapshots == "branches",
+            plans_ahead=plans_ahead,
             account=lambda: cache,
         )
         readers = (*readers, auditor)
@@ -178,6 +181,7 @@ def build_engine(
                 has_below=with_tiers,
                 watches_list=is_lazy,
                 make_order=make_order,
+                plans_ahead=plans_ahead,
             )
     pins = None
     if pages is None:
@@ -218,6 +222,7 @@ def build_engine(
         tell=tell,
         pins=pins,
         drafter=drafter,
+        plans_ahead=plans_ahead,
         step_ns=step_ns,
         settle_places=_settle_places(cast("PartPages", cache).memory, page_size) if cache.settles else (),
     )
@@ -234,12 +239,13 @@ def open_group_cache(
     has_below: bool = False,
     watches_list: bool = False,
     make_order: Callable[[], EvictionOrder] = LruOrder,
+    plans_ahead: bool = False,
 ) -> GroupPages:
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
     of parts. `has_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
-    runs of parts are evicted; LruOrder stands for the cache's own list.
+    runs of parts are evicted; LruOrder stands for the cache's own list. `plans_ahead`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
     """
@@ -263,6 +269,7 @@ def open_group_cache(
         watches_list=watches_list,
         eviction_order=order,
         at_branches=config.snapshots == "branches",
+        plans_ahead=plans_ahead,
     )
 
 

@@ -70,7 +70,8 @@ class Engine:
             has_own = request.own is not None
             scheduler = self.scheduler
             num_ahead = len(scheduler.waiting_with_pages) - 1 if has_own else scheduler.waiting.num_ahead(request)
-            tell(Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own))
+            arrived = Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own)
+            tell(replace(arrived, stops=True) if request.stops else arrived)
         return None
 
     def cancel(self, request: Request) -> None:

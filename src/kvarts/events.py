@@ -228,6 +228,8 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     num_ahead: int
     has_own_pages: bool = False
     """It brings its own pages and takes no others."""
+    stops: bool = False
+    """Its last token ends it."""
 
 
 class PagesReserved(msgspec.Struct, frozen=True, gc=False):

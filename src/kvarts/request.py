@@ -72,7 +72,8 @@ class Request:
     `own`: pages that it brings along; it takes no others, hits none, is never preempted, and leaves them unchanged.
     `start`: number of its tokens already computed in these pages. `computes_only`: it ends when its prompt is computed,
     without sampling; `max_tokens` is 0. `is_handed_over`: its pages stay in use when it ends, and another engine
-    continues with them; `max_tokens` is 1.
+    continues with them; `max_tokens` is 1. `stops`: its last token is one that ends it: an engine that plans ahead
+    computes that one too, as it does not know it in time.
     """
 
     __slots__ = (
@@ -88,6 +89,7 @@ class Request:
         "front_tokens",
         "furthest_computed",
         "goes_first",
+        "has_unread",
         "hit_tokens",
         "holding",
         "index",
@@ -110,6 +112,7 @@ class Request:
         "start",
         "state",
         "stop_step",
+        "stops",
         "wheel_base",
     )
 
@@ -126,6 +129,7 @@ class Request:
         start: int = 0,
         computes_only: bool = False,
         is_handed_over: bool = False,
+        stops: bool = False,
     ) -> None:
         self.index = index
         self.content = content
@@ -138,6 +142,7 @@ class Request:
         self.start = start
         self.computes_only = computes_only
         self.is_handed_over = is_handed_over
+        self.stops = stops
 
         self.state: RequestState = NEW
         """Written only by `become`."""
@@ -157,6 +162,9 @@ class Request:
         """Its row in the executor's batch while it runs, if the executor needs rows, else -1."""
 
         # Written by the wheel.
+        self.has_unread = False
+        """It computed a token last whose id was not known when that step was planned, as the next step is planned while
+        one runs. Not up to date while it is on the wheel."""
         self.wheel_base = 0
         self.stop_step = -1
 

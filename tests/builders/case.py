@@ -94,8 +94,12 @@ class Case:
             for index, row in enumerate(self.rows)
         ]
 
-    def naive(self, choose_head: HeadFn = first) -> tuple[list[NaiveRequest], list[NaiveEngine]]:
+    def naive(
+        self, choose_head: HeadFn = first, *, plans_ahead: bool = False, stops: bool = False
+    ) -> tuple[list[NaiveRequest], list[NaiveEngine]]:
         requests = self.naive_requests()
+        for request in requests:
+            request.stops = stops
         engines = [
             NaiveEngine(
                 num_pages=self.num_pages,
@@ -107,6 +111,7 @@ class Case:
                 choose_head=choose_head,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 watermark=self.watermark,
+                plans_ahead=plans_ahead,
             )
             for _ in range(self.replicas)
         ]

@@ -37,6 +37,14 @@ def run_kvarts(case: Case, **changes: Any) -> Outcome:
     kept = [Kept() for _ in steps]
     engines = [open_replica(config, [log, seen]) for log, seen in zip(steps, kept, strict=True)]
     router = RoundRobin(len(engines))
-    arrivals = Arrivals(trace, config.source(trace), router, engines, requests, timeout_ns=config.client_timeout_ns)
+    arrivals = Arrivals(
+        trace,
+        config.source(trace),
+        router,
+        engines,
+        requests,
+        timeout_ns=config.client_timeout_ns,
+        stops=config.stop_tokens,
+    )
     Driver([arrivals], engines).run()
     return Outcome(requests, engines, steps, [seen.events for seen in kept])

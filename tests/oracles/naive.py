@@ -45,6 +45,12 @@ class NaiveRequest:
     seniority: int = 0
     cancelled_prompt_tokens: int = 0  # prompt tokens computed that were never in its pages before
     decodes: bool = False
+    read: int = 0  # tokens whose values the plan of a step knows
+    stops: bool = False  # its last token ends it, and that is known one plan too late
+
+    @property
+    def has_ended(self) -> bool:
+        return self.made == self.num_output
 
     @property
     def known(self) -> int:
@@ -120,7 +126,14 @@ class NaiveEngine:
         choose_head: HeadFn = first,
         long_prefill_token_threshold: int = 0,
         watermark: float = 0.0,
+        plans_ahead: bool = False,
     ) -> None:
+        # The plan of a step is made when the step before it starts: it knows neither the tokens of that one, except
+        # how many there are, nor who arrived during it.
+        self.joins_late = plans_ahead
+        self.plans_ahead = plans_ahead and profile == "default"
+        self.joining: list[NaiveRequest] = []
+        self.is_idle = True  # no step runs while the next one is planned
         self.choose_head = choose_head
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.watermark = watermark
@@ -199,9 +212,11 @@ class NaiveEngine:
         request.computed_first += max(0, upto - start)
         request.cancelled_prompt_tokens += max(0, min(upto, len(request.tokens)) - start)
         request.furthest = max(request.furthest, upto)
-        first_new = request.computed // self.page_size
         request.computed = upto
-        for index in range(first_new, upto // self.page_size):
+        self.name_pages(request, min(upto, request.read) if self.plans_ahead else upto)
+
+    def name_pages(self, request: NaiveRequest, num_tokens: int) -> None:
+        for index in range(num_tokens // self.page_size):
             page = request.pages[index]
             if page.name is None:
                 page.name = self.name_of(request, index)
@@ -217,6 +232,13 @@ class NaiveEngine:
             request.rejected = True
             self.finished.append(request)
             return
+        if self.joins_late and not self.is_idle:
+            self.joining.append(request)
+        else:
+            self.add(request)
+
+    def add(self, request: NaiveRequest) -> None:
+        request.read = request.known
         self.waiting.append(request)
         if self.profile == "default":
             self.waiting.sort(key=lambda r: -r.priority)  # stable: arrival order within a priority
@@ -224,16 +246,23 @@ class NaiveEngine:
     def cancel(self, request: NaiveRequest) -> None:
         """Between steps."""
         request.cancelled = True
-        if request in self.running:
+        if request in self.joining:
+            self.joining.remove(request)
+        elif self.plans_ahead and request.has_ended and request in self.running:
+            pass  # it leaves as it would have
+        elif request in self.running:
             self.running.remove(request)
             self.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        self.is_idle = self.is_idle or not (self.running or self.waiting)
 
     def preempt(self, victim: NaiveRequest, asker: NaiveRequest, now_ns: int) -> None:
         self.preempted.append((victim.seq, asker.seq, victim.computed))
         self.running.remove(victim)
         self.release(victim)
+        if self.plans_ahead and victim.has_ended:
+            return  # and does not come back
         victim.computed = 0
         victim.decodes = False
         victim.preemptions += 1
@@ -286,7 +315,7 @@ class NaiveEngine:
     # A step -----------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.joining)
 
     # What an engine with tiers below does besides.
 
@@ -353,6 +382,9 @@ class NaiveEngine:
         """Whoever still runs computes what it was given; a victim's share is never computed."""
         for request, want in took.values():
             before[request.seq] = request.computed
+            if self.plans_ahead and request.has_ended:
+                self.name_pages(request, request.computed)
+                continue  # nobody reads what it computes
             self.compute(request, request.computed + want)
         took.clear()
 
@@ -362,6 +394,8 @@ class NaiveEngine:
 
     def step(self, now_ns: int) -> int:
         """Runs one step that starts at `now_ns`; returns when it ends."""
+        if self.is_idle or not (self.running or self.waiting):
+            self.add_joining()
         self.begin_step(now_ns)
         budget = self.max_num_batched_tokens
         is_limited = self.long_prefill_token_threshold and len(self.running) + self.num_waiting() > 1
@@ -373,7 +407,7 @@ class NaiveEngine:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request not in self.running:
+            if request not in self.running or (self.plans_ahead and request.has_ended and not request.stops):
                 continue
             want = min(request.known - request.computed, budget, self.most_tokens)
             if want == 0:
@@ -386,6 +420,8 @@ class NaiveEngine:
                 victim = self.victim()
                 if victim.seq in took:
                     budget += took.pop(victim.seq)[1]
+                    if self.plans_ahead:
+                        self.name_pages(victim, min(victim.computed, victim.read))  # it had its turn
                 self.preempt(victim, request, now_ns)
                 num_preempted += 1
                 if victim is request:
@@ -417,14 +453,20 @@ class NaiveEngine:
             budget -= self.enter(head, before[head.seq], budget, now_ns)
         self.plan_stores()
         mark = self.higher(mark)
+        computing = [*self.running, *self.loading_with_front()]
+        has_released = self.plans_ahead and self.read_results(before)
         self.budget_left, self.num_preempted = budget, num_preempted
         self.end_step()
         num_preempted += self.take_given()
-        if budget == self.max_num_batched_tokens and not num_preempted:
-            return self.pause_until()
+        self.is_idle = budget == self.max_num_batched_tokens and not num_preempted
+        if self.is_idle:
+            return now_ns if has_released else self.pause_until()
         batch = Batch([], [])
-        for request in [*self.running, *self.loading_with_front()]:
+        for request in computing:
             if request.seq not in before:
+                continue
+            if self.plans_ahead and request.has_ended:
+                batch.decodes.append((request, request.known))
                 continue
             if before[request.seq] < len(request.tokens):
                 batch.prefills.append((request, before[request.seq], request.computed))
@@ -442,9 +484,13 @@ class NaiveEngine:
                     request.first_token_ns = end_ns
                 if request.made == request.num_output:
                     request.last_token_ns = end_ns
-                    self.running.remove(request)
-                    self.release(request)
+                    if not self.plans_ahead:
+                        self.running.remove(request)
+                        self.release(request)
                     self.finished.append(request)
+        has_others = self.waiting or self.joining
+        if self.plans_ahead and not has_others and all(each.has_ended and not each.stops for each in self.running):
+            self.release_ended()  # else when the next plan is made
         self.steps.append(
             NaiveStep(
                 now_ns,
@@ -457,7 +503,31 @@ class NaiveEngine:
                 not self.has_work(),
             )
         )
+        self.add_joining()  # the next plan is made now
+        self.is_idle = not (self.running or self.waiting)
         return end_ns
+
+    def add_joining(self) -> None:
+        for request in self.joining:
+            self.add(request)
+        self.joining = []
+
+    def read_results(self, computing: dict[int, int]) -> bool:
+        """What the step before has sampled, and who ended with it, is known now that the plan is made."""
+        for request in self.running:
+            if request.seq not in computing:
+                self.name_pages(request, request.computed)
+        for request in [*self.running, *self.waiting]:
+            request.read = request.known
+        return self.release_ended()
+
+    def release_ended(self) -> bool:
+        ended = [request for request in self.running if request.has_ended]
+        for request in ended:
+            self.name_pages(request, request.computed)
+            self.running.remove(request)
+            self.release(request)
+        return bool(ended)
 
 
 def polynomial_ns(batch: Batch, engine: NaiveEngine) -> int:

@@ -10,7 +10,10 @@ import pytest
 from builders.vllm_python import vllm_environment, vllm_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "equal_to_vllm.py"
-EQUAL_ROWS = ["full", "priority", "window", "chunk", "groups", "long-prefill", "watermark", "limited"]
+EQUAL_ROWS = [
+    *("full", "priority", "window", "chunk", "groups", "long-prefill", "watermark", "limited"),
+    *("async", "async-stop", "async-priority", "async-window", "async-chunk", "async-groups"),
+]
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import shipped_constants
 from kvarts.executor.roofline import RooflineCost
+from kvarts.kv.group_memory import PartGroup
 from kvarts.plan.latency import COST_ERROR, cost_error_of
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import ReplayConfig, make_config
@@ -21,8 +22,10 @@ from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.workload import UniformLength, Workload
 
 from builders.case import Case, cases
-from builders.laws import assert_fast_as_slow
-from builders.rooms import ROUTERS
+from builders.grouped import assert_same_outcome, part_groups
+from builders.laws import assert_as_in_naive, assert_fast_as_slow
+from builders.outcome import run_kvarts
+from builders.rooms import HAS_AUDIT, ROUTERS
 
 STEP_NS = 10_000_000
 WORKLOAD = Workload(
@@ -38,9 +41,32 @@ MODEL = {"model": "llama-3.1-8b", "device": "h100-80gb"}
 
 
 @pytest.mark.laws
-@given(cases(max_requests=16), st.sampled_from([{}, {"concurrency": 2}, {"frontend_ms": 3.0}]))
+@given(cases() | cases(cancels=True), st.booleans())
+def test_every_request_and_every_eviction_is_as_in_the_naive_engine(case: Case, stops: bool) -> None:
+    """L4, L7, L8, where the next step is planned while one runs."""
+    requests, naive_engines = case.naive(plans_ahead=True, stops=stops)
+    outcome = run_kvarts(case, async_scheduling=True, stop_tokens=stops)
+    assert_as_in_naive(case, outcome, requests, naive_engines)
+
+
+@pytest.mark.laws
+@given(
+    cases(max_requests=16) | cases(max_requests=16, limits=True),
+    st.sampled_from([{}, {"concurrency": 2}, {"frontend_ms": 3.0}, {"stop_tokens": True}]),
+)
 def test_fast_forward_equals_step_by_step(case: Case, changes: dict[str, Any]) -> None:
     assert_fast_as_slow(case, async_scheduling=True, **changes)
+
+
+@pytest.mark.laws
+@given(cases(max_requests=16), part_groups(), st.sampled_from(["all", "tails"]))
+def test_fast_forward_equals_step_by_step_with_groups(case: Case, groups: tuple[PartGroup, ...], keeps: str) -> None:
+    """L1 to L3, L5."""
+    case.profile = "default"
+    case.num_pages = max(1, case.num_pages * 2 // 3)
+    changes: dict[str, Any] = {"async_scheduling": True, "kv_groups": keeps, "groups": groups, "audit": HAS_AUDIT}
+    fast, slow = (replay(case.trace(), case.config(step_by_step=slowly, **changes)) for slowly in (False, True))
+    assert_same_outcome(fast, slow)
 
 
 def naive_admissions(rows: list[tuple[int, int]]) -> list[int]:

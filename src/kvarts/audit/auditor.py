@@ -80,8 +80,10 @@ class Auditor:
     that a tier below also holds; `stores_go_first`: with KV groups, it evicts next the parts stored below. `is_lru`:
     the eviction order is known; under any other order, the evicted part is taken from the events and checked.
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
-    leave others. `account`: returns the engine's account of its memory; if given, `observe` compares it with the ledger
-    and raises AuditError. Nothing is repaired.
+    leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
+    its parts until the next plan is made; a page that a decode fills is published a step later, and a part that a
+    window has passed is released a step later. `account`: returns the engine's account of its memory; if given,
+    `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
     """
 
     wants_details = True
@@ -98,6 +100,7 @@ class Auditor:
         is_lru: bool = True,
         full_prompt_hits: bool = False,
         at_branches: bool = False,
+        plans_ahead: bool = False,
         account: Callable[[], Account] | None = None,
     ) -> None:
         self._account = account
@@ -143,6 +146,12 @@ class Auditor:
         self._decoding: dict[int, None] = {}
         """In admission order."""
         self._completing: list[int] = []
+        self._plans_ahead = plans_ahead
+        self._lags = int(plans_ahead)
+        self._stalled: list[KnownRequest] = []
+        """Decodes of the last step that compute nothing in this one, if pages are published late."""
+        self._ended: list[int] = []
+        """Requests that have generated their last token and keep their parts, if steps are planned ahead."""
         self._takers: list[int] = []
         """Decodes that still need parts for a page in this step."""
         self._is_served = self._is_settled = True
@@ -228,7 +237,8 @@ class Auditor:
             case Arrived() if event.has_own_pages:
                 self._with_own_pages.add(event.request)
             case Arrived():
-                known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups))
+                known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens)
+                known.stops = event.stops and self._lags > 0
                 self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():
                 self._pass_steps(event.step - 1)
@@ -239,6 +249,7 @@ class Auditor:
                 if self._found.step < event.step:
                     self._begin(event.step)
                 self._settle()
+                self._name_stalled()
                 self._check_step(event)
             case StepEnded():
                 self._pass_steps(event.step)
@@ -251,6 +262,10 @@ class Auditor:
             case DraftJudged():
                 self._held.judge(self._requests[event.request], event)
             case Finished():
+                if self._plans_ahead:
+                    self._settle()
+                    self._name_stalled()
+                    self._look()
                 self._finish(event.request)
             case Cancelled():
                 self._cancel(event.request)
@@ -324,6 +339,8 @@ class Auditor:
     def _hear_stored(self, event: PagesStored) -> None:
         if not self.ledger.happened:
             self._settle()
+        if not self.ledger.happened:
+            self._name_stalled()
         content, start = event.content, event.start_page
         if start:
             before = self._digest(content, start - 1)
@@ -442,6 +459,15 @@ class Auditor:
         self._is_served = True
         size, requests = self._page_size, self._requests
         self._takers = [request for request in self._decoding if requests[request].computed % size == 0]
+        if stopped := [each for each in self._stopped() if requests[each].computed % size == 0]:
+            self._takers = sorted(self._takers + stopped, key=lambda request: requests[request].admission)
+
+    def _stopped(self) -> list[int]:
+        """Return the requests that compute the token that ended them in this step."""
+        if not self._lags:
+            return []
+        known = [(request, self._requests[request]) for request in self._ended]
+        return [request for request, each in known if each.stops and each.is_running]
 
     def _serve_takers(self, before: int | None = None, *, until_evicted: bool = False) -> None:
         """Take parts for decodes in turn: those admitted before `before`; the others take theirs later.
@@ -461,7 +487,8 @@ class Auditor:
             return
         known = self._holders.get(owner)
         self._begin_serving()
-        is_decoding = known is not None and any(self._requests[request] is known for request in self._decoding)
+        decoding = chain(self._decoding, self._stopped())
+        is_decoding = known is not None and any(self._requests[request] is known for request in decoding)
         self._serve_takers(known.admission if known is not None and is_decoding else None)
 
     def _settle(self) -> None:
@@ -475,18 +502,27 @@ class Auditor:
             what = f"needs a page{'' if not self._has_groups else ' in every group'}, there is no room"
             self._find(f"{what}, and no request was preempted", request, page)
         self._takers = []
-        filled = []
+        filled = [(known.computed + 1, known) for known in (self._requests[request] for request in self._stopped())]
         for request in self._decoding:
             known = self._requests[request]
-            known.began = known.computed
+            known.began, known.before = known.computed, known.began
             known.computed += 1
             known.known += 1
-            if known.computed % self._page_size == 0:
-                filled.append(known)
+            known.is_unread = True
+            if (known.computed - self._lags) % self._page_size == 0:
+                filled.append((known.computed, known))
         # Requests that fill a page publish it in order of computed tokens, most first, then of admission.
-        filled.sort(key=lambda known: (-known.computed, known.admission))
-        for known in filled:
-            self._held.name(known)
+        filled.sort(key=lambda each: (-each[0], each[1].admission))
+        for num_computed, known in filled:
+            self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
+
+    def _name_stalled(self) -> None:
+        """Publish the pages that stalled requests had filled, at the end of the plan: their tokens are known then."""
+        stalled, self._stalled = self._stalled, []
+        for known in stalled:
+            known.is_unread = False
+            if known.is_running:
+                self._held.name(known)
 
     def _end_step(self) -> None:
         for request in self._completing:
@@ -494,6 +530,10 @@ class Auditor:
                 self._requests[request].known += 1
                 self._decoding[request] = None
         self._completing = []
+        if self._plans_ahead:
+            for request in [one for one in self._decoding if self._requests[one].known == self._requests[one].last]:
+                del self._decoding[request]
+                self._ended.append(request)
         self._has_ended = True
 
     def _look(self) -> None:
@@ -575,7 +615,11 @@ class Auditor:
             )
         if not event.start < event.end <= event.num_known_tokens:
             self._find(f"computes tokens {event.start} to {event.end} of {event.num_known_tokens}", event.request)
+        known.before = min(known.began, event.start)  # more before a preemption
         known.computed = known.began = event.start
+        known.is_unread = known in self._stalled
+        if known.is_unread:
+            self._stalled.remove(known)
         is_last = event.end == event.num_known_tokens
         is_end = is_last and not known.has_decoded
         page_end = event.end // size * size
@@ -583,7 +627,7 @@ class Auditor:
             self._held.grow(known, known.branch, is_end=True)
         if is_end and self._has_states and known.computed < page_end < event.end:
             self._held.grow(known, page_end, is_end=True)
-        self._held.grow(known, event.end, is_end=is_end)
+        self._held.grow(known, event.end, is_end=is_end, num_unread=int(known.is_unread))
         if is_last:
             self._completing.append(event.request)
 
@@ -609,9 +653,9 @@ class Auditor:
         if not self._has_ended:
             return
         self._has_ended = False
-        for known in self._requests.values():
-            if known.is_running:
-                self._held.look_at(known)
+        for request, known in self._requests.items():
+            if known.is_running and request not in self._ended:
+                self._held.look_at(known, known.before if self._lags else known.began)
 
     def _preempt(self, event: Preemption) -> None:
         ledger, known, unit = self.ledger, self._requests[event.victim], self._unit
@@ -625,23 +669,33 @@ class Auditor:
             self._find(f"request {event.victim} gave way to {asked}")
         if event.num_computed_tokens != known.computed:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
-        self._close(event.victim, known)
+        has_turn = known.stops or event.victim not in self._ended
+        had_turn = has_turn and known.admission < self._requests[event.asker].admission
+        self._close(event.victim, known, num_unread=self._lags and known.is_unread and not had_turn)
         known.computed = 0
         known.has_decoded = False
         if event.victim == event.asker and not event.model:
             # As in vLLM, self-preemption ends the decodes: those admitted later compute nothing, and chunks follow.
             self._stall_after(known)
-        self._takers = [request for request in self._takers if request in self._decoding]
+            for other in self._stopped():
+                if self._requests[other].admission > known.admission:
+                    self._requests[other].stops = False  # not in this step, and in no later one
+        stopped = self._stopped()
+        self._takers = [request for request in self._takers if request in self._decoding or request in stopped]
 
     def _stall_after(self, known: KnownRequest) -> None:
         """Take what was admitted after `known` off the decodes: chunks follow."""
         for request in [other for other in self._decoding if self._requests[other].admission > known.admission]:
             del self._decoding[request]
             self._requests[request].has_decoded = True
+            if self._lags:
+                self._stalled.append(self._requests[request])
 
     def _finish(self, request: int) -> None:
         known = self._requests.pop(request)
-        if request not in self._decoding:
+        if request in self._ended:
+            self._ended.remove(request)
+        elif request not in self._decoding:
             self._find(f"finished with {known.computed} of {known.known} known tokens computed", request)
         self._close(request, known)
 
@@ -655,11 +709,11 @@ class Auditor:
         if self._below.cancel(request):
             self._holders.pop(known.content.owner, None)
         else:
-            self._close(request, known)
+            self._close(request, known, num_unread=self._lags and known.is_unread)
 
-    def _close(self, request: int, known: KnownRequest) -> None:
+    def _close(self, request: int, known: KnownRequest, *, num_unread: int = 0) -> None:
         self._decoding.pop(request, None)
-        self._held.close(known)
+        self._held.close(known, num_unread=num_unread)
         if request not in self._requests:
             self._holders.pop(known.content.owner, None)
 

@@ -17,17 +17,20 @@ class KnownRequest:
     """The auditor's state of one request. Its first `num_named` pages can be found, as far as it has parts of them.
 
     `parts`: by group and page, those of its first `num_taken` pages; `states`: by group. `admission`: its place in the
-    order of admission. `began`: the tokens computed before the last step in which it computed any. `branch`: the tokens
-    before the place where it leaves other requests, 0 for none. `drafted`: tokens that were drafted for it in this
-    step. `load`: the pages it waits for, until it is admitted, else None; `offer`: from which page on so many pages of
-    each tier are loaded, if not all that is below; `front`: the first page that it computes before these, while they
-    are loaded; `has_decoded`: it continues with chunks after it has decoded; `awaited`: the transfer for another
-    request that it waits for, or -1; `is_cancelled`: it is gone when its load has ended.
+    order of admission. `began`: the tokens computed before the last step in which it computed any, and `before` the
+    same of the step before that. `branch`: the tokens before the place where it leaves other requests, 0 for none.
+    `drafted`: tokens that were drafted for it in this step. `load`: the pages it waits for, until it is admitted, else
+    None; `offer`: from which page on so many pages of each tier are loaded, if not all that is below; `front`: the
+    first page that it computes before these, while they are loaded; `awaited`: the transfer for another request that it
+    waits for, or -1; `is_cancelled`: it is gone when its load has ended. `has_decoded`: it continues with chunks after
+    it has decoded. `is_unread`: a decode computed the last of its tokens. `last`: the tokens that it knows when it
+    ends. `stops`: it computes the token that ends it as well.
     """
 
     __slots__ = (
         "admission",
         "awaited",
+        "before",
         "began",
         "branch",
         "computed",
@@ -37,22 +40,26 @@ class KnownRequest:
         "has_decoded",
         "is_cancelled",
         "is_running",
+        "is_unread",
         "known",
+        "last",
         "load",
         "num_named",
         "num_taken",
         "offer",
         "parts",
         "states",
+        "stops",
     )
 
-    def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int) -> None:
+    def __init__(self, content: Content, num_prompt_tokens: int, num_groups: int, max_tokens: int = 0) -> None:
         self.content = content
         self.known = num_prompt_tokens
-        self.computed = self.began = self.num_named = self.num_taken = self.drafted = 0
+        self.last = num_prompt_tokens + max_tokens
+        self.computed = self.began = self.before = self.num_named = self.num_taken = self.drafted = 0
         self.parts: list[dict[int, LedgerPart]] = [{} for _ in range(num_groups)]
         self.states: dict[int, LedgerPart] = {}
-        self.is_running = self.has_decoded = False
+        self.is_running = self.is_unread = self.stops = self.has_decoded = False
         self.admission = self.awaited = self.front = -1
         self.branch = 0
         self.load: range | None = None
@@ -89,14 +96,14 @@ class RequestParts:
                 known.parts[index][page] = part
         known.num_named = known.num_taken = num_pages
 
-    def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool) -> None:
+    def grow(self, known: KnownRequest, num_tokens: int, *, is_end: bool, num_unread: int = 0) -> None:
         """Take the parts that tokens up to `num_tokens` need, and publish filled ones.
 
-        `is_end`: others may continue from there, as all known tokens are then computed.
+        `is_end`: others may continue from there, as all known tokens are then computed. `num_unread`: as for `name`.
         """
         self.take_pages(known, num_tokens)
         known.computed = num_tokens
-        self.name(known)
+        self.name(known, num_unread=num_unread)
         if is_end:
             self._keep_tails(known)
             if num_tokens % self._page_size == 0:
@@ -125,10 +132,13 @@ class RequestParts:
             self._found.add(what, known.content.owner, page)
         return part
 
-    def name(self, known: KnownRequest, num_pages: int | None = None) -> None:
-        """Publish parts of the first `num_pages` pages; by default, of the full pages that may be published."""
+    def name(self, known: KnownRequest, num_pages: int | None = None, *, num_unread: int = 0) -> None:
+        """Publish parts of the first `num_pages` pages; by default, of the full pages that may be published.
+
+        `num_unread`: computed tokens whose ids are not known yet.
+        """
         if num_pages is None:
-            num_pages = known.computed // self._page_size
+            num_pages = (known.computed - num_unread) // self._page_size
             if not self._names_private:
                 num_pages = min(num_pages, known.content.num_known_pages)
         if num_pages <= known.num_named:
@@ -199,9 +209,12 @@ class RequestParts:
         known.num_taken = min(known.num_taken, num_pages)
         self.name(known)
 
-    def close(self, known: KnownRequest) -> None:
-        """Release all parts of a request, group by group: the state, then pages from the last to the first."""
-        self.name(known, known.computed // self._page_size)
+    def close(self, known: KnownRequest, *, num_unread: int = 0) -> None:
+        """Release all parts of a request, group by group: the state, then pages from the last to the first.
+
+        `num_unread`: as for `name`.
+        """
+        self.name(known, (known.computed - num_unread) // self._page_size)
         self._keep_tails(known)
         for index, parts in enumerate(known.parts):
             if index in known.states:
@@ -211,16 +224,18 @@ class RequestParts:
         known.num_named = known.num_taken = 0
         known.is_running = False
 
-    def look_at(self, known: KnownRequest) -> None:
-        """Find what a running request holds between two steps and no token sees that it computed in its last step or
-        later, and drafts not judged."""
+    def look_at(self, known: KnownRequest, since: int) -> None:
+        """Find parts that a running request holds between two steps and no token from `since` on sees, and old drafts.
+
+        Of a state, it is no token that it computed in its last step or later.
+        """
         if known.drafted:
             self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)
             known.drafted = 0
         for index, group in enumerate(self._ledger.groups):
             if group.has_every_page:
                 continue
-            sink, others = group.needed(known.began, self._page_size)
+            sink, others = group.needed(known.began if group.kind == "state" else since, self._page_size)
             for page in known.parts[index]:
                 if page in others or (group.is_bounded and page >= others.start):
                     break  # pages are in order

@@ -12,7 +12,7 @@ __all__ = ["SimExecutor"]
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SimExecutor:
-    """A VirtualExecutor with steps of the duration that `cost` gives."""
+    """A VirtualExecutor with steps of the duration that `cost` gives. A step that computes nothing takes no time."""
 
     needs_page_ids = False
 
@@ -22,4 +22,5 @@ class SimExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the duration of the step."""
-        return StepResult(self._step_ns(plan.batch))
+        batch = plan.batch
+        return StepResult(self._step_ns(batch) if batch.num_decodes or batch.chunks else 0)

@@ -105,6 +105,7 @@ def replay_fleet(
         log,
         delay_ns=first.frontend_ns,
         timeout_ns=first.client_timeout_ns,
+        stops=first.stop_tokens,
     )
     driver = FleetDriver(
         arrivals,
@@ -243,6 +244,7 @@ def open_worker(
         prefill=prefill_cost(config),
         audit=config.audit,
         hands_over=True,
+        plans_ahead=config.async_scheduling and config.profile == "default",
         step_ns=cost.step_ns,
     )
     replica = Replica(engine, executor, plans_ahead=config.async_scheduling)

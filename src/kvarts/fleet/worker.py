@@ -102,7 +102,10 @@ class Worker:
                 if self.end_ns > LATEST_NS:
                     raise TooLateError
                 return True
-        if not engine.prepare(now_ns):
+        while not replica.prepare(now_ns):
+            if scheduler.has_released:
+                replica.join(now_ns)
+                continue  # for that memory
             if tiers is not None:
                 engine.emit()
                 self.wake_ns = tiers.next_ns

@@ -245,8 +245,11 @@ class Cache:
         """Release all but the first `num_pages` pages of `holding`; the others contain no computed token."""
         raise NotImplementedError
 
-    def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow."""
+    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow.
+
+        `num_in_flight`: the last tokens before it, which attend to their parts until they are computed.
+        """
 
     def count(self) -> None:
         """Update the counts after `settle` or `end_step`."""

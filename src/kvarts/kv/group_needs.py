@@ -26,11 +26,13 @@ class Held(Protocol):
 class GroupNeeds:
     """Memory needs, in blocks of `memory`. `most_new`: the most tokens of a request that a step may compute.
 
+    `most_kept`: the most tokens of a request beyond a window whose parts are not released yet; `most_new` by default.
+
     A window or a chunk holds at most the pages that its span and the tokens of one step extend over, its *cap*: it
     bounds the need of a request, whatever its length and wherever its steps begin and end.
     """
 
-    def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int) -> None:
+    def __init__(self, memory: GroupMemory, *, page_size: int, most_new: int, most_kept: int | None = None) -> None:
         self._page_size = page_size
         self.most_new = most_new
         self._groups = [(group, group.part_bytes // memory.block_bytes) for group in memory.groups]
@@ -39,19 +41,19 @@ class GroupNeeds:
         self._caps = [(self._cap(layer), blocks) for layer, blocks in bounded]
         # Chunks that begin inside a page may reach into one page more, which vLLM's cap does not count.
         self._most = [
-            (self._cap(layer) + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
+            (self._cap(layer, most_kept) + (layer.kind == "chunk" and (layer.span or 1) % page_size > 0), blocks)
             for layer, blocks in bounded
         ]
         self._state_blocks = sum(blocks for group, blocks in self._groups if group.is_state)
         self.page_blocks = sum(blocks for group, blocks in self._groups if not group.is_state)
         """The blocks that a decode takes for the first token of a page."""
 
-    def _cap(self, layer: KvLayer) -> int:
+    def _cap(self, layer: KvLayer, most_kept: int | None = None) -> int:
         """Return the most pages of a window or a chunk, as vLLM counts them, and those of the sink."""
-        span = layer.span or 1
+        most, span = self.most_new if most_kept is None else most_kept, layer.span or 1
         if layer.kind == "chunk":
-            return -(-(span + self.most_new) // self._page_size)
-        return -(-(span - 1 + self.most_new) // self._page_size) + 1 + self._num_sink(layer)
+            return -(-(span + most) // self._page_size)
+        return -(-(span - 1 + most) // self._page_size) + 1 + self._num_sink(layer)
 
     def _num_sink(self, layer: KvLayer) -> int:
         return -(-layer.sink // self._page_size)

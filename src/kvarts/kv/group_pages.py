@@ -93,7 +93,8 @@ class GroupPages(PartPages):
     pages, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: that tier examines the
     parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to evict, and
     is notified of each release, so the cache follows no decodes either; without it, the least recently released run is
-    evicted next. `at_branches`: as of RunCache.
+    evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step later, so it follows
+    none.
     """
 
     __slots__ = ("_num_given", "num_promised", "parts")
@@ -111,10 +112,11 @@ class GroupPages(PartPages):
         watches_list: bool = False,
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
+        plans_ahead: bool = False,
     ) -> None:
         ids = IdPool(num_blocks) if with_ids else None
         pool = CountPool(num_blocks) if ids is None else ids
-        super().__init__(pool, memory, page_size=page_size, most_new_tokens=most_new_tokens)
+        super().__init__(pool, memory, page_size=page_size, most_new_tokens=most_new_tokens, lag=int(plans_ahead))
         self.parts = RunCache(
             memory,
             page_size=page_size,
@@ -131,7 +133,7 @@ class GroupPages(PartPages):
         """Total of blocks returned by `give` since the beginning."""
         self.keeps_time = self.parts.note_request is not None
         is_watched = watches_list or eviction_order is not None
-        self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched
+        self.names_decodes = self.publishes_all = with_ids or tell is not None or is_watched or plans_ahead
         if not self.names_decodes:
             self.follows_decodes = True
             self.take_pages = self._take_pages
@@ -208,9 +210,12 @@ class GroupPages(PartPages):
         self.parts.extend(cast(PartHolding, holding).parts, num_tokens, is_end=is_end)
         self.count()
 
-    def settle(self, holding: Holding, num_tokens: int) -> None:
-        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow."""
-        self.parts.settle(cast(PartHolding, holding).parts, num_tokens)
+    def settle(self, holding: Holding, num_tokens: int, num_in_flight: int = 0) -> None:
+        """Release parts that no token from `num_tokens`, the next to compute, on attends to. `count` must follow.
+
+        `num_in_flight`: as of Cache.
+        """
+        self.parts.settle(cast(PartHolding, holding).parts, num_tokens, num_in_flight)
 
     # Decodes that are counted and not identified: RunCache.start_decoding describes them.
 

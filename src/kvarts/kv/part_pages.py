@@ -28,8 +28,9 @@ class PartPages(Cache):
 
     __slots__ = ("_num_moved", "block_bytes", "memory", "needs", "page_size")
 
-    def __init__(self, pool: Pool, memory: GroupMemory, *, page_size: int, most_new_tokens: int) -> None:
-        self.needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens)
+    def __init__(self, pool: Pool, memory: GroupMemory, *, page_size: int, most_new_tokens: int, lag: int = 0) -> None:
+        most_kept = (1 + lag) * most_new_tokens
+        self.needs = GroupNeeds(memory, page_size=page_size, most_new=most_new_tokens, most_kept=most_kept)
         super().__init__(pool, page_blocks=self.needs.page_blocks)
         self.memory = memory
         self.block_bytes = memory.block_bytes

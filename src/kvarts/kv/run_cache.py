@@ -200,11 +200,14 @@ class RunCache(RunAccount):
         holding.num_tokens = num_tokens
         self._name(holding, num_tokens // self.page_size)
 
-    def settle(self, holding: RunHolding, num_tokens: int) -> None:
-        """Release the parts that no token from `num_tokens` on attends to; all tokens before are computed."""
+    def settle(self, holding: RunHolding, num_tokens: int, num_in_flight: int = 0) -> None:
+        """Release the parts that no token from `num_tokens` on attends to; all tokens before are computed.
+
+        `num_in_flight`: the last tokens before it, which attend to their parts in windows and chunks as well.
+        """
         holding.num_tokens = num_tokens
         for index in self._less:
-            self.settle_group(holding, index, num_tokens)
+            self.settle_group(holding, index, num_tokens if self._is_state[index] else num_tokens - num_in_flight)
         if holding.is_decoding:
             self.decodes.begin(holding)
 

@@ -85,11 +85,11 @@ class Horizon:
         if running.num_sharing:
             if blocked is FOR_PAGES:
                 # A decode may fill a page that the head needs; then the head needs one page less.
-                num_steps = min(num_steps, wheel.steps_to_filled_page() - 1)
+                num_steps = min(num_steps, wheel.steps_to_filled_page(running.lag) - 1)
             elif self._orders_matter or not cache.has_empty(most_pages):
                 # A filled page and an evicted one may be copies of one page, so their order matters. And a filled page
                 # may have to be stored.
-                num_steps = min(num_steps, wheel.steps_to_filled_page())
+                num_steps = min(num_steps, wheel.steps_to_filled_page(running.lag))
         num_free = cache.num_free
         if loads is not None:
             num_to_spare = loads.tiers.pages_to_spare()

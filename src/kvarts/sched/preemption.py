@@ -17,6 +17,8 @@ from kvarts.sched.running import Running
 __all__ = ["Planned", "Preemptor", "holding_of"]
 
 DECODING: Final = RequestState.DECODING
+FINISHED: Final = RequestState.FINISHED
+PREFILLING: Final = RequestState.PREFILLING
 
 
 class Planned:
@@ -100,7 +102,8 @@ class Preemptor:
         Return whether more can be planned in this step.
         """
         needing = self._running.wheel.needing_page()
-        turns = {request.admission: request for request in (*unsettled, *needing) if request.state is DECODING}
+        has = self._running.wheel.has
+        turns = {request.admission: request for request in (*unsettled, *needing) if has(request)}
         return self._take_in_turn([turns[admission] for admission in sorted(turns)], now_ns, set(unsettled))
 
     def make_room(self, asker: Request, num_pages: int, now_ns: int, planned: dict[int, Planned]) -> bool:
@@ -162,11 +165,11 @@ class Preemptor:
         cache, wheel, blocks, page_size = self._cache, self._running.wheel, self._page_blocks, self._page_size
         served: set[int] = set()
         for request in turns:
-            if request.state is not DECODING:
+            if request.admission < 0:
                 continue  # preempted for a request before it
             num_computed = wheel.num_computed(request)
             if request in unsettled:
-                cache.settle(holding_of(request), num_computed)
+                cache.settle(holding_of(request), num_computed, self._running.num_in_flight(request))
                 cache.count()
             if num_computed % page_size:
                 continue
@@ -174,6 +177,9 @@ class Preemptor:
                 admission = request.admission
                 if self._preempt_for(request, blocks, now_ns, served) is request:
                     self._running.stall_after(admission, now_ns)
+                    for ended in self._running.ended:
+                        if ended.admission > admission:
+                            self._running.end_again(ended)
                     return False
             served.add(request.index)
             cache.take_page(holding_of(request), num_computed // page_size)
@@ -186,28 +192,35 @@ class Preemptor:
         num_used = cache.num_used
         victim = running.victim()
         num_unused = 0
-        is_decoding = victim.state is DECODING and victim not in running.stalled
+        has_turn = victim.state is not FINISHED or running.wheel.has(victim)
+        is_decoding = has_turn and victim.state is not PREFILLING and victim not in running.stalled
         running.leave(victim)
         if is_decoding:
-            victim.last_token_ns = now_ns  # it sampled a token in the step that has just ended
+            if victim.state is DECODING:
+                victim.last_token_ns = now_ns  # it sampled a token in the step that has just ended
             # It took a page for this step, but no longer takes part in it.
             if victim.num_computed % self._page_size == 0 and (served is None or victim.index in served):
                 num_unused = 1
+        # At its turn in the step, what it has filled before becomes findable.
+        had_turn = has_turn and victim.admission < asker.admission
+        num_unnamed = 0 if had_turn else running.num_unnamed(victim)
         preemption = Preemption(
             victim.index, asker.index, num_pages, num_pages - cache.num_free, num_used, victim.num_computed
         )
         self.preemptions.append(preemption)
-        self._send_back(victim, preemption, num_unused)
+        self._send_back(victim, preemption, num_unused, num_unnamed)
         return victim
 
-    def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0) -> None:
-        """Return `victim`, which is off the wheel, to the waiting queue."""
+    def _send_back(self, victim: Request, preemption: Preemption, num_unused: int = 0, num_unnamed: int = 0) -> None:
+        """Return `victim`, which is off the wheel, to the waiting queue, unless it has ended."""
         if self._tell is not None:
             self._tell(preemption)
         holding = holding_of(victim)
-        self._running.release(victim, num_unused)
+        self._running.release(victim, num_unused, num_unnamed)
+        if victim.state is FINISHED:
+            return
         if self._tiers is not None:
-            self._tiers.preempted(victim.content, victim.num_computed // self._page_size, holding)
+            self._tiers.preempted(victim.content, victim.num_computed // self._page_size - num_unnamed, holding)
         victim.become(RequestState.PREEMPTED)
         victim.num_preemptions += 1
         victim.num_computed = 0

@@ -72,6 +72,7 @@ class Prefill:
         "_tell",
         "completing",
         "computed",
+        "computing",
         "most_tokens",
     )
 
@@ -89,6 +90,8 @@ class Prefill:
     ) -> None:
         self.completing: list[Request] = []
         """Requests that compute the last of their known tokens in the scheduled step."""
+        self.computing: dict[Request, int] = {}
+        """The chunks of the step being planned, if there is a lag."""
         self.computed: list[int] | None = None
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self.most_tokens: int = MOST_COUNT
@@ -184,7 +187,7 @@ class Prefill:
             if request.own is None:
                 assert request.holding is not None
                 if cache.settles:
-                    cache.settle(request.holding, start)
+                    cache.settle(request.holding, start, running.num_in_flight(request))
                     cache.count()
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
@@ -239,20 +242,23 @@ class Prefill:
         return ended
 
     def publish_filled(self, num_steps: int) -> None:
-        """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them."""
-        wheel, cache, batch = self._running.wheel, self._cache, self._batch
+        """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them.
+
+        Where a step is planned ahead, these are as many steps from the last one on.
+        """
+        wheel, cache, batch, lag = self._running.wheel, self._cache, self._batch, self._running.lag
         if cache.follows_decodes:
             assert num_steps == 1, "the cache does what a leap fills"
             cache.publish_due()
             return
-        filling = wheel.completing_page(num_steps)
+        filling = wheel.completing_page(num_steps, lag)
         if batch is not None and filling:
             # The token computed in this step is the one sampled in the step before.
             batch.append_all_sampled(filling, [wheel.num_computed(request) + 1 for request in filling], wheel.step)
         for request in filling:
             if request.own is not None:
                 continue
-            num_computed = wheel.num_computed(request) + num_steps
+            num_computed = wheel.num_computed(request) + num_steps - lag
             holding = request.holding
             assert holding is not None
             cache.publish(holding, num_computed)
@@ -269,6 +275,7 @@ class Prefill:
 
     def _compute(self, request: Request, num_tokens: int, num_known: int, chunks: list[Chunk]) -> None:
         """Take the pages of a chunk and count it as computed; its full pages can be hit from now on."""
+        running = self._running
         start = request.num_computed
         end = request.num_computed = start + num_tokens
         if self._tell is not None:
@@ -279,10 +286,18 @@ class Prefill:
         else:
             holding = request.holding
             assert holding is not None
-            self._cache.extend(holding, end, is_end=end == num_known)
+            if running.taken_off and request in running.taken_off:  # as on the wheel
+                running.taken_off.remove(request)
+                request.has_unread = True
+                if start % self._page_size == 0:
+                    self._cache.take_page(holding, start // self._page_size)
+                self._cache.publish(holding, start)
+            else:
+                self._cache.extend(holding, end, is_end=end == num_known)
             if self._loads is not None:
                 self._note_full(request, holding, start, end)
-        running = self._running
+        if running.lag:
+            self.computing[request] = num_tokens
         if end == num_known:
             self.completing.append(request)
             if start and request in running.chunked:

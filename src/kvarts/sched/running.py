@@ -14,6 +14,7 @@ __all__ = ["Running", "RunningOrder"]
 
 PREFILLING: Final = RequestState.PREFILLING
 DECODING: Final = RequestState.DECODING
+FINISHED: Final = RequestState.FINISHED
 
 
 class RunningOrder:
@@ -97,14 +98,20 @@ class Running(RunningOrder):
         "_page_size",
         "batch",
         "chunked",
+        "ended",
+        "in_flight",
+        "lag",
         "num_admitted",
         "num_left",
         "num_sharing",
         "stalled",
+        "taken_off",
         "wheel",
     )
 
-    def __init__(self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None) -> None:
+    def __init__(
+        self, cache: Cache, wheel: DecodeWheel, batch: InputBatch | None, *, plans_ahead: bool = False
+    ) -> None:
         super().__init__()
         self._cache = cache
         self._page_size = wheel.page_size
@@ -117,6 +124,17 @@ class Running(RunningOrder):
         """Requests off the wheel that have known tokens to compute after the last step, in order of admission."""
         self.num_left = 0
         """The number of times a request has released its pages."""
+        self.lag = int(plans_ahead)
+        """1 where a page is findable a step after a decode has filled it: the id of its last token is not known when
+        the next step is planned."""
+        self.in_flight: dict[Request, int] = {}
+        """The tokens of chunks that were computed in the step before the one being planned, or between plans in the
+        last step, if there is a lag."""
+        self.taken_off: list[Request] = []
+        """Decodes that were stalled in the step being planned and compute nothing in it so far, if there is a lag."""
+        self.ended: list[Request] = []
+        """Requests that have generated their last token, and keep their place and pages until the next step is
+        planned."""
         self.stalled: list[Request] = []
         """Decodes off the wheel, admitted after a chunked request, that get no tokens until its prefill is complete."""
         self.num_sharing = 0
@@ -143,6 +161,7 @@ class Running(RunningOrder):
         if hit_tokens > request.largest_hit_tokens:
             request.largest_hit_tokens = hit_tokens
         request.num_admissions += 1
+        request.has_unread = False
         if self.batch is not None:
             self.batch.enter(request)
 
@@ -170,6 +189,8 @@ class Running(RunningOrder):
                 self.wheel.leave(request)
             if self.shares(request):
                 self.num_sharing -= 1
+        elif request.state is FINISHED:
+            self.end_again(request)
         else:
             self.chunked.remove(request)
 
@@ -198,6 +219,8 @@ class Running(RunningOrder):
             self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
             request.become(PREFILLING)
             self.chunked.append(request)
+            if self.lag:
+                self.taken_off.append(request)
         self.chunked.sort(key=lambda request: request.admission)
 
     def shares(self, request: Request) -> bool:
@@ -206,10 +229,54 @@ class Running(RunningOrder):
             return True
         return request.own is None and request.content.num_known_tokens > request.num_prompt_tokens
 
-    def release(self, request: Request, num_unused: int = 0) -> None:
+    def num_in_flight(self, request: Request) -> int:
+        """Return how many tokens `request` computed in the last step, if the next plan is made before these are known.
+
+        It is a decode, or in `in_flight`, or computed none.
+        """
+        if not self.lag:
+            return 0
+        is_decode = request.state is not PREFILLING or request in self.taken_off
+        return self.in_flight.get(request, int(is_decode))
+
+    def publish_read(self) -> None:
+        """End the plan of a step: make findable the pages that requests have filled which compute nothing in it."""
+        for request in self.taken_off:
+            if request.has_unread and request.admission >= 0:
+                request.has_unread = False
+                if request.num_computed % self._page_size == 0:
+                    assert request.holding is not None
+                    self._cache.publish(request.holding, request.num_computed)
+        self.taken_off = []
+
+    def keep(self, request: Request) -> None:
+        """Let `request`, which is off the wheel and has generated its last token, keep its place and pages for now.
+
+        If it stops, the next step computes that token.
+        """
+        assert request.holding is not None
+        self._cache.stop_decoding(request.holding, -(-request.num_computed // self._page_size))
+        self._count_recomputed(request)
+        self.ended.append(request)
+        if request.stops and self.lag:
+            self.wheel.join(request)
+            self.num_sharing += self.shares(request)
+
+    def end_again(self, request: Request) -> None:
+        """Take `request`, which has ended, off the wheel, if it computes the token that ended it."""
+        if self.wheel.has(request):
+            self.wheel.leave(request)
+            self.num_sharing -= self.shares(request)
+
+    def num_unnamed(self, request: Request) -> int:
+        """Return how many full pages of `request`, which is off the wheel, cannot be found yet, as `release` asks."""
+        return self.lag if request.has_unread and request.num_computed % self._page_size == 0 else 0
+
+    def release(self, request: Request, num_unused: int = 0, num_unnamed: int = 0) -> None:
         """Release all pages of `request`, which is off the wheel; its computed pages stay cached.
 
-        `num_unused`: pages beyond its computed tokens.
+        `num_unused`: pages beyond its computed tokens. `num_unnamed`: full pages that cannot be found, because not all
+        of their tokens are known yet.
         """
         page_size, batch = self._page_size, self.batch
         holding = request.holding
@@ -229,7 +296,7 @@ class Running(RunningOrder):
         else:
             # Pages of decodes are taken in bulk; a request that was loaded has its pages before it computes.
             num_pages = max(holding.num_pages, -(-num_computed // page_size) + num_unused)
-        self._cache.close(holding, num_computed // page_size, num_pages)
+        self._cache.close(holding, num_computed // page_size - num_unnamed, num_pages)
         self.num_left += 1
         request.holding = None
         self.part(request)
@@ -240,6 +307,11 @@ class Running(RunningOrder):
         """Remove `request`, which is off the wheel, from the running requests; it keeps its pages."""
         self.remove(request)
         request.admission = request.seniority = -1
+        if request.state is not FINISHED:  # else that was done when it ended
+            self._count_recomputed(request)
+
+    def _count_recomputed(self, request: Request) -> None:
+        """Count the tokens that `request` has computed again since it was admitted last."""
         if request.furthest_computed:
             recomputed = min(request.num_computed, request.furthest_computed) - request.hit_tokens
             if recomputed > 0:
@@ -264,6 +336,8 @@ class Running(RunningOrder):
         held = []
         for request in self:
             expected = PREFILLING if request in self.chunked else DECODING
+            if request in self.ended:
+                expected = FINISHED
             assert request.state is expected, f"{request!r} runs, and should be {expected.name}"
             if request.own is not None:
                 continue

@@ -66,7 +66,9 @@ class Scheduler:
     `handoffs`: requests that two engines work on, or None. `batch`: rows for an executor that needs page ids; plans
     then name pages, rows and tokens. `drafter`: guesses tokens for such an executor. `settle_places`: the places in a
     page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
-    step, for `max_itl_ms` of the config. `tell` receives page and request events.
+    step, for `max_itl_ms` of the config. `plans_ahead`: the next step is planned while one runs, as by vLLM's
+    asynchronous scheduling. So a request that ends keeps its place and its pages until the next step is planned, and a
+    page that a decode fills can be found one step later. `tell` receives page and request events.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class Scheduler:
         drafter: Drafter | None = None,
         settle_places: tuple[int, ...] = (),
         step_ns: StepNs | None = None,
+        plans_ahead: bool = False,
     ) -> None:
+        assert not plans_ahead or batch is None, "rows and tokens are those of the last step"
         self.config = config
         self.pins = pins
         """Pages that are kept in use without a request, or None."""
@@ -95,7 +99,10 @@ class Scheduler:
         self.waiting = waiting
         self.waiting_with_pages: deque[Request] = deque()
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
-        self.running = Running(cache, self.wheel, batch)
+        self.running = Running(cache, self.wheel, batch, plans_ahead=plans_ahead)
+        self._plans_ahead = plans_ahead
+        self.has_released = False
+        """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
         self.handoffs = handoffs
         if handoffs is not None:
@@ -142,6 +149,8 @@ class Scheduler:
         self._told_blocked: tuple[int, Blocked] | None = None
         self._settles = cache.settles
         self._keeps_time = cache.keeps_time
+        self._joined: list[Request] = []
+        """Requests that started to decode after the last step, if there is a lag."""
         self._unsettled: list[Request] = []
         """Decodes whose releases are postponed to their turn in the next step, in the order of admission."""
         self.has_sides = cache.settles or loads is not None
@@ -202,7 +211,7 @@ class Scheduler:
         """
         if request.state in RUNNING:
             self.running.leave(request)
-            self.running.release(request)
+            self.running.release(request, num_unnamed=self.running.num_unnamed(request))
             request.become(RequestState.CANCELLED)
         elif self.handoffs is not None and self.handoffs.has_pages_of(request):
             self.handoffs.give_up(request)
@@ -238,7 +247,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
-        if self.running.num_running or self.waiting.num_waiting or self.waiting_with_pages:
+        return self.running.num_running > 0 or self._has_others
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether a request waits or loads, or is in the hands of another engine."""
+        if self.waiting.num_waiting or self.waiting_with_pages:
             return True
         if self.handoffs is not None and self.handoffs.has_any:
             return True
@@ -342,6 +356,11 @@ class Scheduler:
             loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
+        if self._plans_ahead:
+            if self.running.taken_off:
+                self.running.publish_read()
+            self._release_ended()
+            self.running.in_flight, self._prefill.computing = self._prefill.computing, {}
         if self.handoffs is not None:
             num_joined, tokens_joined = self.handoffs.take_joined()
             num_decodes += num_joined
@@ -396,12 +415,15 @@ class Scheduler:
             else:
                 finished += completed
             self._finish_all(completed, end_ns)
+        if self.running.ended or self.has_released:
+            self._end_ahead()
         if self.handoffs is not None and (self.handoffs.late or self.handoffs.resumed):
             self.handoffs.stall(end_ns)
         if finished:
             self.blocked = NOT_BLOCKED
         if self._settles:
-            self._settle([request for request in completing if request.state is DECODING])
+            has = self.wheel.has
+            self._settle([request for request in completing if request.state is DECODING or has(request)])
         return finished
 
     # Many steps -------------------------------------------------------------------------------------------
@@ -414,6 +436,8 @@ class Scheduler:
         `holds_until_ns` returns.
         """
         if self.running.chunked or self.waiting_with_pages or self.running.stalled or self._unsettled:
+            return 0
+        if self.running.ended:
             return 0
         if self.loads is not None and (self.loads.fronts or self.loads.early):
             return 0
@@ -448,6 +472,8 @@ class Scheduler:
         """End the last of the advanced steps at `end_ns`; return the requests that finished, in admission order."""
         finished = self._end_decodes(num_steps, end_ns, NONE)
         self._finish_all(finished, end_ns)
+        if self.running.ended:
+            self._end_ahead()
         return finished
 
     def _end_decodes(self, num_steps: int, end_ns: int, stopped: frozenset[Request]) -> list[Request]:
@@ -713,19 +739,27 @@ class Scheduler:
                 cache.start_decoding(holding_of(request), request.admission, is_settled=not self._unsettled)
         elif not self._unsettled:
             for request in self._settling(joined):
-                cache.settle(holding_of(request), wheel.num_computed(request))
+                num_in_flight = self.running.num_in_flight(request)
+                cache.settle(holding_of(request), wheel.num_computed(request), num_in_flight)
+        if self.running.lag:
+            self._joined = joined
         cache.count()
 
     def _settling(self, joined: list[Request]) -> list[Request]:
         """Return the decodes that may release something now; those in `joined` come last."""
         wheel, places = self.wheel, self._settle_places
         settling: list[Request] = []
+        lag = self.running.lag
         for place in places:
-            if wheel.num_computing_at(place):
-                settling += wheel.computing_at(place)
+            last = (place + lag) % self._page_size
+            if wheel.num_computing_at(last):
+                settling += wheel.computing_at(last)
+        if lag:
+            # In the step before, these released only what none of the tokens of their chunk attended to.
+            settling += [each for each in self._joined if wheel.has(each) and each not in settling]
         if self.drafts is not None:
             settling += self.drafts.take_ahead()  # they may have passed such a place
-        if len(places) > 1 or self.drafts is not None:
+        if len(places) > 1 or self.drafts is not None or lag:
             settling.sort(key=lambda request: request.admission)
         if joined:
             # They are on the wheel already; those admitted before them are first.
@@ -748,12 +782,38 @@ class Scheduler:
     def _finish(self, request: Request, end_ns: int) -> None:
         """Finish `request`, which is off the wheel and has generated its last token."""
         request.last_token_ns = end_ns
+        assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
+        if self._plans_ahead and request.own is None:
+            self.running.keep(request)
+            request.state = FINISHED
+            return
         if self._tell is not None:
             self._tell(Finished(request.index, request.content))
         self.running.release(request)
-        assert FINISHED in NEXT_STATES[request.state]  # `become`, inlined: this runs for every request
         request.state = FINISHED
         if request.num_preemptions:
+            self._end_below(request)
+
+    def _end_ahead(self) -> None:
+        """End a step after which the next one is planned already: release what ended if that one plans nothing."""
+        self.blocked = NOT_BLOCKED
+        self.has_released = False
+        running = self.running
+        if running.num_running == len(running.ended) and not (self._has_others or self.wheel.num_decoding):
+            self._release_ended()
+            self.has_released = False
+
+    def _release_ended(self) -> None:
+        """Release the places and pages of requests that ended before the step that was just planned."""
+        ended, self.running.ended = self.running.ended, []
+        self.has_released = bool(ended)
+        for request in ended:
+            if self._tell is not None:
+                self._tell(Finished(request.index, request.content))
+            if request.holding is not None:  # else it was preempted since
+                took_page = self.wheel.has(request) and request.num_computed % self._page_size == 0
+                self.running.end_again(request)
+                self.running.release(request, num_unused=int(took_page))
             self._end_below(request)
 
     def _end_below(self, request: Request) -> None:

@@ -89,6 +89,8 @@ class DecodeWheel:
         else:
             self._leave_bounded(request, request.own)
         num_steps = base + self.step - request.num_computed
+        if num_steps:
+            request.has_unread = True
         request.num_computed += num_steps
         request.num_output_tokens += num_steps
         request.stop_step = -1
@@ -117,6 +119,10 @@ class DecodeWheel:
             ]
             heapify(finishing)
         heappush(finishing, (request.stop_step, request.admission, request))
+
+    def has(self, request: Request) -> bool:
+        """Return whether `request` is on the wheel."""
+        return request.stop_step >= 0
 
     # Questions --------------------------------------------------------------------------------------------
 
@@ -156,19 +162,25 @@ class DecodeWheel:
         """Return how many requests compute a token at `place` in its page in the next step."""
         return len(self._members[(self.step - place) % self.page_size])
 
-    def completing_page(self, num_steps: int) -> list[Request]:
-        """Return the requests that fill a page in the next `num_steps` steps, in the order in which they fill it."""
+    def completing_page(self, num_steps: int, lag: int = 0) -> list[Request]:
+        """Return the requests that fill a page in the next `num_steps` steps, in the order in which they fill it.
+
+        `lag`: 1 for the same number of steps from the last one on. Requests that have just joined may be among them.
+        """
         size = self.page_size
         filling: list[Request] = []
-        for offset in range(1, min(num_steps, size) + 1):
+        for offset in range(1 - lag, min(num_steps, size) + 1 - lag):
             filling += self._members[(self.step + offset) % size].values()
         filling.sort(key=lambda request: (-request.wheel_base, request.admission))
         return filling
 
-    def steps_to_filled_page(self) -> int:
-        """Return the number of steps until any request fills a page, that step included. The wheel is not empty."""
+    def steps_to_filled_page(self, lag: int = 0) -> int:
+        """Return the number of steps until any request fills a page, that step included. The wheel is not empty.
+
+        `lag`: 1 for the steps until any has filled one before.
+        """
         due, size = self._num_due, self.page_size
-        return next(offset for offset in range(1, size + 1) if due[(self.step + offset) % size])
+        return lag + next(offset for offset in range(1 - lag, size + 1) if due[(self.step + offset) % size])
 
     def steps_to_finish(self) -> int:
         """Return the number of steps until any request samples its last token, that step included."""

@@ -41,6 +41,7 @@ class Arrivals(Informed):
     `sessions`: their state between turns; without it, a turn is a request like any other. `delay_ns`: time from the
     sending of a request to its arrival at an engine. `timeout_ns`: time after sending at which the client gives the
     request up, and sends it again if the source retries; a row may name an earlier time, after which it does not retry.
+    `stops`: requests end with a stop token.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Arrivals(Informed):
         sessions: SessionsKept | None = None,
         delay_ns: int = 0,
         timeout_ns: int | None = None,
+        stops: bool = False,
     ) -> None:
         super().__init__(router, engines)
         self.source = source
@@ -68,6 +70,7 @@ class Arrivals(Informed):
         self._num_arrived = 0
         self._delay_ns = delay_ns
         self._timeout_ns = timeout_ns
+        self._stops = stops
         self._held: dict[Request, TraceRequest] = {}
         """Requests that wait in the router, and their rows."""
 
@@ -84,6 +87,7 @@ class Arrivals(Informed):
             arrival_ns=now_ns - self._delay_ns,
             priority=row.priority + self._priority,
             request_id=row.request_id or str(row.row),
+            stops=self._stops,
         )
         return request, row
 

@@ -224,7 +224,15 @@ class ReplayConfig(
     async_scheduling: Annotated[
         bool,
         setting(
-            "Plan the next step while one runs, as vLLM does since 0.14: a request that arrives joins one step later."
+            "Plan the next step while one runs, as vLLM does since 0.14: a request that arrives joins one step later, "
+            "and one that ends keeps its place and its memory for one more plan."
+        ),
+    ] = False
+    stop_tokens: Annotated[
+        bool,
+        setting(
+            "Requests end with a stop token. With --async-scheduling, an engine has planned one more token of theirs "
+            "when it knows that."
         ),
     ] = False
     frontend_ms: Annotated[
@@ -495,7 +503,8 @@ class ReplayConfig(
         if self.cost_factor == 1.0:
             del values["cost_factor"]
         for field in (
-            *("max_itl_ms", "long_prefill_token_threshold", "watermark", "engine", "async_scheduling", "frontend_ms"),
+            *("max_itl_ms", "long_prefill_token_threshold", "watermark", "engine", "async_scheduling", "stop_tokens"),
+            "frontend_ms",
             *("client_timeout_s", "retries", "retry_after_s"),
         ):
             if values[field] in ("none", False, 0.0, None):

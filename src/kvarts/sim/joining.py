@@ -1,7 +1,8 @@
 """Asynchronous scheduling in virtual time: a request joins one step later than it could.
 
 An engine that plans step n + 1 while step n runs, as vLLM does since 0.14, has already made that plan when a request
-arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step.
+arrives during step n. The request joins step n + 2. An idle engine has made no plan, and loses no step; nor does one
+whose plan was empty.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ class Joining:
         self._arrived.append(request)
 
     def take_due(self) -> list[Request]:
-        """Return the requests that join the step that is planned now, in order of arrival."""
-        due, self._due, self._arrived = self._due, self._arrived, []
+        """Return the requests that the plan made last knows, in order of arrival. `plan_next` must follow."""
+        due, self._due = self._due, []
         return due
+
+    def plan_next(self) -> None:
+        """Let those that have arrived be known to the next plan: it is made now, when the step planned last starts."""
+        self._due += self._arrived
+        self._arrived = []
 
     def take_all(self) -> list[Request]:
         """Return all requests, in order of arrival: no step is under way, so they join at once."""
-        return self.take_due() + self.take_due()
+        self.plan_next()
+        return self.take_due()
 
     def drop(self, request: Request) -> bool:
         """Remove `request`; return whether it was waiting here."""

@@ -116,13 +116,14 @@ class Ranks:
             return self.now_ns
         computing = []
         for replica, executor in busy:
-            if replica.engine.prepare(now_ns):
+            if replica.prepare(now_ns):
                 computing.append((replica, executor))
             else:
                 replica.engine.now_ns = now_ns
                 self._idle.append(replica)
         if not computing:
-            self.now_ns = self._holds_until_ns(busy, now_ns) if self.has_work and not others_join else now_ns
+            waits = self.has_work and not others_join and not any(each.scheduler.has_released for each, _ in busy)
+            self.now_ns = self._holds_until_ns(busy, now_ns) if waits else now_ns
             assert self.now_ns < NEVER_NS, "L8: there is work, and nothing can be computed"
             self.is_pausing = True
             return self.now_ns

@@ -142,6 +142,7 @@ def replay_one(
         sessions=sessions,
         delay_ns=config.frontend_ns,
         timeout_ns=config.client_timeout_ns,
+        stops=config.stop_tokens,
     )
     Driver([arrivals], runners, ranks=ranks, on_progress=on_progress).run()
     schedulers = [replica.scheduler for replica in replicas]
@@ -189,6 +190,7 @@ def _open(config: ReplayConfig, readers: Sequence[EventReader], executor: Virtua
         prefill=prefill_cost(config),
         audit=config.audit,
         holds_pages=config.sessions is not None and config.sessions.holds_pages,
+        plans_ahead=config.async_scheduling and config.profile == "default",
         step_ns=config.cost_model.step_ns,
     )
     return Replica(engine, executor, step_by_step=config.step_by_step, plans_ahead=config.async_scheduling)

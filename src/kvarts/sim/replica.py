@@ -53,6 +53,8 @@ class Replica:
         self._joining = Joining() if plans_ahead else None
         self._pool_tokens = engine.config.pool_tokens
         self._is_under_way = False
+        self._plans_late = True
+        """Whether no step runs while the next one is planned: the engine is idle, or its last plan was empty."""
         self._dropping: list[Request] = []
         """Requests that were given up since the current activity started."""
         self._num_leapt = 0
@@ -90,7 +92,7 @@ class Replica:
         """Queue `request` at `now_ns`, or return the reason why it can never run. Ends a pause."""
         if self.is_pausing:
             self.wake(now_ns)
-        if self._joining is not None and self.has_work:
+        if self._joining is not None and not self._plans_late:
             reason = self.scheduler.never_fits(request)
             if reason is None:
                 self._joining.add(request)
@@ -104,6 +106,8 @@ class Replica:
             request.cancelled_ns = self.engine.now_ns
         else:
             self.engine.cancel(request)
+        if self._joining is not None and self._is_idle:
+            self._plans_late = True
 
     def drop(self, request: Request, routed: Routed, now_ns: int) -> bool:
         """Drop `request`; return False if `finish` will do that, at the end of the current activity."""
@@ -115,12 +119,20 @@ class Replica:
 
     def join(self, now_ns: int) -> bool:
         """Queue the requests that join the step planned at `now_ns`; return whether others wait for the next one."""
+        plans_late, self._plans_late = self._plans_late, False
         if self._joining is None or not self._joining.num_requests:
             return False
-        is_idle = not (self.scheduler.running.num_running or self.scheduler.num_waiting)
-        for request in self._joining.take_all() if is_idle else self._joining.take_due():
-            self.engine.submit(request, now_ns)
+        if plans_late or self._is_idle:
+            for request in self._joining.take_all():
+                self.engine.submit(request, now_ns)
+            return False
+        self._joining.plan_next()
         return self._joining.num_requests > 0
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request runs or waits, but for those that join."""
+        return not (self.scheduler.running.num_running or self.scheduler.num_waiting)
 
     def flush(self) -> None:
         """Hand all waiting events to the readers of the log."""
@@ -150,15 +162,25 @@ class Replica:
                 if waiting.num_waiting and (holds_until_ns := waiting.holds_until_ns(now_ns)) < until_ns:
                     until_ns = holds_until_ns
                 return self._leap(now_ns, until_ns, num_steps)
-        if engine.prepare(now_ns):
+        if self.prepare(now_ns):
             engine.carry_out(now_ns)
             return engine.now_ns
         # Requests that join need not wait: no step is under way.
-        return self._pause(self._next_ns(now_ns) if engine.has_work and not others_join else now_ns)
+        waits = engine.has_work and not others_join and not self.scheduler.has_released
+        return self._pause(self._next_ns(now_ns) if waits else now_ns)
+
+    def prepare(self, now_ns: int) -> bool:
+        """Plan the step that starts at `now_ns`; return whether it has any work."""
+        if self.engine.prepare(now_ns):
+            return True
+        self._plans_late = True
+        return False
 
     def finish(self) -> list[Request]:
         """End what `start` started; return the requests that finished, in admission order, then those dropped."""
         finished = self._finish()
+        if self._joining is not None and self._is_idle:
+            self._plans_late = True
         if self._dropping:
             dropping, self._dropping = self._dropping, []
             for request in dropping:
@@ -170,6 +192,9 @@ class Replica:
     def _finish(self) -> list[Request]:
         self._is_under_way = False
         engine = self.engine
+        if self._joining is not None:
+            for request in self._joining.take_due():  # the next plan, which was made when this step began, knows them
+                engine.submit(request, engine.now_ns)
         if self.is_pausing:
             self.is_pausing = False
             engine.emit()
