@@ -220,6 +220,11 @@ class Loads:
         return len(self._loading) - self._num_abandoned + len(self.loaded)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the next step must look at a load that has ended, or can be used."""
+        return bool(self._ended)
+
+    @property
     def num_waiting(self) -> int:
         """The number of requests here: with a load under way or ended, or waiting for another request's load."""
         return self.num_requests + self.num_following
@@ -272,7 +277,8 @@ class Loads:
         if weighed.is_awaited:
             assert leader is not None
             tiers.forget(request.index)
-            tiers.follow(leader.transfer)
+            if leader.loaded is None:  # else its request still computes the pages before those that were loaded
+                tiers.follow(leader.transfer)
             self._followers.setdefault(leader.request.index, []).append(request)
             self.num_following += 1
             if self._tell is not None:

@@ -439,7 +439,7 @@ class Scheduler:
             return 0
         if self.running.ended:
             return 0
-        if self.loads is not None and (self.loads.fronts or self.loads.early):
+        if self.loads is not None and (self.loads.fronts or self.loads.has_ended):
             return 0
         return self._horizon.num_steps(now_ns, self.blocked, self.blocked_head, self._least_wanted)
 

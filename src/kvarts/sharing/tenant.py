@@ -87,7 +87,7 @@ class Tenant:
     def _has_loaded(self) -> bool:
         """Whether the load of a request has ended that does not run yet."""
         loads = self.scheduler.loads
-        return loads is not None and bool(loads.loaded or loads.fronts or loads.early or loads.tiers.has_loaded)
+        return loads is not None and bool(loads.loaded or loads.fronts or loads.has_ended or loads.tiers.has_loaded)
 
     @property
     def wants_tokens(self) -> bool:
