@@ -170,6 +170,19 @@ def replayed(kind: str, seed: int) -> int:
     return count.num_events
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("KV groups", 1514),
+        ("whole pages, host memory and files", 1333),
+        ("whole pages, host memory and files", 1376),
+    ],
+    ids=["a sink", "a load that ends before its front", "who awaits such a load"],
+)
+def test_workloads_that_failed(kind: str, seed: int) -> None:
+    assert replayed(kind, seed) > 100
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few(kind: str) -> None:
     assert sum(replayed(kind, seed) for seed in range(5)) > 100

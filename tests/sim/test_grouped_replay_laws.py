@@ -234,3 +234,10 @@ def test_a_decode_that_goes_on_behind_a_long_prefill_keeps_no_tail() -> None:
     window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), part_bytes=1)
     case = Case(rows, 4, 4, 20, 16, 4, "default", 1, 2)
     assert_grouped_as_in_naive(case, (window,), "tails")
+
+
+def test_a_sink_is_not_extended_by_what_the_window_passes() -> None:
+    """A prompt as long as the sink: the pages that follow are released by the window, and the sink at the end."""
+    rows = [Row(0, [1, 1, 0], 3, 4, [1, 1, 1, 0], 0, None), Row(100, [0], 1, 2, [0, 0], 0, None)]
+    window = PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=1, sink=3), part_bytes=1)
+    assert_grouped_as_in_naive(Case(rows, 1, 1, 20, 4, 1, "default", 1), (window,), "all")

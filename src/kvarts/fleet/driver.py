@@ -81,7 +81,7 @@ class FleetDriver(Moves):
         self._caught_up: list[Worker] = []
         """Workers that have become idle while others start their steps."""
         if store is not None:
-            store.store.on_told = self._catch_up
+            store.store.before_removal = self._catch_up
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -265,7 +265,7 @@ class FleetDriver(Moves):
             self._caught_up.clear()
 
     def _catch_up(self, index: int) -> None:
-        """Let a leap of a worker catch up with the worker that starts a step now, as if its steps had been alone."""
+        """Cut a leap of a worker, so that its events precede those of the worker that starts a step now."""
         worker = self.workers[index]
         if worker.engine.log.tell_details is None:
             return  # nobody reads in which order

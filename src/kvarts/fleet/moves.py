@@ -26,10 +26,10 @@ __all__ = ["Moves", "SharedPages", "StoreUse"]
 class SharedPages(Protocol):
     """A store that workers share.
 
-    `on_told`: called with a worker before its readers are told what another worker did to its pages.
+    `before_removal`: called with a worker before its readers receive the removal of its pages by another worker.
     """
 
-    on_told: Callable[[int], object] | None
+    before_removal: Callable[[int], object] | None
 
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""

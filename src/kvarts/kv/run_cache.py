@@ -153,7 +153,7 @@ class RunCache(RunAccount):
 
         `is_end`: other sequences may continue from here: tails of windows are kept, and snapshots are made at the last
         page end up to there, during the computation, if the memory has room for them. The same happens at its branch.
-        Where a sequence that has decoded goes on with a chunk, none continue.
+        No sequence continues after a chunk of a sequence that has decoded.
         """
         is_end = is_end and not holding.has_decoded
         if self._of_states:
@@ -424,7 +424,7 @@ class RunCache(RunAccount):
         if holding.given:
             self._place(holding.given, spans)
             holding.given = []
-        events, has_ids = self.events, self.blocks is not None
+        events, has_ids, sinks = self.events, self.blocks is not None, self.tree.sinks
         ids: list[PageId] | None = None
         for index in self._of_tokens:
             held, kept, first = holding.held[index], self._kept[index], holding.first_open[index]
@@ -444,7 +444,8 @@ class RunCache(RunAccount):
                     last = held[-1]
                     # No copy of these pages may be younger than a run that is extended.
                     is_alike = last.is_kept is kept and not last.is_wanted and len(last.holders) == 1
-                    is_alike = is_alike and last.place is None
+                    # Nor is the sink extended by pages that the window will pass.
+                    is_alike = is_alike and last.place is None and last.end != sinks[index]
                     if is_alike and last.end == begin and siblings[-1] is last:
                         last.end = stop
                         if ids is not None:

@@ -42,7 +42,8 @@ class SpanTree:
         self._chunks = [group.layer.kind == "chunk" for group in groups]
         self._lengths = [group.layer.span or 1 for group in groups]
         """The tokens of the window or chunk of each group."""
-        self._sinks = [-(-group.layer.sink // page_size) for group in groups]
+        self.sinks = [-(-group.layer.sink // page_size) for group in groups]
+        """The pages of each group's sink."""
 
     def needed(self, index: int, num_tokens: int) -> tuple[int, int]:
         """Return (s, f): later tokens need the first s pages of `num_tokens` tokens, and those from page f on."""
@@ -50,7 +51,7 @@ class SpanTree:
             is_page_end = num_tokens and not num_tokens % self.page_size
             return 0, num_tokens // self.page_size - 1 if is_page_end else -(-num_tokens // self.page_size)
         first = self._first_seen[index].page(num_tokens)
-        sink = self._sinks[index]
+        sink = self.sinks[index]
         return (sink if sink < first else first), first
 
     # Matching ---------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class SpanTree:
 
         Counts only the parts of the sink, and those that a token uses that needs pages from `first_page` on.
         """
-        count, sink = 0, self._sinks[index]
+        count, sink = 0, self.sinks[index]
         pieces = self.pieces(match) if match.pieces is None else match.pieces
         for run, start, end in pieces[index]:
             if run.holders and run.list_index == index:

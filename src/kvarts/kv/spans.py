@@ -389,7 +389,7 @@ class RunHolding:
         self.is_open = True
         self.is_decoding = False
         self.has_decoded = False
-        """Whether it has decoded: it goes on, and where its chunks end, no prompt does."""
+        """Whether it has decoded: no prompt ends where its chunks do."""
         self.base = 0
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups

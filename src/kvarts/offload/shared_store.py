@@ -65,7 +65,7 @@ class Write:
 class SharedStore:
     """A store of `num_pages` pages. `links`: carry the pages, of `page_bytes` bytes each.
 
-    `on_told`: called with a worker before it is told that others have removed its pages.
+    `before_removal`: called with a worker before it receives the removal of its pages by another one.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, links: LinksToStore) -> None:
@@ -77,7 +77,7 @@ class SharedStore:
         self.writes: dict[Placement, Write] = {}
         """Writes under way."""
         self.num_writes = 0
-        self.on_told: Callable[[int], object] | None = None
+        self.before_removal: Callable[[int], object] | None = None
         self._waited_for: list[tuple[int, int]] = []
 
     def take_waited_for(self) -> list[tuple[int, int]]:
@@ -117,8 +117,8 @@ class SharedStore:
         worker = self.index.removed_of
         on_removed = self.views[worker].on_removed
         if on_removed is not None:
-            if self.on_told is not None:
-                self.on_told(worker)
+            if self.before_removal is not None:
+                self.before_removal(worker)
             on_removed(content, start, end)
 
 
