@@ -511,8 +511,8 @@ class Auditor:
             known.is_unread = True
             if (known.computed - self._lags) % self._page_size == 0:
                 filled.append((known.computed, known))
-        # Requests that fill a page publish it in order of computed tokens, most first, then of admission.
-        filled.sort(key=lambda each: (-each[0], each[1].admission))
+        # Requests that fill a page publish it in the order of admission, as in vLLM.
+        filled.sort(key=lambda each: each[1].admission)
         for num_computed, known in filled:
             self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
 

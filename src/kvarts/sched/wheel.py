@@ -163,15 +163,15 @@ class DecodeWheel:
         return len(self._members[(self.step - place) % self.page_size])
 
     def completing_page(self, num_steps: int, lag: int = 0) -> list[Request]:
-        """Return the requests that fill a page in the next `num_steps` steps, in the order in which they fill it.
+        """Return the requests that fill a page in the next `num_steps` steps, by step, then in admission order.
 
         `lag`: 1 for the same number of steps from the last one on. Requests that have just joined may be among them.
         """
         size = self.page_size
         filling: list[Request] = []
         for offset in range(1 - lag, min(num_steps, size) + 1 - lag):
-            filling += self._members[(self.step + offset) % size].values()
-        filling.sort(key=lambda request: (-request.wheel_base, request.admission))
+            members = self._members[(self.step + offset) % size]
+            filling += [members[admission] for admission in sorted(members)]
         return filling
 
     def steps_to_filled_page(self, lag: int = 0) -> int:
