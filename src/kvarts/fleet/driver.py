@@ -268,7 +268,7 @@ class FleetDriver(Moves):
         """Cut a leap of a worker, so that its events precede those of the worker that starts a step now."""
         worker = self.workers[index]
         if worker.engine.log.tell_details is None:
-            return  # nobody reads in which order
+            return  # no reader of page events
         starts_first = worker.rank < self._starting_rank
         end_ns = worker.end_ns
         if not self._is_busy(worker, self.now_ns + starts_first) and end_ns != NEVER_NS:
