@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from kvarts.decoders import decoder_of
 from kvarts.errors import ConfigError, parts_of
 from kvarts.hints import Hints
 from kvarts.limits import brief
@@ -165,6 +166,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         if not several:
             return None
         try:
+            decoder_of(StructuredOutputs)
             return msgspec.convert(several[0], StructuredOutputs)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ApiError(400, str(error), param="structured_outputs") from error
@@ -339,7 +341,7 @@ class _NamedBody(msgspec.Struct):
 def model_in(payload: bytes) -> str | None:
     """Return the model that a body names; None if it does not name one, or is invalid."""
     try:
-        return msgspec.json.decode(payload, type=_NamedBody).model
+        return decoder_of(_NamedBody).decode(payload).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -356,7 +358,7 @@ def parsed(payload: bytes, kind: type[BodyT]) -> BodyT:
     A field that `kind` lacks is skipped, and its text is not checked.
     """
     try:
-        return msgspec.json.decode(payload or b"{}", type=kind)
+        return decoder_of(kind).decode(payload or b"{}")
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
         raise ApiError(400, f"{field}: {what}" if field else what, param=field) from error

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvarts.decoders import decoder_of
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
 from kvarts.files import append_whole, check_writable, read_bytes, writing
 from kvarts.limits import brief
@@ -294,7 +295,7 @@ class RealServer:
                 retry_after_s=float(retry_after) if retry_after.isdecimal() else None,
             )
         try:
-            reply = msgspec.json.decode(payload, type=_Reply)
+            reply = decoder_of(_Reply).decode(payload)
             choices = sorted(reply.choices, key=lambda choice: choice.index)
             answers = [_answer(choice, sent.body) for choice in choices]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
@@ -366,7 +367,7 @@ class _Answer:
 def _message(payload: bytes) -> str:
     """Return the message in the body of an error."""
     try:
-        told = msgspec.json.decode(payload, type=_ErrorReply).error.get("message")
+        told = decoder_of(_ErrorReply).decode(payload).error.get("message")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         told = None
     return str(told or payload[:SEEN_CHARS].decode(errors="replace"))[: 5 * SEEN_CHARS]

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.decoders import decoder_of
 from kvarts.errors import ConfigError
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.shapes import CallPart, Part, Reader
@@ -76,6 +77,9 @@ class _Written(msgspec.Struct):
     def call(self) -> Call:
         """The call, whichever of the two fields holds its arguments."""
         return self.name, (self.parameters if self.arguments is None else self.arguments) or {}
+
+
+decoder_of(_Written)
 
 
 def _one(text: str) -> Call:
