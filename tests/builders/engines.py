@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvarts.build import build_engine
 from kvarts.config import EngineConfig
+from kvarts.content import Content
 from kvarts.event_log import EventReader
 from kvarts.executor.base import VirtualExecutor
 from kvarts.executor.cost import LinearCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.kv.cache import Cache
 from kvarts.kv.page_cache import PageCache
+from kvarts.request import Request
 from kvarts.sched.scheduler import Scheduler
 from kvarts.sim.replica import Replica
 
-__all__ = ["make_replica", "make_scheduler", "whole_pages"]
+__all__ = ["make_replica", "make_scheduler", "request_of", "run", "whole_pages"]
 
 
 def make_replica(
@@ -41,3 +43,19 @@ def whole_pages(cache: Cache) -> PageCache:
     """Return `cache`, which has whole pages, as what it is."""
     assert isinstance(cache, PageCache)
     return cache
+
+
+def request_of(index: int, tokens: Iterable[int], max_tokens: int = 1) -> Request:
+    """A request whose pages are tokens."""
+    prompt = list(tokens)
+    content = Content.from_tokens(prompt, page_size=1, owner=index)
+    return Request(index, content, num_prompt_tokens=len(prompt), max_tokens=max_tokens)
+
+
+def run(engine: Replica, *requests: Request) -> None:
+    """Run `requests` from now on, to the end of the last one."""
+    for request in requests:
+        engine.submit(request, engine.now_ns)
+    engine.run_until(1 << 60, [])
+    engine.flush()
+    assert not engine.has_work

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from importlib.resources import files
 from random import Random
 from typing import Any, cast
@@ -28,7 +27,6 @@ from kvarts.offload.config import FilesBelow, OffloadConfig
 from kvarts.offload.measured import MeasuredChannel, MeasuredPrefill
 from kvarts.offload.opening import open_offloader
 from kvarts.report.advice import advice
-from kvarts.request import Request
 from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay
@@ -36,7 +34,7 @@ from kvarts.sim.replica import Replica
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from builders.engines import make_replica
+from builders.engines import make_replica, request_of, run
 from builders.kept import Kept
 from builders.rooms import HAS_AUDIT
 from builders.serving import assert_undisturbed, serve
@@ -62,20 +60,6 @@ def make_engine(num_pages: int = 32, budget: int = 64, **offload: object) -> tup
     config = EngineConfig(num_pages=num_pages, page_size=1, max_num_batched_tokens=budget, max_num_seqs=4)
     engine = make_replica(config, offload=below, readers=[kept], audit=HAS_AUDIT, prefill=SlowPrefill())
     return engine, kept.events
-
-
-def request_of(index: int, tokens: Iterable[int]) -> Request:
-    prompt = list(tokens)
-    content = Content.from_tokens(prompt, page_size=1, owner=index)
-    return Request(index, content, num_prompt_tokens=len(prompt), max_tokens=1)
-
-
-def run(engine: Replica, *requests: Request) -> None:
-    for request in requests:
-        engine.submit(request, engine.now_ns)
-    engine.run_until(1 << 60, [])
-    engine.flush()
-    assert not engine.has_work
 
 
 def forget_on_device(engine: Replica, index: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -10,20 +9,18 @@ import pytest
 
 from kvarts.audit.finding import AuditError
 from kvarts.config import EngineConfig
-from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, LoadUsed, StepDone, TransferEnded
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
-from kvarts.request import Request
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
 
-from builders.engines import make_replica
+from builders.engines import make_replica, request_of, run
 from builders.kept import Kept
 from builders.rooms import HAS_AUDIT
 from builders.tiers import offloader_of
@@ -74,20 +71,6 @@ def make_engine(*, prefill: Any = None, **settings: Any) -> tuple[Replica, list[
         step_ns=cost.step_ns,
     )
     return replica, kept.events
-
-
-def request_of(index: int, tokens: Iterable[int], max_tokens: int = 1) -> Request:
-    prompt = list(tokens)
-    content = Content.from_tokens(prompt, page_size=1, owner=index)
-    return Request(index, content, num_prompt_tokens=len(prompt), max_tokens=max_tokens)
-
-
-def run(engine: Replica, *requests: Request) -> None:
-    for request in requests:
-        engine.submit(request, engine.now_ns)
-    engine.run_until(1 << 60, [])
-    engine.flush()
-    assert not engine.has_work
 
 
 def with_history(**settings: Any) -> tuple[Replica, list[Event]]:

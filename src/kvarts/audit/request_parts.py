@@ -225,9 +225,9 @@ class RequestParts:
         known.is_running = False
 
     def look_at(self, known: KnownRequest, since: int) -> None:
-        """Find parts that a running request holds between two steps and no token from `since` on sees, and old drafts.
+        """Report parts that a running request holds between two steps though no token from `since` on sees them.
 
-        Of a state, it is no token that it computed in its last step or later.
+        States are compared with the tokens from its last step on. Drafts of earlier steps are reported as well.
         """
         if known.drafted:
             self._found.add("has a draft of an earlier step, which was not judged", known.content.owner)

@@ -167,7 +167,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "none"
     num_layers: Annotated[
         int,
-        setting("Layers of the model.", flag=None, default="32: Llama 3.1 8B; with --model, what it says"),
+        setting("Layers of the model.", flag=None, default="32, as in Llama 3.1 8B; with --model, those of the model"),
     ] = 32
     copy_slowdown: Annotated[
         float,

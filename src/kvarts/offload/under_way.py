@@ -44,7 +44,7 @@ class UnderWay(msgspec.Struct, eq=False):
     start_page: int = 0
     is_given_up: bool = False
     is_early: bool = False
-    """Whether its request was told that it can compute while later layers are loaded: then the load does not fail."""
+    """Whether its request may compute while later layers are loaded; such a load does not fail."""
     end_ns: int = ALL
     """When it ends, in virtual time."""
     deadline_ns: int = ALL

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from kvarts.decoders import decoder_of
+from kvarts.decoders import convert
 from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.files import read_bytes, read_toml
 from kvarts.openai_api.budget import Budget
@@ -285,9 +285,8 @@ class Answers:
 
 def converted(value: Any, kind: type[Any], where: str = "") -> Any:
     """Convert JSON values to `kind`, ScriptedAnswer or Rule. Raise ConfigError with the field, prefixed by `where`."""
-    decoder_of(kind)
     try:
-        return msgspec.convert(value, kind)
+        return convert(value, kind)
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
     except ConfigError as error:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvarts.decoders import decoder_of
+from kvarts.decoders import convert, decoder_of
 from kvarts.errors import ConfigError, parts_of
 from kvarts.hints import Hints
 from kvarts.limits import brief
@@ -166,8 +166,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         if not several:
             return None
         try:
-            decoder_of(StructuredOutputs)
-            return msgspec.convert(several[0], StructuredOutputs)
+            return convert(several[0], StructuredOutputs)
         except (msgspec.ValidationError, ConfigError) as error:
             raise ApiError(400, str(error), param="structured_outputs") from error
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import asdict, replace
 
-from kvarts.decoders import decoder_of
+from kvarts.decoders import convert
 from kvarts.errors import parts_of
 from kvarts.hints import MOST_RANGES, Hints, Priority, RetainedRange, Token
 from kvarts.openai_api.errors import ApiError
@@ -158,8 +158,7 @@ def hints_of_parts(**fields: object) -> Hints | None:
             if part.get("cache_control") is None:
                 continue
             try:
-                decoder_of(CacheControl)
-                control = msgspec.convert(part["cache_control"], CacheControl)
+                control = convert(part["cache_control"], CacheControl)
             except msgspec.ValidationError as error:
                 what, name = parts_of(error)
                 param = f"{field}.cache_control{'.' * bool(name)}{name or ''}"
@@ -208,8 +207,7 @@ def _retained(envelope: KvHints) -> Hints | None:
     if action.action_version.partition(".")[0] != "1":
         raise ApiError(400, f"must be 1.x, got {action.action_version[:20]!r}", param=f"{where}.action_version")
     try:
-        decoder_of(Retain)
-        directives = msgspec.convert(action.payload, Retain).directives
+        directives = convert(action.payload, Retain).directives
     except msgspec.ValidationError as error:
         what, field = parts_of(error)
         raise ApiError(400, f"{field}: {what}", param=f"{where}.payload") from error

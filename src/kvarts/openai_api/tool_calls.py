@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvarts.decoders import decoder_of
+from kvarts.decoders import convert, decoder_of
 from kvarts.errors import ConfigError
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.shapes import CallPart, Part, Reader
@@ -79,11 +79,8 @@ class _Written(msgspec.Struct):
         return self.name, (self.parameters if self.arguments is None else self.arguments) or {}
 
 
-decoder_of(_Written)
-
-
 def _one(text: str) -> Call:
-    return msgspec.json.decode(text.strip(), type=_Written).call
+    return decoder_of(_Written).decode(text.strip()).call
 
 
 def _between_tags(text: str) -> list[Call]:
@@ -114,7 +111,7 @@ def _objects(text: str) -> list[Call]:
     calls, place = [], 0
     while place < len(text):
         value, place = _object_at(text, place)
-        calls.append(msgspec.convert(value, _Written).call)
+        calls.append(convert(value, _Written).call)
         while place < len(text) and text[place] in "; \n\r\t":
             place += 1
     return calls
@@ -133,10 +130,10 @@ def _after_mark(text: str) -> list[Call]:
         named = re.match(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]", part)
         if named is not None:
             arguments, _ = _object_at(part, named.end())
-            calls.append((named[1], msgspec.convert(arguments, dict[str, Any])))
+            calls.append((named[1], convert(arguments, dict[str, Any])))
         else:
             written, _ = _object_at(part, 0)
-            calls += [one.call for one in msgspec.convert(written, list[_Written])]
+            calls += [one.call for one in convert(written, list[_Written])]
     return calls
 
 
@@ -442,7 +439,7 @@ def _string(written: str) -> str | None:
 
 
 def _listed(text: str) -> list[Call]:
-    return [one.call for one in msgspec.json.decode(text, type=list[_Written])]
+    return [one.call for one in decoder_of(list[_Written]).decode(text)]
 
 
 class _InText:

@@ -72,7 +72,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._lock = Lock()
-        """For what is kept. It is free while a grammar is compiled, because steps of other requests look up theirs."""
+        """Guards the compiled grammars. No thread holds it while it compiles one, so that steps can look up others."""
         self._making = Lock()
         self._made: Any = None
         self._compiled: OrderedDict[bytes, Any] = OrderedDict()

@@ -16,6 +16,7 @@ from zlib import crc32
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from kvarts.decoders import decoder_of
 from kvarts.openai_api.access import Route
 from kvarts.openai_api.bodies import parsed
 from kvarts.openai_api.errors import ApiError
@@ -154,7 +155,7 @@ class Together:
         name: str | None = None
         if b"session_id" in payload or b"previous_response_id" in payload:
             try:
-                continued = msgspec.json.decode(payload, type=_Continued)
+                continued = decoder_of(_Continued).decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None  # any worker refuses it
             if route.path == RESPONSE[:-1] and continued.previous_response_id is not None:
