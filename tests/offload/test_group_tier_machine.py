@@ -389,7 +389,7 @@ class TieredMachine(RuleBasedStateMachine):
             assert self.listed(cache.entries()) == [
                 (part.group, part.name) for part in model.released if not part.stores
             ]
-        assert self.listed(tier.entries()) == [part.key for part in model.recent]
+        assert self.listed(tier.entries()) == [part.key for part in model.idle()]
         for group in range(len(cache.groups)):
             assert (tier.num_used[group], tier.num_cached[group]) == model.num_host_parts(group)
         assert sum(tier.num_evicted) == model.num_lost

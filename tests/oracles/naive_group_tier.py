@@ -1,8 +1,8 @@
 """KV groups on a device and in host memory, part by part: a dictionary for each tier, and everything is looked at.
 
 The device is the naive cache with KV groups. Host memory has one part of a page in a group at most, by its name; those
-that nothing pins are a list, the least recently used first. Of what is used together, groups that keep less come first,
-then those that keep all tokens, in each the deepest page.
+that can be found are a list, the least recently used first, and a pin does not move them. Of what is used together,
+groups that keep less come first, then those that keep all tokens, in each the deepest page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NaiveTieredGroups(NaiveGroups):
     doomed: list[NaiveBelow] = field(default_factory=list)
     """Parts that were found broken, and are pinned by others still."""
     recent: list[NaiveBelow] = field(default_factory=list)
-    """Parts that can be found below and are not pinned, the least recently used first."""
+    """Parts that can be found below, the least recently used first; those that are pinned are not evicted."""
     num_lost: int = 0
     num_refused: int = 0
     wanted: list[Key] = field(default_factory=list)
@@ -61,7 +61,11 @@ class NaiveTieredGroups(NaiveGroups):
         """Return the parts of a group below that are in use, and those that are not."""
         pinned = [part for part in self.here.values() if part.pins]
         used = [*pinned, *self.coming.values(), *self.doomed]
-        return sum(part.key[0] == group for part in used), sum(part.key[0] == group for part in self.recent)
+        return sum(part.key[0] == group for part in used), sum(part.key[0] == group for part in self.idle())
+
+    def idle(self) -> list[NaiveBelow]:
+        """Return the parts that can be evicted, the next one first."""
+        return [part for part in self.recent if not part.pins]
 
     # What is stored ---------------------------------------------------------------------------------------
 
@@ -118,11 +122,13 @@ class NaiveTieredGroups(NaiveGroups):
                 if part.refs == 0 and self.bytes_of(part) > min(self.free_bytes(), self.idle_room):
                     break
                 below = NaiveBelow(key)
-                if self.size(below) > self.host_empty() + sum(map(self.size, self.recent)):
+                if self.size(below) > self.host_empty() + sum(map(self.size, self.idle())):
                     self.num_refused += 1
                 else:
                     while self.size(below) > self.host_empty():
-                        del self.here[self.recent.pop(0).key]
+                        oldest = self.idle()[0]
+                        self.recent.remove(oldest)
+                        del self.here[oldest.key]
                         self.num_lost += 1
                     self.coming[key] = below
                     if part.refs == 0:
@@ -188,11 +194,9 @@ class NaiveTieredGroups(NaiveGroups):
         ]
 
     def offer(self, tokens: list[int], salt: str | None, length: int) -> list[NaiveBelow]:
-        """Pin what a sequence needs after so many pages and the device lacks."""
+        """Pin what a sequence needs after so many pages and the device lacks: to look is not to use."""
         parts = [self.here[key] for key in self.needs(tokens, salt, length) if key not in self.copies]
         for part in parts:
-            if not part.pins:
-                self.recent.remove(part)
             part.pins += 1
         return parts
 
@@ -203,8 +207,6 @@ class NaiveTieredGroups(NaiveGroups):
                 part.pins -= 1
                 if not part.pins and part in self.doomed:
                     self.doomed.remove(part)
-                elif not part.pins and self.here.get(part.key) is part:
-                    self.recent.append(part)
 
     def begin_load(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence | None:
         """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
@@ -234,6 +236,7 @@ class NaiveTieredGroups(NaiveGroups):
                 NaiveGroups.publish(self, part, below.key[1])
             elif self.here.get(below.key) is below:
                 del self.here[below.key]
+                self.recent.remove(below)
                 self.doomed.append(below)
         self.unpin(parts)
         needs = self.needs(sequence.tokens, sequence.salt, length)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from kvarts.event_log import Tell
 from kvarts.kv.group_memory import GroupMemory
+from kvarts.kv.part_account import Spot
 from kvarts.kv.pool import IdPool
 from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
@@ -153,6 +154,8 @@ class PartTier(RunAccount):
         """Release a pinned run, which must be unlisted from its span, when its last pin ends."""
         run.is_kept = False
         run.span = None
+        if run.spot is not None:
+            run.leave_spot()
         if not (span.num_users or span.children):
             span.prune()
 
@@ -187,16 +190,16 @@ class PartTier(RunAccount):
     # Use --------------------------------------------------------------------------------------------------
 
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
-        """Pin the tier's runs in `pieces`, see RunMatch; `unpin` must follow."""
+        """Pin the tier's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
         pin = holding_of_transfer(len(self.groups))
         for index, of_group in enumerate(pieces):
             for run, start, end in of_group:
                 if run.list_index != index:
-                    self.hold(run.cut(start, end), pin)
+                    self.hold_in_place(run.cut(start, end), pin)
         return pin
 
     def unpin(self, pin: RunHolding) -> None:
-        """End a pin: the runs that it held become the most recently used."""
+        """End a pin. To look is not to use: the runs that it held are where they were in the list."""
         self.release_all(pin, self.order)
 
     def touch(self, last: Span, num_pages: int) -> None:
@@ -213,9 +216,16 @@ class PartTier(RunAccount):
         before: PartRun | None = None
         while span is not None and span.end > start:
             for run in sorted(span.parts[place], key=_from_end):
-                if run.start >= end or run.end <= start or run.holders:
+                if run.start >= end or run.end <= start:
                     continue
                 used = run.cut(max(start, run.start), min(end, run.end))
+                if used.holders:
+                    # It is listed again in this place.
+                    if used.spot is not None:
+                        used.spot.unlist()
+                        self.append(used.spot)
+                    before = None
+                    continue
                 used.unlist()
                 if before is None or not before.join(used):
                     self.append(used)
@@ -227,8 +237,10 @@ class PartTier(RunAccount):
     def listed(self) -> Iterator[PartRun]:
         """Return the runs that can be found and are not pinned, the least recently used first."""
         for entry in self.entries():
-            assert isinstance(entry, PartRun)
-            yield entry
+            if isinstance(entry, PartRun):
+                yield entry
+            else:
+                assert isinstance(entry, Spot), "L2: the list below has an entry that is no run"
 
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert laws L1 and L2. `pins`: the holdings of transfers and offers."""
