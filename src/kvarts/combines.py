@@ -64,7 +64,7 @@ FEATURES = {
     "uses": Feature("answers with a number of uses", ("mock",)),
     "record_from": Feature("answers to be recorded of a real server", ("mock",)),
     "state_dir": Feature("sessions on disk", ("mock", "model", "sessions")),
-    "fused": Feature("FlashAttention and FlexAttention", ("model",)),
+    "fused": Feature("attention by FlashAttention or Triton", ("model",)),
 }
 """Features that users can request: the rows of the table."""
 

@@ -41,7 +41,7 @@ def undisturbed(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
 
 
 def _generated(reference: Any, prompt: Ids, num_tokens: int) -> Ids:
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=reference.device)
     with torch.no_grad():
         out = reference.generate(
             ids,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import PagedAttention
 from kvarts.executor.torch.backend import BACKENDS, choose_backend
 from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.metadata import (
     AttentionBackend,
     AttentionMetadata,
@@ -33,25 +31,27 @@ from kvarts.executor.torch.metadata import (
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import KVPools, LayerShape
 from kvarts.executor.torch.sdpa import GROUP_TOKENS, SdpaBackend
+from kvarts.executor.torch.triton_backend import TritonBackend
 from kvarts.kv.sink_window import SinkWindow
 
 from builders.flash_standin import flash_module
+from builders.triton_interpreted import TRITON, interpret
 
 
 @pytest.fixture(autouse=True)
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for FlashAttention's package: what it says of itself, computed naively. And PyTorch's own switch for
-    FlexAttention without its compiler, whose kernels have a test of their own."""
+    """A stand-in for FlashAttention's package: what it says of itself, computed naively. And Triton's interpreter."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    interpret(monkeypatch)
 
 
 MAKERS: dict[str, Any] = {
     "sdpa": SdpaBackend,
     "numba": NumbaBackend,
     "flash": FlashBackend,
-    "flex": partial(FlexBackend, is_compiled=False),
+    "triton": TritonBackend,
 }
+NAMES = [*(name for name in MAKERS if name != "triton"), TRITON]
 
 
 class Batch:
@@ -181,7 +181,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=0, 
 
 
 @pytest.mark.laws
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 99),
@@ -235,7 +235,7 @@ def test_sequences_that_dropped_pages_attend_to_their_sink_and_window(
         torch.testing.assert_close(computed, batch.expected(params), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_long_chunks_and_many_decodes_are_cut_into_blocks_and_groups(name: str) -> None:
     """More queries than a block of FlexAttention's mask has, more context than a group."""
     decodes = [(length, length + 1) for length in (GROUP_TOKENS // 2, 700, 3, 701, 5)]
@@ -252,6 +252,8 @@ def test_a_backend_goes_from_step_to_step() -> None:
     first = Batch(0, page_size=4, spans=[(40, 41), (3, 30)], num_decodes=1)
     others = [Batch(seed, page_size=4, spans=[(seed, seed + 1), (3, 9)], num_decodes=1) for seed in (5, 17, 2)]
     for name, make in MAKERS.items():
+        if name == "triton":
+            continue  # interpreted, it takes as long as all others
         backend = make(first.pools)
         for batch in (first, *others, first):
             batch.pools = first.pools
@@ -261,53 +263,42 @@ def test_a_backend_goes_from_step_to_step() -> None:
                     torch.testing.assert_close(computed, batch.expected(AttentionParams(0.3, window)), msg=name)
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # what compilers have to say
-@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles for a CPU with g++")
-def test_the_kernels_that_pytorch_compiles_compute_the_same() -> None:
-    """FlexAttention as it is used on CUDA, compiled for what is here. On a CPU it knows no sinks."""
-    spans = [(100, 101), (37, 38), (130, 300), (0, 20)]
-    batch = Batch(3, page_size=16, spans=spans, num_decodes=2)
-    backend = FlexBackend(batch.pools)
-    with torch.inference_mode():
-        for params in (AttentionParams(0.3), AttentionParams(0.3, window=50), AttentionParams(0.3, softcap=2.0)):
-            torch.testing.assert_close(batch.answer(backend, params), batch.expected(params), rtol=1e-4, atol=1e-5)
-
-
 def pools(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfloat16) -> KVPools:
     return KVPools([LayerShape(1, 1, head_dim, 0)], num_pages=2, page_size=page_size, dtype=dtype)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def on_cuda(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.bfloat16) -> KVPools:
+    """Pools that say that they are on a GPU, which is enough for a choice."""
+    there = pools(page_size, head_dim, dtype)
+    there.device = torch.device("cuda")
+    return there
+
+
 def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(choose_backend(pools())) is NumbaBackend
     assert type(choose_backend(pools(dtype=torch.float16))) is SdpaBackend
     assert type(choose_backend(pools(), "sdpa")) is SdpaBackend
     assert type(choose_backend(pools(256), "flash")) is FlashBackend
-    assert type(choose_backend(pools(), "flex")) is FlexBackend
     for bad, name, message in (
         (pools(48), "flash", "48 is no multiple of 256"),
         (pools(256, 512), "flash", "heads of 512"),
         (pools(256, dtype=torch.float32), "flash", "not of 16 bits"),
-        (pools(8), "flex", "8 is no multiple of 16"),
+        (pools(), "triton", "it needs a GPU, and the pages are on cpu"),
+        (on_cuda(head_dim=512), "triton", "heads of 512 are larger than 256"),
+        (on_cuda(dtype=torch.float64), "triton", "not of 16 or 32 bits"),
         (pools(dtype=torch.float16), "numba", "neither float32 nor bfloat16"),
         (pools(), "fast", "'fast' is not known"),
     ):
         with pytest.raises(ConfigError, match=message):
             choose_backend(bad, name)
     # On CUDA, the first that fits. No such device is needed to choose.
-    for page_size, dtype, expected in (
-        (256, torch.bfloat16, FlashBackend),
-        (256, torch.float32, FlexBackend),
-        (32, torch.bfloat16, FlexBackend),
-        (8, torch.bfloat16, SdpaBackend),
-    ):
-        there = pools(page_size, dtype=dtype)
-        there.device = torch.device("cuda")
-        monkeypatch.setattr(SdpaBackend, "__init__", lambda self, pools: None)
-        assert type(choose_backend(there)) is expected
+    monkeypatch.setattr(SdpaBackend, "__init__", lambda self, pools: None)
+    monkeypatch.setattr(TritonBackend, "__init__", lambda self, pools: None)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert type(choose_backend(on_cuda(8))) is TritonBackend
+    assert type(choose_backend(on_cuda(head_dim=512))) is SdpaBackend
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert type(choose_backend(on_cuda(256))) is FlashBackend
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    there = pools(256)
-    there.device = torch.device("cuda")
-    assert type(choose_backend(there)) is FlexBackend
-    assert list(BACKENDS) == ["flash", "flex", "numba", "sdpa"]
+    assert type(choose_backend(on_cuda(256))) is SdpaBackend
+    assert list(BACKENDS) == ["flash", "numba", "sdpa", "triton"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,21 +18,23 @@ import torch
 
 from kvarts.executor.torch.block_cut import cut_blocks
 from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.metadata import AttentionParams
 from kvarts.executor.torch.numba_backend import NumbaBackend
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.sdpa import SdpaBackend
+from kvarts.executor.torch.triton_backend import TritonBackend
 
 from builders.flash_standin import flash_module
 from builders.group_batches import GroupSteps
+from builders.triton_interpreted import TRITON, interpret
 
 MAKERS: dict[str, Any] = {
     "sdpa": SdpaBackend,
     "numba": NumbaBackend,
     "flash": FlashBackend,
-    "flex": partial(FlexBackend, is_compiled=False),
+    "triton": TritonBackend,
 }
+NAMES = [*(name for name in MAKERS if name != "triton"), TRITON]
 SHAPES = [(4, 2, 8), (4, 1, 8), (4, 4, 8)]
 """Heads, KV heads and their numbers: KV of one, a half and two sizes."""
 WINDOWS = [None, 1, 3, 4, 6, 8, 200]
@@ -42,9 +43,9 @@ WINDOWS = [None, 1, 3, 4, 6, 8, 200]
 
 @pytest.fixture(autouse=True)
 def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention as its package says of itself, and FlexAttention without its compiler."""
+    """FlashAttention as its package says of itself, and Triton interpreted."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    interpret(monkeypatch)
 
 
 def layers_of(kinds: Sequence[tuple[int | None, tuple[int, int, int]]], shares: bool) -> list[LayerShape]:
@@ -86,7 +87,7 @@ def steps_of(
 
 
 @pytest.mark.laws
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=6)
 @given(
     seed=st.integers(0, 1 << 20),
@@ -120,7 +121,7 @@ def test_every_backend_reads_what_its_groups_hold(
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 @pytest.mark.parametrize("page_size", [1, 4, 8])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_that_goes_back_one_token_too_early_is_missed(
     name: str, page_size: int, shape: tuple[int, int, int]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -22,7 +21,6 @@ from kvarts.config import EngineConfig
 from kvarts.executor.torch.backend import BACKENDS
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
 from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.flex import FlexBackend
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams
 
@@ -31,18 +29,15 @@ from builders.real_models import GREEDY, VOCABULARY, engine_of, prompts_with_pre
 from builders.rooms import HAS_AUDIT
 from builders.windowed_models import config_of, forgetting, models_of
 
-ATTENTION = ("numba", "sdpa", "flash", "flex")
+ATTENTION = ("numba", "sdpa", "flash")
 FAST = [*(("gemma2", name) for name in ATTENTION), ("gpt_oss", "numba")]
 
 
 @pytest.fixture(autouse=True)
 def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention by what it says it computes, and FlexAttention uncompiled, for pages of any size."""
+    """FlashAttention by what it says it computes, for pages of any size."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    makers: dict[str, Any] = {"flash": FlashBackend, "flex": partial(FlexBackend, is_compiled=False)}
-    for name, make in makers.items():
-        monkeypatch.setitem(BACKENDS, name, (make, lambda pools: None))
+    monkeypatch.setitem(BACKENDS, "flash", (FlashBackend, lambda pools: None))
 
 
 def too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +84,7 @@ def test_all_backends_say_the_same_and_not_if_a_page_goes_back_too_early(
     family=st.sampled_from(["gemma3_text", "gpt_oss", "mimo_v2_flash"]),
     window=st.sampled_from([2, 3, 4, 5, 8, 11, 16, 200]),
     page_size=st.sampled_from([1, 3, 4, 8, 16]),
-    attention=st.sampled_from(["sdpa", "flash", "flex"]),
+    attention=st.sampled_from(["sdpa", "flash"]),
     keeps=st.sampled_from(["all", "tails"]),
 )
 def test_windows_and_pages_of_any_size(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +28,6 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.executor.torch.attention import ATTENTION
 from kvarts.executor.torch.backend import BACKENDS
 from kvarts.executor.torch.flash import FlashBackend
-from kvarts.executor.torch.flex import FlexBackend
 from kvarts.executor.torch.loading import check_architecture, load_model
 from kvarts.executor.torch.packing import PackedLinear, pack_together, products
 from kvarts.executor.torch.tiny import SIZES
@@ -54,6 +52,7 @@ from builders.real_models import (
     undisturbed,
 )
 from builders.rooms import HAS_RECORD
+from builders.triton_interpreted import interpreted
 
 
 @pytest.mark.parametrize("family", ATTENDING)
@@ -74,15 +73,14 @@ def test_greedy_tokens_are_those_of_an_undisturbed_run(
     assert engine.kv_live_bytes() == 0
 
 
-@pytest.mark.parametrize("attention", ["flash", "flex"])
+@pytest.mark.parametrize("attention", ["flash", pytest.param("triton", marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 def test_all_backends_say_the_same(
     models: Callable[[str], tuple[Any, Any]], family: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L6 with the readers that are for CUDA: FlashAttention by what it says it computes, FlexAttention uncompiled."""
+    """L6 with the readers that are for CUDA: FlashAttention by what it says it computes, Triton interpreted."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_module())
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    maker: Any = FlashBackend if attention == "flash" else partial(FlexBackend, is_compiled=False)
+    maker: Any = FlashBackend if attention == "flash" else interpreted(monkeypatch)
     monkeypatch.setitem(BACKENDS, attention, (maker, lambda pools: None))
     model, reference = models(family)
     prompts = prompts_with_prefixes()[1:]

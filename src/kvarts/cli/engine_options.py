@@ -67,11 +67,15 @@ def engine_options(command: Command, **attributes: Any) -> Command:
         ("--device", {"metavar": "NAME", "default": "auto", "help": "auto, cpu or cuda."}),
         (
             "--attention",
-            {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, flex, numba or sdpa."},
+            {"metavar": "NAME", "default": "auto", "help": "Attention backend: auto, flash, numba, sdpa or triton."},
         ),
         (
             "--layers",
             {"metavar": "NAME", "default": "auto", "help": "How layers are computed: auto, compiled or model."},
+        ),
+        (
+            "--enforce-eager",
+            {"is_flag": True, "help": "On a GPU, run decodes kernel by kernel, without CUDA graphs."},
         ),
     ]
     for name, settings in reversed(options):

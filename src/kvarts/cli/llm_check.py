@@ -33,7 +33,7 @@ EXIT_DIFFERENT = 5
               help="auto, float32, bfloat16 or float16.")  # fmt: skip
 @click.option("--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--attention", metavar="NAME", default="auto", show_default=True,
-              help="Attention backend: auto, flash, flex, numba or sdpa.")  # fmt: skip
+              help="Attention backend: auto, flash, numba, sdpa or triton.")  # fmt: skip
 @click.option("--layers", metavar="NAME", default="auto", show_default=True,
               help="How layers are computed: auto, compiled or model.")  # fmt: skip
 @click.option("--quantization", metavar="NAME", help="Weights in 8 or 4 bits, on a CPU: int8 or int4.")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvarts.hints import Hints
 from kvarts.kv.eviction import EvictionOrder
-from kvarts.kv.part_account import PartAccount
+from kvarts.kv.part_account import PartAccount, Spot
 from kvarts.kv.spans import PartRun, RunHolding
 
 __all__ = ["RunAccount"]
@@ -29,6 +29,16 @@ class RunAccount(PartAccount):
             self.note_used(run.group, run.end - run.start)
         run.holders.append(holding)
         holding.held[run.group].append(run)
+
+    def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
+        """Make a transfer a holder of `run`, which keeps its place in the list, unless a window has passed it."""
+        spot: Spot | None = None
+        if not (run.holders or run.is_passed or run.listed_by is not None):
+            spot = Spot()
+            spot.list_after(run)
+        self.hold(run, holding)
+        if spot is not None:
+            run.spot = spot
 
     def note_begin(self) -> None:
         """Let the order know the time, as a sequence begins."""

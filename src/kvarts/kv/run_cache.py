@@ -112,16 +112,6 @@ class RunCache(RunAccount):
             run.spot = Spot()
             self.append(run.spot)
 
-    def hold_in_place(self, run: PartRun, holding: RunHolding) -> None:
-        """Make a store a holder of `run`, which keeps its place in the list, unless a window has passed it."""
-        spot: Spot | None = None
-        if not (run.holders or run.is_passed or run.listed_by is not None):
-            spot = Spot()
-            spot.list_after(run)
-        self.hold(run, holding)
-        if spot is not None:
-            run.spot = spot
-
     # Sequences --------------------------------------------------------------------------------------------
 
     def begin(self, content: Content, match: RunMatch) -> RunHolding:

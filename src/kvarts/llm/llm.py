@@ -101,6 +101,8 @@ class LLM:
     `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
     holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
 
+    `enforce_eager`: on a GPU, run every step kernel by kernel instead of steps of decodes as CUDA graphs.
+
     `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
 
     `speculative_config`: enables speculative decoding, where guessed tokens are computed in the same step and accepted
@@ -137,6 +139,7 @@ class LLM:
         kv_groups: str | None = None,
         snapshots: Snapshots = "ends",
         kv_dtype: str = "auto",
+        enforce_eager: bool = False,
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
@@ -211,6 +214,7 @@ class LLM:
             cut=room.cut,
             num_blocks=room.num_blocks(config.num_pages),
             kv_dtype=kv_dtype,
+            enforce_eager=enforce_eager,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)

@@ -371,7 +371,7 @@ class PartOffloader(Transfers):
             start = first + count
             target = lower.place(span, index, first, start, spill.pins[place + 1])
             source = run.cut(first, start)
-            upper.pin_run(source, spill.pins[place])
+            upper.hold_in_place(source, spill.pins[place])
             spill.source_ids += upper.names([source])
             spill.target_ids += lower.names([target])
             spill.runs.append((span.content, first, start))

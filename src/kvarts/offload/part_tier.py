@@ -211,23 +211,13 @@ class PartTier(RunAccount):
         return found
 
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
-        """Pin the tier's runs in `pieces`, see RunMatch; `unpin` must follow."""
+        """Pin the tier's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
         pin = holding_of_transfer(len(self.groups))
         for index, of_group in enumerate(pieces):
             for run, start, end in of_group:
                 if run.list_index == self._here + index:
-                    self.pin_run(run.cut(start, end), pin)
+                    self.hold_in_place(run.cut(start, end), pin)
         return pin
-
-    def pin_run(self, run: PartRun, pin: RunHolding) -> None:
-        """Make `pin` a holder of a stored run, which keeps its place in the list."""
-        spot: Spot | None = None
-        if not run.holders:
-            spot = Spot()
-            spot.list_after(run)
-        self.hold(run, pin)
-        if spot is not None:
-            run.spot = spot
 
     def unpin(self, pin: RunHolding) -> None:
         """End a pin. It is not a use of its runs."""

@@ -232,7 +232,7 @@ def _eager(host_memory: str | int) -> Any:
 
 def _attention(attention: str, device: str) -> str:
     """Return the attention backend. On a GPU, only one supports a sink and a window."""
-    if attention in ("flash", "flex"):
+    if attention in ("flash", "triton"):
         check_combination({"fused": "attention", "windows": "window"})
     if attention == "auto" and device != "cpu":
         import torch

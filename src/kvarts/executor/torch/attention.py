@@ -123,6 +123,11 @@ class PagedAttention:
         self._backends = tuple(backends)
         self._tables = (0,) * len(pools.layers) if tables is None else tuple(tables)
         self._slots: list[torch.Tensor] = []
+        self._step: Sequence[AttentionMetadata] | None = None
+
+    def is_at(self, every: Sequence[AttentionMetadata]) -> bool:
+        """Return whether the last `begin` was for `every`."""
+        return self._step is every
 
     @property
     def reads_sinks(self) -> bool:
@@ -131,6 +136,7 @@ class PagedAttention:
 
     def begin(self, every: Sequence[AttentionMetadata]) -> None:
         """Prepare for the step that `every` describes, one entry per page table."""
+        self._step = every
         self._slots = [metadata.slots for metadata in every]
         for backend, metadata in zip(self._backends, every, strict=True):
             backend.begin(metadata)

@@ -6,23 +6,25 @@ from collections.abc import Callable
 
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.flash import FlashBackend, flash_fits
-from kvarts.executor.torch.flex import FlexBackend, flex_fits
 from kvarts.executor.torch.metadata import AttentionBackend
 from kvarts.executor.torch.numba_backend import NumbaBackend, numba_fits
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend
+from kvarts.executor.torch.triton_backend import TritonBackend, triton_fits
 
-__all__ = ["BACKENDS", "backend_name", "choose_backend"]
+__all__ = ["BACKENDS", "CAPTURED", "backend_name", "choose_backend"]
 
 BACKENDS: dict[str, tuple[Callable[[KVPools], AttentionBackend], Callable[[KVPools], str | None]]] = {
     "flash": (FlashBackend, flash_fits),
-    "flex": (FlexBackend, flex_fits),
     "numba": (NumbaBackend, numba_fits),
     "sdpa": (SdpaBackend, lambda _: None),
+    "triton": (TritonBackend, triton_fits),
 }
-"""By name: the backend, and a function that returns why it does not fit some pools, or None. Fastest first."""
-ON_CUDA = ("flash", "flex", "sdpa")
+"""By name: the backend, and a function that returns why it does not fit some pools, or None."""
+ON_CUDA = ("triton", "flash", "sdpa")
 ON_OTHERS = ("numba", "sdpa")
+CAPTURED = ("triton",)
+"""Backends whose kernels read all that changes from step to step from the device's memory, as CUDA graphs demand."""
 
 
 def backend_name(pools: KVPools, *more: KVPools, name: str = "auto") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.page_tables import WHOLE_PAGES, PageTables
 from kvarts.executor.state_tables import StateTables
 from kvarts.executor.torch.attention import PagedAttention, attending
-from kvarts.executor.torch.backend import backend_name, choose_backend
+from kvarts.executor.torch.backend import CAPTURED, backend_name, choose_backend
 from kvarts.executor.torch.block_cut import BlockCut
 from kvarts.executor.torch.fingerprint import kv_fingerprint
+from kvarts.executor.torch.graphs import DecodeGraphs, Forward
 from kvarts.executor.torch.layers import open_layers
 from kvarts.executor.torch.metadata import AttentionMetadata
 from kvarts.executor.torch.pools import KVPools
@@ -43,7 +45,8 @@ class TorchExecutor:
     `sampler` chooses the tokens. `num_host_pages`: pages of host memory below the device, the target of stores and
     source of loads; `files`: pages below those. `attention`: name of the attention backend; `layers`: name of the
     implementation of layers. `cut` and `num_blocks`: the memory of a model with KV groups, where plans name the blocks
-    of every page table. `kv_dtype`: the format of KV in pages. `clock` times the steps.
+    of every page table. `kv_dtype`: the format of KV in pages. `enforce_eager`: without CUDA graphs. `clock` times the
+    steps.
     """
 
     needs_page_ids = True
@@ -61,6 +64,7 @@ class TorchExecutor:
         cut: BlockCut | None = None,
         num_blocks: int = 0,
         kv_dtype: str = "auto",
+        enforce_eager: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._model = model
@@ -94,6 +98,20 @@ class TorchExecutor:
         if cut is not None and self._facts.states:
             self._states = PagedStates(self.pools, self._facts.states, cut.num_state_blocks)
             self._state_tables = StateTables(config.max_num_seqs, cut.num_state_blocks)
+        self._graphs: DecodeGraphs | None = None
+        if not enforce_eager and self.attention in CAPTURED and self._states is None and self._facts.switch is None:
+
+            def open_forward() -> Forward:
+                own = [choose_backend(one, self.attention) for one in pools]
+                attention = PagedAttention(self.pools, own, self._tables)
+                return partial(self._forward, attention)
+
+            self._graphs = DecodeGraphs(
+                open_forward,
+                self.pools.device,
+                most=config.max_num_seqs,
+                num_pages=[one.num_pages for one in pools],
+            )
         self.rotation = TorchRotation(model)
         self.slots = PageSlots(self.pools.num_pages, config.page_size)
 
@@ -152,14 +170,17 @@ class TorchExecutor:
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
         if batch is not None:
-            every = self._attend_to(batch.tables)
             for slots in batch.block_slots:
                 self.slots.write(slots, batch.positions)
             if self._states is not None:
                 self._states.begin(self._state_tables.batch(plan))
             scored = self._scored(plan, batch) if self._sampler.num_scored else []
-            where = [np.array(batch.sampled_at or [0], np.int64), *(places for *_, places in scored)]
-            all_logits = self._logits(batch, every, where)
+            captured = None if scored or self._graphs is None else self._graphs.logits(batch)
+            if captured is None:
+                where = [np.array(batch.sampled_at or [0], np.int64), *(places for *_, places in scored)]
+                all_logits = self._logits(batch, self._attend_to(batch.tables), where)
+            else:
+                all_logits = iter((captured,))
             logits = next(all_logits)
             for (request, start, _), of_prompt in zip(scored, all_logits, strict=True):
                 self._sampler.score(request, start, of_prompt)
@@ -209,22 +230,40 @@ class TorchExecutor:
         `every`: the attention metadata of the step, one entry per page table.
         """
         metadata = every[0]
-        where = metadata.tensor(np.concatenate(wheres))
-        keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
         switch = self._facts.switch
         chosen = nullcontext() if switch is None else switch.chosen(self._are_long(batch))
+        tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
         if self._layers is not None:
             with chosen:
-                tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
                 return self._layers.logits(tokens, positions, every, [metadata.tensor(one) for one in wheres])
-        with attending(self._attention), keeping(self._states), chosen:
+        with keeping(self._states), chosen:
+            where = metadata.tensor(np.concatenate(wheres))
+            logits = self._run_model(self._attention, tokens, positions, where)
+        return iter(logits.split([len(one) for one in wheres]))
+
+    def _forward(
+        self,
+        attention: PagedAttention,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        every: Sequence[AttentionMetadata],
+        where: torch.Tensor,
+    ) -> torch.Tensor:
+        """Prepare `attention` for a step, unless it is the last one once more, and return the logits at `where`."""
+        if not attention.is_at(every):
+            attention.begin(every)
+        return self._run_model(attention, tokens, positions, where)
+
+    def _run_model(
+        self, attention: PagedAttention, tokens: torch.Tensor, positions: torch.Tensor, where: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits at the places `where` of a step for which `attention` is prepared."""
+        keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
+        with attending(attention):
             logits: torch.Tensor = self._model(
-                input_ids=metadata.tensor(batch.tokens)[None],
-                position_ids=metadata.tensor(batch.rotated_positions)[None],
-                use_cache=False,
-                **keep,
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, **keep
             ).logits[0]
-        return iter((logits if keep else logits[where]).split([len(one) for one in wheres]))
+        return logits if keep else logits[where]
 
     def _are_long(self, batch: FlatBatch) -> torch.Tensor:
         """Return, per token, whether the rotation for long sequences applies to its sequence."""

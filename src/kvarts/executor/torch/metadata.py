@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -71,6 +72,16 @@ class AttentionMetadata:
         self.decodes = decodes
         self.rotary = rotary
         self.slots = self.tensor(slots)
+
+    @cached_property
+    def decode_positions(self) -> torch.Tensor:
+        """The positions of decodes, [tokens], in 32 bits."""
+        return self.tensor(self.decodes.positions.astype(np.int32))
+
+    @cached_property
+    def decode_tables(self) -> torch.Tensor:
+        """The page tables of decodes, [tokens, pages], in 32 bits."""
+        return self.tensor(self.decodes.tables.astype(np.int32))
 
     @property
     def is_plain(self) -> bool:

@@ -17,7 +17,9 @@ from kvarts.kv.sink_window import SinkWindow
 __all__ = ["SdpaBackend"]
 
 GROUP_TOKENS = 2048
-"""Tokens of context that a group of decodes reads together: a few MiB per layer, which stay in cache."""
+"""Tokens of context that a group of decodes reads together: a few MiB per layer, which stay in a CPU's cache."""
+GPU_GROUP_TOKENS = 65536
+"""The same on a GPU, where each group is some launches more."""
 
 
 class _Pages(msgspec.Struct):
@@ -70,6 +72,7 @@ class SdpaBackend:
 
     def __init__(self, pools: KVPools) -> None:
         self._pools = pools
+        self._group_tokens = GROUP_TOKENS if pools.device.type == "cpu" else GPU_GROUP_TOKENS
         self._room = [torch.empty(0, dtype=pools.dtype, device=pools.device) for _ in range(2)]
         self._groups: dict[int | None, list[_Group]] = {}
         self._chunks: dict[int | None, list[_Chunk]] = {}
@@ -179,7 +182,7 @@ class SdpaBackend:
         while len(order):
             # The longest sequences first: as many as fit with the longest of them.
             longest = int(num_pages[order[-1]])
-            count = max(1, GROUP_TOKENS // (longest * page_size))
+            count = max(1, self._group_tokens // (longest * page_size))
             chosen, order = order[-count:], order[:-count]
             count = len(chosen)
             columns = np.arange(longest)
