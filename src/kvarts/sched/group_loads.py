@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages
