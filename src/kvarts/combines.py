@@ -58,7 +58,6 @@ FEATURES = {
     "faults": Feature("workers and links that fail", ("replay", "fleet")),
     "fleets": Feature("a search for fleets", ("plan",)),
     "pipeline": Feature("stages of a pipeline", ("replay", "plan", "mock", "sessions", "fleet")),
-    "gpu": Feature("a GPU", ("model", "sessions")),
     "workers": Feature("several workers behind one port", ("mock",)),
     "scripts": Feature("a script of failures", ("mock",)),
     "uses": Feature("answers with a number of uses", ("mock",)),
@@ -127,7 +126,6 @@ REFUSED = (
     Refusal(("uses", "workers"), "uses are counted in one process", "Take the turn as the condition."),
     Refusal(("record_from", "workers"), "two of them would ask for the same answer", "Record first, without workers."),
     Refusal(("state_dir", "workers"), "a directory is of one process"),
-    Refusal(("tiers", "gpu"), "only pages of a model on a CPU are copied there", "Leave it out."),
 )
 
 

@@ -88,7 +88,7 @@ class LLM:
     steps with decodes this short, as far as the steps so far predict. `attention`: the backend, one of
     kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or `auto`
     (kvarts.executor.torch.layers). `quantization` and `trust_remote_code`: as for `load_model`. `offload`: host memory
-    and files below the pages, on a CPU; `disk_path`: the directory of the files, which a later run of the same model
+    and files below the pages; `disk_path`: the directory of the files, which a later run of the same model
     reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
@@ -182,8 +182,6 @@ class LLM:
         self.tokenizer = tokenizer
         self.tiers: dict[str, int] = _tiers_of(self.offload, room, page_size)
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
-        if self.tiers and model.device.type != "cpu":
-            check_combination({"tiers": "offload", "gpu": "device"})
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
         if self.offload is not None and self.offload.bus is not None:

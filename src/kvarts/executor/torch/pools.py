@@ -13,7 +13,7 @@ import torch
 
 from kvarts.executor.torch.kv_format import LayerShape, decode, encode, stored_as
 
-__all__ = ["KVPools", "LayerShape", "page_bytes_of"]
+__all__ = ["GpuPages", "KVPools", "LayerShape", "page_bytes_of"]
 
 ALIGNMENT_BYTES = 64
 """A CPU's cache line, the alignment that PyTorch uses as well."""
@@ -132,14 +132,35 @@ class KVPools:
         """Each allocated tensor once: `num_pages` pages or blocks."""
         return [tensors[first] for tensors in (self.keys, self.values) for first in self._firsts]
 
-    def as_arrays(self) -> list[npt.NDArray[np.uint8]]:
-        """Return the same memory as bytes of shape [num_pages, ...], for copying pages. Tensors must be on the CPU."""
-        return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in self.tensors]
+    def as_arrays(self) -> list[Any]:
+        """Return the same memory as bytes of shape [num_pages, ...], for copying pages: arrays, or GpuPages."""
+        every = [tensor.flatten(1).view(torch.uint8) for tensor in self.tensors]
+        return [tensor.numpy() if self.device.type == "cpu" else GpuPages(tensor) for tensor in every]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the allocated tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class GpuPages:
+    """Bytes of pages on a GPU, [num_pages, bytes]: pages are read and written by their ids, as those of an array."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = np.dtype(np.uint8)
+        self.itemsize = 1
+
+    def __getitem__(self, page_ids: int | npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        pages: npt.NDArray[np.uint8] = self._tensor[self._chosen(page_ids)].cpu().numpy()
+        return pages
+
+    def __setitem__(self, page_ids: int | npt.NDArray[np.int64], pages: npt.NDArray[np.uint8]) -> None:
+        self._tensor[self._chosen(page_ids)] = torch.from_numpy(np.array(pages)).to(self._tensor.device)
+
+    def _chosen(self, page_ids: int | npt.NDArray[np.int64]) -> int | torch.Tensor:
+        return page_ids if isinstance(page_ids, int) else torch.from_numpy(page_ids).to(self._tensor.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
