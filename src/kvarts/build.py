@@ -89,8 +89,9 @@ class TierSettings(Protocol):
         with_page_ids: bool,
         tell: Tell | None,
         prefill: PrefillTimes | None,
+        fingerprint: Callable[[], str] | None = None,
     ) -> GroupTiers:
-        """Open the tiers below `cache`. There must be at least one."""
+        """Open the tiers below `cache`, at least one. `fingerprint`: see PreparedTiers."""
 
 
 def build_engine(
@@ -144,8 +145,8 @@ def build_engine(
             below = offload.prepare(config, make_order)
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
-    with_tiers = memory is not None and offload is not None and bool(offload.group_tiers(memory, config.page_size))
-    is_lazy = with_tiers and offload is not None and offload.is_lazy
+    num_below = 0 if memory is None or offload is None else len(offload.group_tiers(memory, config.page_size))
+    is_lazy = bool(num_below) and offload is not None and offload.is_lazy
     if audit and cache is None and not hands_over:
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if memory is None else num_blocks,
@@ -177,13 +178,14 @@ def build_engine(
                 memory,
                 num_blocks=num_blocks,
                 tell=tell,
-                with_ids=executor.needs_page_ids or holds_pages or (with_tiers and moves_pages),
-                has_below=with_tiers,
+                with_ids=executor.needs_page_ids or holds_pages or (bool(num_below) and moves_pages),
+                num_below=num_below,
                 watches_list=is_lazy,
                 make_order=make_order,
                 plans_ahead=plans_ahead,
             )
     pins = None
+    fingerprint = getattr(executor, "fingerprint", None)  # executors without a model lack it
     if pages is None:
         pins = Pins(cache, tell)
         pages = OnePool(cache, token_budget=config.max_num_batched_tokens, pins=pins)
@@ -192,16 +194,17 @@ def build_engine(
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:
-        fingerprint = getattr(executor, "fingerprint", None)  # executors without a model lack it
         whole = cast(PageCache, cache)
         tiers = below.open_below(whole, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
         loads = Loads(tiers, whole, waiting, page_size, tell)
-    elif with_tiers:
+    elif num_below:
         from kvarts.sched.group_loads import GroupLoads
 
         assert offload is not None
         tiered = cast("GroupPages", cache)
-        of_groups = offload.open_group_tiers(config, tiered, with_page_ids=moves_pages, tell=tell, prefill=prefill)
+        of_groups = offload.open_group_tiers(
+            config, tiered, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint
+        )
         loads = GroupLoads(of_groups, tiered, waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
@@ -236,7 +239,7 @@ def open_group_cache(
     num_blocks: int,
     tell: Tell | None,
     with_ids: bool,
-    has_below: bool = False,
+    num_below: int = 0,
     watches_list: bool = False,
     make_order: Callable[[], EvictionOrder] = LruOrder,
     plans_ahead: bool = False,
@@ -244,7 +247,7 @@ def open_group_cache(
     """Return the cache of an engine for a model with the KV groups of `memory`, in `num_blocks` blocks.
 
     `with_ids`: parts have ids, which executors and pages kept in use between requests need. `tell` receives the events
-    of parts. `has_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
+    of parts. `num_below` and `watches_list`: for tiers below, see GroupPages. `make_order`: makes the order in which
     runs of parts are evicted; LruOrder stands for the cache's own list. `plans_ahead`: see GroupPages.
 
     Raise ConfigError for an order derived from LruOrder, which links whole pages.
@@ -265,7 +268,7 @@ def open_group_cache(
         most_new_tokens=config.max_num_batched_tokens,
         with_ids=with_ids,
         tell=tell,
-        has_below=has_below,
+        num_below=num_below,
         watches_list=watches_list,
         eviction_order=order,
         at_branches=config.snapshots == "branches",

@@ -82,7 +82,6 @@ class Refusal(NamedTuple):
 WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
-    Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
     Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("layers", "kv_groups"), "parts of pages are loaded whole", WHOLE),

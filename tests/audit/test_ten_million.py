@@ -104,11 +104,11 @@ def host(rng: Random, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def files(rng: Random) -> dict[str, Any]:
+def files(rng: Random, *, of_groups: bool = False) -> dict[str, Any]:
     rates = [50_000, 1_000_000, 1_000_000_000]
     return host(
         rng, disk_pages=rng.choice([2, 10, 100]), disk_read=rng.choice(rates), disk_write=rng.choice(rates),
-        full_prompt_hits=rng.random() < 0.5,
+        full_prompt_hits=rng.random() < 0.5 and not of_groups,
     )  # fmt: skip
 
 
@@ -142,6 +142,7 @@ KINDS: dict[str, Callable[[Random, Case], ReplayConfig | FleetConfig]] = {
     "whole pages, host memory": lambda rng, case: case.config(**host(rng)),
     "whole pages, host memory and files": lambda rng, case: case.config(**files(rng)),
     "KV groups, host memory": lambda rng, case: case.config(**groups(rng), **host(rng)),
+    "KV groups, host memory and files": lambda rng, case: case.config(**groups(rng), **files(rng, of_groups=True)),
     "replicas, host memory and files": mixed,
     "prefill and decode apart": lambda rng, case: apart(rng, case, has_store=False),
     "a store that workers share": lambda rng, case: apart(rng, case, has_store=True),

@@ -1,4 +1,4 @@
-"""Cases of models with KV groups and host memory below the device."""
+"""Cases of models with KV groups and tiers below the device."""
 
 from __future__ import annotations
 
@@ -83,6 +83,10 @@ def grouped(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
             h2d=draw(rates),
             d2h=draw(rates),
             latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
+            disk_pages=draw(st.sampled_from([None, None, 1, 4, 20, 500])),
+            disk_read=draw(rates),
+            disk_write=draw(rates),
+            disk_latency_us=draw(st.sampled_from([0.0, 500.0])),
             store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
             fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
         ),

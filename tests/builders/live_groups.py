@@ -17,7 +17,7 @@ from kvarts.event_log import EventReader
 from kvarts.events import StepDone
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup
-from kvarts.kv.transfer import Direction, TransferReport
+from kvarts.kv.transfer import Direction, Move, TransferReport
 from kvarts.request import Request, RequestState
 from kvarts.sched.drafts import Drafter
 from kvarts.sched.plan import StepPlan, StepResult
@@ -100,6 +100,12 @@ class ReadingExecutor:
         self.num_begun_from_snapshots = 0
         self.below: dict[tuple[int, int], tuple[Any, ...]] = {}
         """The same of the blocks of host memory."""
+        self.files: dict[bytes, list[tuple[Any, ...]]] = {}
+        """By key of a file, what each of its slots holds."""
+        self.loses = 0
+        """One in so many files is lost; 0: none is."""
+        self.num_written = 0
+        self.num_loads_of_files = 0
         self.num_looked_at = 0
         self.moved: list[TransferReport] = []
         """Reports on transfers that were carried out, and are said with the next step."""
@@ -114,22 +120,59 @@ class ReadingExecutor:
         reports, self.moved = self.moved, []
         for transfer in plan.transfers:
             self.num_loads += transfer.direction is Direction.LOAD
+            for key in transfer.dropped_keys:
+                self.files.pop(key, None)
+            num_good = 0
             for move in transfer.moves:
-                source, target = self.held, self.below
-                if transfer.direction is Direction.LOAD:
-                    source, target = target, source
-                source_ids = list(move.source_ids)
-                if self.loads_wrong and transfer.direction is Direction.LOAD:
-                    source_ids.reverse()
-                for source_id, target_id in zip(source_ids, move.target_ids, strict=True):
-                    assert isinstance(source_id, int) and isinstance(target_id, int)
-                    for place in range(self.config.page_size):
-                        target[target_id, place] = source[source_id, place]
+                num_moved = self._move(transfer.direction, move)
+                num_good += num_moved
+                if num_moved < len(move.source_ids):
+                    break
+            is_whole = num_good == transfer.num_pages
             # Next to no time, so that loads pay.
-            self.moved.append(TransferReport(transfer.transfer_id, duration_ns=1))
+            self.moved.append(
+                TransferReport(transfer.transfer_id, num_good_pages=None if is_whole else num_good, duration_ns=1)
+            )
         if not self.delays_reports:
             reports, self.moved = reports + self.moved, []
         return tuple(reports)
+
+    def _move(self, direction: Direction, move: Move) -> int:
+        """Copy blocks; return how many."""
+        source, target = self.held, self.below
+        if direction is Direction.LOAD:
+            source, target = target, source
+        source_ids, places = list(move.source_ids), range(self.config.page_size)
+        if self.loads_wrong and direction is Direction.LOAD:
+            source_ids.reverse()
+        num_moved = 0
+        of_file: list[tuple[Any, ...]] = []
+        for source_id, target_id in zip(source_ids, move.target_ids, strict=True):
+            if isinstance(target_id, bytes):
+                assert direction is Direction.SPILL and isinstance(source_id, int)
+                if num_moved and move.target_ids[num_moved - 1] == target_id:
+                    of_file = self.files.get(target_id, [])
+                else:
+                    self.num_written += 1
+                    of_file = []
+                    if not self.loses or self.num_written % self.loses:
+                        self.files[target_id] = of_file
+                of_file += [self.below[source_id, place] for place in places]
+            elif isinstance(source_id, bytes):
+                assert direction is Direction.LOAD
+                if num_moved == 0 or source_ids[num_moved - 1] != source_id:
+                    if source_id not in self.files:
+                        return num_moved
+                    of_file = self.files[source_id].copy()
+                    self.num_loads_of_files += 1
+                for place in places:
+                    self.held[target_id, place] = of_file.pop(0)
+            else:
+                assert direction is not Direction.SPILL
+                for place in places:
+                    target[target_id, place] = source[source_id, place]
+            num_moved += 1
+        return num_moved
 
     def execute(self, plan: StepPlan) -> StepResult:
         reports = self.move(plan)

@@ -45,7 +45,7 @@ def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = Tr
         latency_us=draw(st.sampled_from([0.0, 10.0, 5000.0])),
         kv_bytes_per_token=BYTES_PER_TOKEN,
         full_prompt_hits=draw(st.booleans()) and not of_groups,
-        disk_pages=None if of_groups else draw(st.sampled_from([None, None, 2, 10, 100])),
+        disk_pages=draw(st.sampled_from([None, None, 2, 10, 100])),
         disk_read=draw(rates),
         disk_write=draw(rates),
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),

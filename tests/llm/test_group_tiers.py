@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
-from kvarts.errors import ConfigError
 from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
@@ -147,19 +146,53 @@ def test_guesses_change_nothing_with_host_memory(
     assert engine.transfers[0].counts["num_stores"] > 0
 
 
-def test_files_below_have_whole_pages_unless_groups_are_asked_for(
-    windowed: Callable[[str], tuple[Any, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("family", "keeps"),
+    [
+        pytest.param(*case, marks=[] if case == FEW[0][:2] else pytest.mark.long)
+        for case in {case[:2] for case in CASES}
+    ],
+)
+def test_parts_that_went_through_files_say_the_same(
+    windowed: Callable[[str], tuple[Any, Any]], family: str, keeps: str, tmp_path: Path
 ) -> None:
-    model, _ = windowed("gemma2")
-    assert engine_of(model).kv_groups == "all" and not caplog.text
-    with caplog.at_level("INFO", logger="kvarts"):
-        engine = engine_of(model, offload=OffloadConfig(host_pages=8, disk_pages=8), disk_path=tmp_path)
-    assert (engine.kv_groups, engine.kv_blocks) == ("off", {})
-    assert engine.whole_pages == "disk_pages does not go with KV groups: files keep whole pages"
-    assert engine.whole_pages in caplog.text
+    """L6 with host memory for little and files below it, and again in a second engine that finds the files.
+
+    Files that were changed meanwhile are computed again.
+    """
+    model, reference = windowed(family)
+    asked = prompts()
+    expected = [undisturbed(reference, prompt, BRIEF.max_tokens) for prompt in asked]
+
+    def engine() -> Any:
+        offload = OffloadConfig(host_pages=8, disk_pages=400)
+        return forgetting(
+            engine_of(model, num_pages=28, budget=16, kv_groups=keeps, offload=offload, disk_path=tmp_path)
+        )
+
+    first = engine()
+    for order in (asked, asked[::-1]):
+        for prompt in order:
+            assert list(first.generate([prompt], BRIEF)[0].tokens) == expected[asked.index(prompt)]
+    first.check()
+    assert first.transfers[0].num_bytes["disk_read"] and not first.transfers[0].counts["num_failed"]
+    again = engine()
+    for prompt, tokens in zip(asked, expected, strict=True):
+        assert list(again.generate([prompt], BRIEF)[0].tokens) == tokens
+    assert again.transfers[0].num_bytes["disk_read"] and not again.transfers[0].counts["num_failed"]
+    again.check()
+    for place, path in enumerate(sorted(tmp_path.rglob("*.kv"))):
+        if place % 2:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damaged = engine()
+    for prompt, tokens in zip(asked, expected, strict=True):
+        assert list(damaged.generate([prompt], BRIEF)[0].tokens) == tokens
+    assert damaged.transfers[0].counts["num_failed"]
+    damaged.check()
 
 
-def test_files_below_are_refused(windowed: Callable[[str], tuple[Any, Any]]) -> None:
+def test_groups_stay_the_default_with_files_below(windowed: Callable[[str], tuple[Any, Any]], tmp_path: Path) -> None:
     model, _ = windowed("gemma2")
-    with pytest.raises(ConfigError, match="files keep whole pages"):
-        engine_of(model, kv_groups="all", offload=OffloadConfig(host_pages=8, disk_pages=8))
+    engine = engine_of(model, offload=OffloadConfig(host_pages=8, disk_pages=8), disk_path=tmp_path)
+    assert engine.kv_groups == "all"
+    assert engine.tiers.keys() == {"host", "disk"}

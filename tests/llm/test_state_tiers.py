@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -65,6 +66,28 @@ def test_snapshots_that_went_through_host_memory_say_the_same(
     assert counts["num_loaded_parts_group1"] > 5 and not counts["num_failed"]
     assert engine.kv_live_bytes() == 0
     engine.check()
+
+
+def test_snapshots_that_went_through_files_say_the_same(
+    stateful: Callable[[str], tuple[Any, Any]], tmp_path: Path
+) -> None:
+    """L6, also in a second engine, which finds the files of the first."""
+    model, reference = stateful("qwen3_next")
+    asked = conversations()
+    expected = [undisturbed(reference, prompt, BRIEF.max_tokens) for prompt in asked]
+    for _ in range(2):
+        engine = engine_of(
+            model,
+            num_pages=16 + 3 * state_pages(model),
+            budget=16,
+            kv_groups="all",
+            offload=OffloadConfig(host_pages=4 * state_pages(model), disk_pages=2000),
+            disk_path=tmp_path,
+        )
+        for prompt in (*asked[:6], asked[2]):
+            assert list(engine.generate([prompt], BRIEF)[0].tokens) == expected[asked.index(prompt)]
+        engine.check()
+        assert engine.transfers[0].num_bytes["disk_read"] and not engine.transfers[0].counts["num_failed"]
 
 
 def test_a_snapshot_with_its_blocks_exchanged_breaks_it(

@@ -1,4 +1,4 @@
-"""A device with KV groups and host memory below it, against a model that looks at every token and part of both."""
+"""A device with KV groups, and tiers below it, against a model that looks at every token and part of all of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import PartRun, RunHolding
 from kvarts.kv.transfer import TransferReport
 from kvarts.offload.channel import Channel
-from kvarts.offload.part_offloader import PartOffloader
+from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
 from kvarts.offload.part_policy import EagerParts
 from kvarts.offload.part_tier import PartTier
 
-from oracles.naive_group_tier import NaiveBelow, NaiveTieredGroups
+from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 from oracles.naive_grouped import NaivePart, NaiveSequence
 
 pytestmark = pytest.mark.laws
@@ -72,7 +72,11 @@ class Load:
     content: Content
     holding: PartHolding
     sequence: NaiveSequence
-    parts: list[NaiveBelow]
+    parts: list[list[NaiveBelow]]
+
+    @property
+    def num_parts(self) -> int:
+        return sum(map(len, self.parts))
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -82,6 +86,7 @@ class TieredMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 3),
         num_blocks=st.sampled_from([8, 12, 20, 40]),
         host_blocks=st.sampled_from([3, 10, 40, 100]),
+        file_blocks=st.sampled_from([None, None, 3, 10, 40, 100]),
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
         has_ids=st.booleans(),
@@ -93,6 +98,7 @@ class TieredMachine(RuleBasedStateMachine):
         page_size: int,
         num_blocks: int,
         host_blocks: int,
+        file_blocks: int | None,
         limit: int,
         keeps: Retention,
         has_ids: bool,
@@ -106,18 +112,26 @@ class TieredMachine(RuleBasedStateMachine):
             page_size=page_size,
             most_new_tokens=8,
             with_ids=has_ids,
-            has_below=True,
+            num_below=1 if file_blocks is None else 2,
         )
         self.parts = self.cache.parts
-        self.tier = PartTier("host", host_blocks, memory, self.parts.tree, with_slots=has_ids)
+        sizes = [host_blocks] if file_blocks is None else [host_blocks, file_blocks]
+        self.tiers = [
+            PartTier(name, num_blocks, memory, self.parts.tree, place=place, with_slots=has_ids)
+            for place, (name, num_blocks) in enumerate(zip(("host", "disk"), sizes, strict=False))
+        ]
         rate = memory.block_bytes * 10**9 // NS_A_BLOCK
-        write, read = (Channel(name, latency_us=0.0, bytes_per_s=rate) for name in ("d2h", "h2d"))
         self.offloader = PartOffloader(
             self.cache,
-            self.tier,
+            [
+                ConnectedParts(
+                    tier,
+                    Channel(f"to {tier.name}", latency_us=0.0, bytes_per_s=rate),
+                    Channel(f"from {tier.name}", latency_us=0.0, bytes_per_s=rate),
+                )
+                for tier in self.tiers
+            ],
             EagerParts(self.parts),
-            write=write,
-            read=read,
             store_within_ns=limit * NS_A_BLOCK,
             with_page_ids=has_ids,
         )
@@ -130,11 +144,15 @@ class TieredMachine(RuleBasedStateMachine):
             page_size,
             num_blocks * memory.block_bytes,
             keeps_all=keeps == "all",
-            host_bytes=host_blocks * memory.block_bytes,
+            below=[
+                NaiveTier(num_blocks * memory.block_bytes, [group.part_bytes for group in memory.groups])
+                for num_blocks in sizes
+            ],
             idle_room=self.most_bytes,
         )
         self.holders: list[Holder] = []
         self.stores: dict[int, list[tuple[NaivePart, NaiveBelow]]] = {}
+        self.spills: dict[int, list[tuple[NaiveBelow, NaiveBelow]]] = {}
         self.loads: list[Load] = []
         self.served: list[list[int]] = []
         self.num_owners = 0
@@ -262,9 +280,8 @@ class TieredMachine(RuleBasedStateMachine):
             self.store_now()
 
     def store_now(self) -> None:
-        number = self.offloader.num_transfers
         self.store()
-        if number in self.stores:
+        for number in sorted(self.stores):
             self.end_store_as(number, is_stored=True)
 
     @rule()
@@ -283,10 +300,16 @@ class TieredMachine(RuleBasedStateMachine):
         number = self.offloader.num_transfers
         self.offloader.begin_step(self.now_ns)
         self.offloader.plan_stores(self.now_ns)
+        for place in range(len(self.tiers) - 1):
+            spilled = self.model.plan_spill(place, self.limit * self.block_bytes)
+            if spilled:
+                self.spills[number] = spilled
+                number += 1
         chosen = self.model.plan_store(min(self.limit * self.block_bytes, self.most_bytes))
-        assert self.offloader.num_transfers - number == bool(chosen)
         if chosen:
             self.stores[number] = chosen
+            number += 1
+        assert self.offloader.num_transfers == number
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
@@ -296,6 +319,13 @@ class TieredMachine(RuleBasedStateMachine):
     def end_store_as(self, number: int, *, is_stored: bool) -> None:
         self.end_transfer(number, None if is_stored else 0)
         self.model.end_store(self.stores.pop(number), is_stored=is_stored)
+
+    @precondition(lambda self: self.spills)
+    @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
+    def end_spill(self, data: st.DataObject, is_stored: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.spills)))
+        self.end_transfer(number, None if is_stored else 0)
+        self.model.end_spill(0, self.spills.pop(number), is_stored=is_stored)
 
     def end_transfer(self, number: int, num_good: int | None) -> None:
         if self.has_ids:
@@ -313,6 +343,7 @@ class TieredMachine(RuleBasedStateMachine):
         is_forgotten=st.sampled_from([False, False, False, True]),
         is_cleared=st.booleans(),
         ends=st.booleans(),
+        is_narrow=st.sampled_from([False, False, True]),
     )
     def load(
         self,
@@ -322,6 +353,7 @@ class TieredMachine(RuleBasedStateMachine):
         is_forgotten: bool,
         is_cleared: bool,
         ends: bool,
+        is_narrow: bool,
     ) -> None:
         if self.served and data.draw(st.sampled_from([True, True, False])):
             tokens, tenant = [*data.draw(st.sampled_from(self.served)), 1], None
@@ -331,12 +363,21 @@ class TieredMachine(RuleBasedStateMachine):
         limit = (len(tokens) - 1) // self.cache.page_size
         on_device = self.model.hit(tokens, tenant, limit)
         offer = self.offloader.lookup(self.num_owners, content, on_device, limit)
-        length = self.model.hit_below(tokens, tenant, limit)
-        assert (0 if offer is None else offer.num_pages) == length - on_device
+        lengths = [
+            self.model.hit_below(tokens, tenant, limit, depth) - on_device for depth in range(1, len(self.tiers) + 1)
+        ]
+        assert (0 if offer is None else offer.num_pages) == lengths[-1]
         if offer is None:
             return
-        parts = self.model.offer(tokens, tenant, length)
-        assert offer.num_bytes == (sum(map(self.model.size, parts)),)
+        assert [sum(offer.by_tier[:depth]) for depth in range(1, len(self.tiers) + 1)] == lengths
+        depth = len(self.tiers)
+        if is_narrow and lengths[0]:
+            depth = 1
+            self.offloader.narrow(self.num_owners, depth)
+        length = on_device + lengths[depth - 1]
+        parts = self.model.offer(tokens, tenant, length, depth)
+        for tier, num_bytes, of_tier in zip(self.model.below, offer.num_bytes[depth - 1], parts, strict=False):
+            assert num_bytes == sum(map(tier.size, of_tier))
         sequence = None if is_forgotten else self.model.begin_load(tokens, tenant, length)
         if sequence is None:
             self.offloader.forget(self.num_owners)
@@ -344,20 +385,21 @@ class TieredMachine(RuleBasedStateMachine):
             return
         number = self.offloader.num_transfers
         holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
-        self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
+        self.offloader.start_load(self.num_owners, content, on_device, length - on_device, holding)
         self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts))
         if ends:
-            self.end_load_as(self.loads.pop(), len(parts))
+            self.end_load_as(load := self.loads.pop(), load.num_parts)
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
     def end_load(self, data: st.DataObject, is_good: bool) -> None:
         load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
-        self.end_load_as(load, len(load.parts) if is_good else data.draw(st.integers(0, len(load.parts) - 1)))
+        self.end_load_as(load, load.num_parts if is_good else data.draw(st.integers(0, load.num_parts - 1)))
 
     def end_load_as(self, load: Load, num_good: int) -> None:
-        is_good = num_good == len(load.parts)
-        num_blocks = sum(map(self.model.size, load.parts[:num_good])) // self.block_bytes
+        is_good = num_good == load.num_parts
+        sizes = [self.model.below[0].size(part) for of_tier in load.parts for part in of_tier]
+        num_blocks = sum(sizes[:num_good]) // self.block_bytes
         self.end_transfer(load.transfer, None if is_good else num_blocks)
         self.model.end_load(load.sequence, load.parts, num_good)
         (loaded,) = self.offloader.take_loaded()
@@ -373,7 +415,7 @@ class TieredMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "cache"):
             return
-        cache, model, tier = self.parts, self.model, self.tier
+        cache, model = self.parts, self.model
         holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
         holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
         cache.check(holdings)
@@ -389,10 +431,11 @@ class TieredMachine(RuleBasedStateMachine):
             assert self.listed(cache.entries()) == [
                 (part.group, part.name) for part in model.released if not part.stores
             ]
-        assert self.listed(tier.entries()) == [part.key for part in model.idle()]
-        for group in range(len(cache.groups)):
-            assert (tier.num_used[group], tier.num_cached[group]) == model.num_host_parts(group)
-        assert sum(tier.num_evicted) == model.num_lost
+        for tier, naive in zip(self.tiers, model.below, strict=True):
+            assert self.listed(tier.entries()) == [part.key for part in naive.idle()]
+            for group in range(len(cache.groups)):
+                assert (tier.num_used[group], tier.num_cached[group]) == naive.num_parts(group)
+            assert sum(tier.num_evicted) == naive.num_lost
         assert self.offloader.counts.num_pages_without_room == model.num_refused
 
     def listed(self, entries: Iterator[Listed]) -> list[tuple[int, Any]]:
@@ -416,7 +459,7 @@ class TieredMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for number in sorted(self.stores):
+        for number in sorted(self.stores | self.spills):
             self.end_transfer(number, None)
         while self.loads:
             load = self.loads.pop()
@@ -426,10 +469,11 @@ class TieredMachine(RuleBasedStateMachine):
             self.close_parts(holder.holding, holder.sequence.num_tokens)
         self.parts.check([])
         self.offloader.check()
-        assert self.parts.used_bytes == 0 and self.tier.used_bytes == 0, "L2: something is held at rest"
+        assert self.parts.used_bytes == 0, "L2: something is held at rest"
+        assert not any(tier.used_bytes for tier in self.tiers), "L2: something below is held at rest"
         self.offloader.reset()
         self.parts.clear()
-        assert self.tier.cached_bytes == 0
+        assert not any(tier.cached_bytes for tier in self.tiers)
         assert not any(root.children for root in self.parts.tree.roots.values()), (
             "a span outlives everything that needs it"
         )

@@ -1,4 +1,4 @@
-"""Engines with KV groups and host memory that move blocks: every token finds in its blocks what it attends to."""
+"""Engines with KV groups and tiers below that move blocks: every token finds in its blocks what it attends to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvarts.build import TierSettings
 from kvarts.config import EngineConfig
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup
@@ -44,7 +45,7 @@ def requests_of(case: Case) -> list[NaiveRequest]:
     return requests
 
 
-def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, offload: OffloadConfig) -> LiveRun:
+def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, offload: TierSettings) -> LiveRun:
     memory = GroupMemory(groups, keeps)
     config = EngineConfig(
         num_pages=case.num_pages,
@@ -61,15 +62,37 @@ def run_of(case: Case, groups: tuple[PartGroup, ...], keeps: Any, offload: Offlo
     st.sampled_from(["all", "tails"]),
     st.sampled_from(["eager", "lazy"]),
     st.sampled_from([2, 20, 500]),
+    st.sampled_from([None, 3, 30, 500]),
+    st.sampled_from([0, 0, 2, 5]),
     st.booleans(),
 )
 def test_every_token_finds_what_it_attends_to(
-    case: Case, groups: tuple[PartGroup, ...], keeps: str, policy: Any, host_pages: int, delays: bool
+    case: Case,
+    groups: tuple[PartGroup, ...],
+    keeps: str,
+    policy: Any,
+    host_pages: int,
+    disk_pages: int | None,
+    loses: int,
+    delays: bool,
 ) -> None:
-    """L1, L2, L6, L8, whatever was stored, loaded, awaited or preempted, and however late transfers are reported."""
-    live = run_of(case, groups, keeps, OffloadConfig(host_pages=host_pages, policy=policy))
-    live.executor.delays_reports = delays
+    """L1, L2, L6, L8, whatever was stored, loaded, awaited or preempted, and however late transfers are reported.
+
+    A second engine finds the files that the first one has left.
+    """
+    offload = OffloadConfig(host_pages=host_pages, disk_pages=disk_pages, policy=policy)
+    live = run_of(case, groups, keeps, offload.with_known([], "test"))
+    live.executor.delays_reports, live.executor.loses = delays, loses
     live.run()
+    check(live)
+    again = run_of(case, groups, keeps, offload.with_known(live.executor.files, "test"))
+    again.executor.files = live.executor.files
+    again.run()
+    check(again)
+
+
+def check(live: LiveRun) -> None:
+    """All requests have ended as they should, and nothing is held."""
     for request in live.requests:
         if request.state is not RequestState.REJECTED:
             _, tokens = live.tokens[request.index]
@@ -94,3 +117,33 @@ def test_a_load_that_brings_a_wrong_block_is_noticed() -> None:
     wrong.executor.loads_wrong = True
     with pytest.raises(AssertionError, match="its block holds another"):
         wrong.run()
+
+
+def test_a_later_engine_reads_the_files_of_the_first() -> None:
+    """All that the requests share comes from files; blocks of a part are one file."""
+    groups = PartGroup(FULL, 2), PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), 4)
+    rows = [Row(seq * 100, [seq * 50 + unit for unit in range(22)], 22, 4, None, 0, None) for seq in range(3)]
+    case = Case(rows, 1, 4, 12, 64, 2, "default", 1)
+    offload = OffloadConfig(host_pages=100, disk_pages=100)
+    first = run_of(case, groups, "tails", offload.with_known([], "test"))
+    first.run()
+    files = first.executor.files
+    assert {len(slots) for slots in files.values()} == {1 * 4, 2 * 4}
+    other = run_of(case, groups, "tails", offload.with_known(files, "another model"))
+    other.executor.files = files.copy()
+    other.run()
+    assert not other.executor.num_loads_of_files
+    again = run_of(case, groups, "tails", offload.with_known(files, "test"))
+    again.executor.files = files
+    again.run()
+    assert again.executor.num_loads_of_files
+    assert [request.cached_tokens for request in again.requests] == [20, 20, 20]
+    assert [request.cached_tokens_below for request in again.requests] == [(0, 20), (0, 20), (0, 20)]
+
+
+def test_a_copy_that_the_step_computes_is_not_stored_in_it() -> None:
+    """The one that was computed before has been evicted for it."""
+    rows = [Row(0, [0], num_tokens, 1, None, 0, None) for num_tokens in (4, 4, 4)]
+    case = Case(rows, 4, 1, 5, 4, 4, "default", 1)
+    groups = (PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=2), 1),)
+    run_of(case, groups, "all", OffloadConfig(host_pages=2)).run()

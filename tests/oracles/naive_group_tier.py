@@ -1,8 +1,9 @@
-"""KV groups on a device and in host memory, part by part: a dictionary for each tier, and everything is looked at.
+"""KV groups on a device and in tiers below it, part by part: dictionaries for each tier, and everything is looked at.
 
-The device is the naive cache with KV groups. Host memory has one part of a page in a group at most, by its name; those
-that can be found are a list, the least recently used first, and a pin does not move them. Of what is used together,
-groups that keep less come first, then those that keep all tokens, in each the deepest page.
+The device is the naive cache with KV groups. A tier has one part of a page in a group at most, by its name; those that
+can be found are a list, the least recently used first, and stay in their place while they are pinned. Of what is used
+together, groups that keep less come first, then those that keep all tokens, in each the deepest page. What has arrived
+in a tier is copied to the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, Name
 
-__all__ = ["NaiveBelow", "NaiveTieredGroups"]
+__all__ = ["NaiveBelow", "NaiveTier", "NaiveTieredGroups"]
 
 Key = tuple[int, Name]
 """What a part is of: its group, and its page."""
@@ -19,7 +20,7 @@ Key = tuple[int, Name]
 
 @dataclass(eq=False)
 class NaiveBelow:
-    """A part in host memory, or one that comes there."""
+    """A part in a tier, or one that comes there."""
 
     key: Key
     pins: int = 0
@@ -28,44 +29,84 @@ class NaiveBelow:
 
 
 @dataclass
-class NaiveTieredGroups(NaiveGroups):
-    """`host_bytes`: the size of host memory."""
+class NaiveTier:
+    """A tier of `num_bytes`, for parts of `sizes` by group."""
 
-    host_bytes: int = 0
+    num_bytes: int
+    sizes: list[int]
     here: dict[Key, NaiveBelow] = field(default_factory=dict)
-    """Parts that can be found below."""
+    """Parts that can be found."""
     coming: dict[Key, NaiveBelow] = field(default_factory=dict)
     doomed: list[NaiveBelow] = field(default_factory=list)
     """Parts that were found broken, and are pinned by others still."""
     recent: list[NaiveBelow] = field(default_factory=list)
-    """Parts that can be found below, the least recently used first; those that are pinned are not evicted."""
+    """Parts that can be found, the least recently used first."""
     num_lost: int = 0
+    spills: list[Key] = field(default_factory=list)
+    """What is to be copied to the next tier, in the order in which it arrived."""
+    is_behind: bool = False
+    """Whether what leads here is: to it, nothing is copied before a transfer has ended."""
+
+    def size(self, part: NaiveBelow) -> int:
+        return self.sizes[part.key[0]]
+
+    def empty(self) -> int:
+        """Return the bytes in which nothing is, or comes."""
+        taken = [*self.here.values(), *self.coming.values(), *self.doomed]
+        return self.num_bytes - sum(map(self.size, taken))
+
+    def idle(self) -> list[NaiveBelow]:
+        """Return the parts that can be evicted, the next one first."""
+        return [part for part in self.recent if not part.pins]
+
+    def place(self, key: Key) -> NaiveBelow | None:
+        """Make room for a part that comes; None if it does not fit."""
+        part = NaiveBelow(key)
+        if self.size(part) > self.empty() + sum(map(self.size, self.idle())):
+            return None
+        while self.size(part) > self.empty():
+            lost = self.idle()[0]
+            self.recent.remove(lost)
+            del self.here[lost.key]
+            self.num_lost += 1
+        self.coming[key] = part
+        return part
+
+    def num_parts(self, group: int) -> tuple[int, int]:
+        """Return the parts of a group that are in use, and those that are not."""
+        pinned = [part for part in self.here.values() if part.pins]
+        used = [*pinned, *self.coming.values(), *self.doomed]
+        return sum(part.key[0] == group for part in used), sum(part.key[0] == group for part in self.idle())
+
+    def use(self, keys: list[Key]) -> None:
+        """Parts are the most recent now, the first of them the least so."""
+        for key in keys:
+            part = self.here.get(key)
+            if part is not None:
+                self.recent.remove(part)
+                self.recent.append(part)
+
+    def unpin(self, parts: list[NaiveBelow]) -> None:
+        for part in parts:
+            part.pins -= 1
+            if not part.pins and part in self.doomed:
+                self.doomed.remove(part)
+
+
+@dataclass
+class NaiveTieredGroups(NaiveGroups):
+    """`below`: the tiers, the fastest first."""
+
+    below: list[NaiveTier] = field(default_factory=list)
+    num_moving: int = 0
+    """Stores and spills under way."""
     num_refused: int = 0
     wanted: list[Key] = field(default_factory=list)
     """What is to be stored, in the order in which that became so."""
     fresh: list[NaivePart] = field(default_factory=list)
     """Parts that became findable since `note` was called."""
-    is_behind: bool = False
     idle_room: int = 0
     """Bytes that stores may still hold of what nothing uses."""
-
-    def size(self, part: NaiveBelow) -> int:
-        return self.groups[part.key[0]][1]
-
-    def host_empty(self) -> int:
-        """Return the bytes of host memory in which nothing is, or comes."""
-        taken = [*self.here.values(), *self.coming.values(), *self.doomed]
-        return self.host_bytes - sum(map(self.size, taken))
-
-    def num_host_parts(self, group: int) -> tuple[int, int]:
-        """Return the parts of a group below that are in use, and those that are not."""
-        pinned = [part for part in self.here.values() if part.pins]
-        used = [*pinned, *self.coming.values(), *self.doomed]
-        return sum(part.key[0] == group for part in used), sum(part.key[0] == group for part in self.idle())
-
-    def idle(self) -> list[NaiveBelow]:
-        """Return the parts that can be evicted, the next one first."""
-        return [part for part in self.recent if not part.pins]
 
     # What is stored ---------------------------------------------------------------------------------------
 
@@ -109,28 +150,25 @@ class NaiveTieredGroups(NaiveGroups):
         self.wanted += [key for key in keys if self.groups[key[0]][0].kind == "state"]
 
     def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
-        """Return what is stored now: wanted parts that are nowhere below, until `limit` bytes are reached."""
+        """Return what is stored now: wanted parts that are not in the first tier, until `limit` bytes are reached."""
         chosen: list[tuple[NaivePart, NaiveBelow]] = []
-        room = limit
-        while self.wanted and not self.is_behind:
+        tier, room = self.below[0], limit
+        while self.wanted and not tier.is_behind:
             key = self.wanted[0]
-            if key in self.copies and key not in self.here and key not in self.coming:
+            if key in self.copies and key not in tier.here and key not in tier.coming:
                 part = self.copies[key][0]
                 if room <= 0:
-                    self.is_behind = True
+                    tier.is_behind = True
                     break
                 if part.refs == 0 and self.bytes_of(part) > min(self.free_bytes(), self.idle_room):
                     break
-                below = NaiveBelow(key)
-                if self.size(below) > self.host_empty() + sum(map(self.size, self.idle())):
+                below = tier.place(key)
+                if below is None:
+                    if self.is_moving(chosen) and self.bytes_of(part) <= tier.num_bytes:
+                        tier.is_behind = True  # there may be room when that has ended
+                        break
                     self.num_refused += 1
                 else:
-                    while self.size(below) > self.host_empty():
-                        oldest = self.idle()[0]
-                        self.recent.remove(oldest)
-                        del self.here[oldest.key]
-                        self.num_lost += 1
-                    self.coming[key] = below
                     if part.refs == 0:
                         if part.is_passed:
                             self.released.remove(part)
@@ -140,23 +178,17 @@ class NaiveTieredGroups(NaiveGroups):
                     chosen.append((part, below))
                     room -= self.bytes_of(part)
             self.wanted.pop(0)
+        self.num_moving += bool(chosen)
         return chosen
+
+    def is_moving(self, chosen: list[tuple[NaivePart, NaiveBelow]]) -> bool:
+        """Return whether parts are on their way through the first of several tiers."""
+        return len(self.below) > 1 and bool(chosen or self.num_moving)
 
     def end_store(self, chosen: list[tuple[NaivePart, NaiveBelow]], *, is_stored: bool) -> None:
         """End a store: its parts can be found from now on, and are used with all that is before them; or are not."""
-        self.is_behind = False
-        for _, below in chosen:
-            del self.coming[below.key]
-            self.idle_room += self.groups[below.key[0]][1] * below.was_idle
-        if is_stored:
-            self.here |= {below.key: below for _, below in chosen}
-            for group in self.in_order():
-                self.recent += [below for _, below in reversed(chosen) if below.key[0] == group]
-            keys = [below.key for _, below in chosen if self.is_whole(below.key[0])]
-            for group in self.in_order():
-                for salt, tokens in [name for of_group, name in keys if of_group == group]:
-                    ends = range(len(tokens), 0, -self.page_size)
-                    self.use([(group, (salt, tokens[:end])) for end in ends])
+        self.idle_room += sum(self.bytes_of(part) for part, below in chosen if below.was_idle)
+        self.arrive(self.below[0], [below for _, below in chosen], is_stored=is_stored)
         for part, _ in reversed(chosen):
             part.stores -= 1
             if part.refs == 0 and part not in self.released:
@@ -165,23 +197,64 @@ class NaiveTieredGroups(NaiveGroups):
                 else:
                     self.drop(part)
 
-    def use(self, keys: list[Key]) -> None:
-        """Parts below are the most recent now, the first of them the least so."""
-        for key in keys:
-            part = self.here.get(key)
-            if part is not None and part in self.recent:
-                self.recent.remove(part)
-                self.recent.append(part)
+    def arrive(self, tier: NaiveTier, parts: list[NaiveBelow], *, is_stored: bool) -> None:
+        """End what brought parts to a tier."""
+        self.num_moving -= 1
+        self.end_transfer()
+        for below in parts:
+            del tier.coming[below.key]
+        if not is_stored:
+            return
+        tier.here |= {below.key: below for below in parts}
+        for group in self.in_order():
+            tier.recent += [below for below in reversed(parts) if below.key[0] == group]
+        keys = [below.key for below in parts if self.is_whole(below.key[0])]
+        for group in self.in_order():
+            for salt, tokens in [name for of_group, name in keys if of_group == group]:
+                ends = range(len(tokens), 0, -self.page_size)
+                tier.use([(group, (salt, tokens[:end])) for end in ends])
+        for group in range(len(self.groups)):
+            tier.spills += [below.key for below in parts if below.key[0] == group and tier is not self.below[-1]]
+
+    def end_transfer(self) -> None:
+        for tier in self.below:
+            tier.is_behind = False
+
+    def plan_spill(self, number: int, limit: int) -> list[tuple[NaiveBelow, NaiveBelow]]:
+        """Return what is copied from tier `number` to the next, until `limit` bytes are reached."""
+        chosen: list[tuple[NaiveBelow, NaiveBelow]] = []
+        upper, lower, room = self.below[number], self.below[number + 1], limit
+        while upper.spills and not lower.is_behind:
+            key = upper.spills[0]
+            if key in upper.here and key not in lower.here and key not in lower.coming:
+                if room <= 0:
+                    lower.is_behind = True
+                    break
+                target = lower.place(key)
+                if target is None:
+                    self.num_refused += 1
+                else:
+                    upper.here[key].pins += 1
+                    chosen.append((upper.here[key], target))
+                    room -= lower.size(target)
+            upper.spills.pop(0)
+        self.num_moving += bool(chosen)
+        return chosen
+
+    def end_spill(self, number: int, chosen: list[tuple[NaiveBelow, NaiveBelow]], *, is_stored: bool) -> None:
+        self.arrive(self.below[number + 1], [target for _, target in chosen], is_stored=is_stored)
+        self.below[number].unpin([source for source, _ in chosen])
 
     # What is loaded ---------------------------------------------------------------------------------------
 
-    def hit_below(self, tokens: list[int], salt: str | None, limit: int) -> int:
-        """Return the longest prefix, in pages, of which device and host memory together have what every group needs."""
+    def hit_below(self, tokens: list[int], salt: str | None, limit: int, depth: int) -> int:
+        """Return the longest prefix, in pages, of which device and `depth` tiers together have what groups need."""
+        found = self.copies.keys() | {key for tier in self.below[:depth] for key in tier.here}
         for length in range(limit, 0, -1):
             last = self.name(tokens, salt, length - 1)
-            if any(
-                (group, last) in self.copies or (group, last) in self.here for group in range(len(self.groups))
-            ) and all(key in self.copies or key in self.here for key in self.needs(tokens, salt, length)):
+            if any((group, last) in found for group in range(len(self.groups))) and all(
+                key in found for key in self.needs(tokens, salt, length)
+            ):
                 return length
         return 0
 
@@ -193,20 +266,23 @@ class NaiveTieredGroups(NaiveGroups):
             for page in sorted(self.needed(layer, length * self.page_size))
         ]
 
-    def offer(self, tokens: list[int], salt: str | None, length: int) -> list[NaiveBelow]:
-        """Pin what a sequence needs after so many pages and the device lacks: to look is not to use."""
-        parts = [self.here[key] for key in self.needs(tokens, salt, length) if key not in self.copies]
-        for part in parts:
-            part.pins += 1
+    def offer(self, tokens: list[int], salt: str | None, length: int, depth: int) -> list[list[NaiveBelow]]:
+        """Pin, in the first `depth` tiers, what a sequence needs after so many pages and no faster tier has."""
+        needs = [key for key in self.needs(tokens, salt, length) if key not in self.copies]
+        parts: list[list[NaiveBelow]] = []
+        for tier in self.below[:depth]:
+            parts.append([tier.here[key] for key in needs if key in tier.here])
+            needs = [key for key in needs if key not in tier.here]
+        assert not needs
+        for of_tier in parts:
+            for part in of_tier:
+                part.pins += 1
         return parts
 
-    def unpin(self, parts: list[NaiveBelow]) -> None:
-        """End a pin of parts, which are in the order of `needs`."""
-        for group in self.in_order():
-            for part in reversed([part for part in parts if part.key[0] == group]):
-                part.pins -= 1
-                if not part.pins and part in self.doomed:
-                    self.doomed.remove(part)
+    def unpin(self, parts: list[list[NaiveBelow]]) -> None:
+        """End the pins of an offer: where parts are in the order of use, they stay."""
+        for tier, of_tier in zip(self.below, parts, strict=False):
+            tier.unpin(of_tier)
 
     def begin_load(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence | None:
         """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
@@ -226,19 +302,38 @@ class NaiveTieredGroups(NaiveGroups):
             sequence.parts[key[0]][len(key[1][1]) // self.page_size - 1] = part
         return sequence
 
-    def end_load(self, sequence: NaiveSequence, parts: list[NaiveBelow], num_good: int) -> None:
-        """End a load of `parts`, of which the first `num_good` arrived; the others are broken, and leave the tier."""
-        self.is_behind = False
+    def end_load(self, sequence: NaiveSequence, parts: list[list[NaiveBelow]], num_good: int) -> None:
+        """End a load of `parts`, of which the first `num_good` arrived; the others are broken, and leave their tier.
+
+        In each group, what arrived before the first broken page can be found. What slower tiers had of it is to be
+        stored in the first.
+        """
+        self.end_transfer()
         length = sequence.num_tokens // self.page_size
-        for number, below in enumerate(parts):
-            if number < num_good:
-                part = sequence.parts[below.key[0]][len(below.key[1][1]) // self.page_size - 1]
-                NaiveGroups.publish(self, part, below.key[1])
-            elif self.here.get(below.key) is below:
-                del self.here[below.key]
-                self.recent.remove(below)
-                self.doomed.append(below)
+        number, ends = 0, [length] * len(self.groups)
+        arrived: list[list[NaiveBelow]] = []
+        for tier, of_tier in zip(self.below, parts, strict=False):
+            arrived.append([])
+            for below in of_tier:
+                if number < num_good:
+                    arrived[-1].append(below)
+                else:
+                    ends[below.key[0]] = min(ends[below.key[0]], self.page_of(below))
+                    if tier.here.get(below.key) is below:
+                        del tier.here[below.key]
+                        tier.recent.remove(below)
+                        tier.doomed.append(below)
+                number += 1
+        for place, of_tier in enumerate(arrived):
+            found = [below for below in of_tier if self.page_of(below) < ends[below.key[0]]]
+            for below in found:
+                NaiveGroups.publish(self, sequence.parts[below.key[0]][self.page_of(below)], below.key[1])
+            self.wanted += [below.key for below in found if place]
         self.unpin(parts)
         needs = self.needs(sequence.tokens, sequence.salt, length)
-        for group in self.in_order():
-            self.use([key for key in reversed(needs) if key[0] == group])
+        for tier in self.below:
+            for group in self.in_order():
+                tier.use([key for key in reversed(needs) if key[0] == group])
+
+    def page_of(self, below: NaiveBelow) -> int:
+        return len(below.key[1][1]) // self.page_size - 1

@@ -22,7 +22,7 @@ from kvarts.traffic.workload import FixedLength, Workload
 from builders.case import Case, Row
 from builders.command_line import parsed
 from builders.grouped import FULL, STATES, WINDOW, assert_grouped_as_in_naive
-from builders.rooms import HAS_OFFLOAD
+from builders.rooms import HAS_AUDIT, HAS_OFFLOAD
 
 GROUPS = (PartGroup(FULL, 1), WINDOW)
 
@@ -61,8 +61,8 @@ def test_groups_are_counted_unless_they_are_off() -> None:
     [
         ({"profile": "mocker"}, "profile does not go with KV groups: Dynamo's mocker knows whole pages only"),
         pytest.param(
-            {"offload.host_memory": "8GB", "offload.disk_memory": "80GB"},
-            "disk_memory does not go with KV groups: files keep whole pages",
+            {"offload.host_memory": "8GB", "offload.full_prompt_hits": True},
+            "full_prompt_hits does not go with KV groups: the last token of a prompt may see what no hit needs",
             marks=pytest.mark.skipif(not HAS_OFFLOAD, reason="tiers are not installed"),
         ),
     ],
@@ -214,10 +214,23 @@ def test_what_the_command_line_refuses(arguments: str, says: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")
-def test_files_below_host_memory_are_refused(run_command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--model", "gemma-3-27b", "--device", "h100-80gb", "--kv-groups", "all", "--host-memory", "1GB"]
-    assert run_command("replay", *asked, "--disk-memory", "10GB") == 2
-    assert "--disk-memory: does not go with KV groups: files keep whole pages" in capsys.readouterr().err
+def test_files_find_what_host_memory_has_lost() -> None:
+    """Leaps, steps and audited steps agree; with files, more is hit."""
+    given = {"model": "gemma-3-27b", "device": "h100-80gb", "offload.host_pages": 300}
+    sections = [*SECTIONS, *optional_sections()]
+    without, config = (
+        msgspec.structs.replace(make_config({**given, **more}, sections=sections), num_pages=200)
+        for more in ({}, {"offload.disk_pages": 4000})
+    )
+    assert config.kv_groups == "all"
+    files = replay(traffic(), config)
+    for changes in ({"step_by_step": True}, {"audit": HAS_AUDIT}):
+        other = replay(traffic(), msgspec.structs.replace(config, **changes))
+        assert other.requests_jsonl() == files.requests_jsonl()
+    assert files.request_columns["disk_tokens"].sum() > 0
+    assert (
+        files.request_columns["cached_tokens"].sum() > replay(traffic(), without).request_columns["cached_tokens"].sum()
+    )
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")

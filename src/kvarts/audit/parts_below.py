@@ -1,6 +1,6 @@
-"""Parts in a tier below the device, as the audit derives them: those held by stores, and those filled by loads.
+"""Parts in the tiers below the device, as the audit derives them: those held by stores, and those filled by loads.
 
-The contents of the tier are taken from the engine's events; the tier's own invariants verify them.
+The contents of the tiers are taken from the engine's events; the tiers' own invariants verify them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from kvarts.events import LoadStarted, PagesRemoved, PagesStored, StoreStarted, 
 
 __all__ = ["PartsBelow"]
 
+MEDIA = "host", "disk"
+"""The tiers, the fastest first."""
+
 
 class _Load(msgspec.Struct, eq=False):
-    """A load for `known`, up to `num_pages` pages. `incoming`: the parts that it fills, each with its page."""
+    """A load for `known`, up to `num_pages` pages. `incoming`: the parts that it fills, each with its tier, the fastest
+    first, and its page."""
 
     known: KnownRequest
     num_pages: int
-    incoming: list[tuple[int, LedgerPart]]
+    incoming: list[tuple[int, int, LedgerPart]]
     num_promised: int = 0
     is_dropped: bool = False
     """Whether the request was cancelled or the load is incomplete."""
@@ -66,7 +70,7 @@ class PartsBelow:
         return sum(self._ledger.groups[part.group].part_blocks for part in parts)
 
     def hear(self, event: PagesStored | PagesRemoved) -> None:
-        """Record parts that the tier has stored or removed."""
+        """Record parts that a tier has stored or removed."""
         for page in range(event.start_page, event.end_page):
             part = event.medium, event.group, self._digests.of(event.content, page)
             is_stored = isinstance(event, PagesStored)
@@ -79,8 +83,16 @@ class PartsBelow:
                 self._stored.remove(part)
 
     def begin_store(self, event: StoreStarted) -> None:
-        """Hold the parts that are copied: the oldest copy of each."""
+        """Hold the parts that are copied: the oldest copy of each. A spill copies those of host memory."""
         runs: list[list[LedgerPart]] = []
+        if event.medium != MEDIA[0]:
+            self._stores[event.transfer] = runs
+            for (content, start, end), group in zip(event.runs, event.groups, strict=True):
+                for page in range(start, end):
+                    if (MEDIA[0], group, self._digests.of(content, page)) not in self._stored:
+                        what = f"is to be stored in {event.medium} and is not in {MEDIA[0]}{self._ledger.words(group)}"
+                        self._found.add(what, content.owner, page)
+            return
         for (content, start, end), group in zip(event.runs, event.groups, strict=True):
             run = []
             for page in range(start, end):
@@ -98,11 +110,10 @@ class PartsBelow:
         """Hold the parts on the device that all groups need, and allocate the missing ones."""
         ledger, size = self._ledger, self._page_size
         num_pages = event.num_hit_pages + sum(count for _, count in event.by_tier)
-        media = [medium for medium, _ in event.by_tier]
         if num_pages > (known.known - 1) // size:
             self._found.add(f"{num_pages} pages are loaded of {known.known} tokens", event.request)
         load = self._loads[event.request] = _Load(known, num_pages, [])
-        missing: list[tuple[int, int]] = []
+        missing: list[tuple[int, int, int]] = []
         for index, group in enumerate(ledger.groups):
             for page in chain(*group.needed(num_pages * size, size)):
                 digest = self._digests.of(known.content, page)
@@ -111,16 +122,19 @@ class PartsBelow:
                     ledger.hold(part)
                     known.parts[index][page] = part
                     continue
-                if not any((medium, index, digest) in self._stored for medium in media):
+                having = (tier for tier, medium in enumerate(MEDIA) if (medium, index, digest) in self._stored)
+                tier = next(having, None)
+                if tier is None:
                     self._found.add(f"is loaded, and no tier has it{ledger.words(index)}", event.request, page)
-                missing.append((index, page))
-        for index, page in missing:
+                missing.append((tier or 0, index, page))
+        for tier, index, page in missing:
             part = ledger.take(index)
             if part is None:
                 self._found.add(f"was taken{ledger.words(index)} where none is free", event.request, page)
                 continue
             known.parts[index][page] = part
-            load.incoming.append((page, part))
+            load.incoming.append((tier, page, part))
+        load.incoming.sort(key=_tier_of)
         for parts in known.parts:
             ordered = dict(sorted(parts.items()))
             parts.clear()
@@ -141,13 +155,16 @@ class PartsBelow:
             return
         load = self._loads[event.request]
         num_left = event.num_good_blocks
-        for page, part in load.incoming:
+        broken: dict[int, int] = {}
+        for _, page, part in load.incoming:
             num_left -= self._ledger.groups[part.group].part_blocks
             if num_left < 0:
-                load.is_dropped = True
-                break
-            part.stays = True
-            self._held.publish(load.known, part.group, page, part)
+                broken[part.group] = min(page, broken.get(part.group, page))
+        load.is_dropped = load.is_dropped or bool(broken)
+        for _, page, part in sorted(load.incoming, key=_place_of):
+            if part.group not in broken or page < broken[part.group]:
+                part.stays = True
+                self._held.publish(load.known, part.group, page, part)
         if load.is_dropped:
             self._ended.append(event.request)
 
@@ -162,7 +179,7 @@ class PartsBelow:
         load = self._loads.get(request)
         if load is None:
             return False
-        if all(part.name is not None for _, part in load.incoming):
+        if all(part.name is not None for _, _, part in load.incoming):
             self._end_promise(self._loads.pop(request))
             return False
         load.is_dropped = True
@@ -182,3 +199,12 @@ class PartsBelow:
 
     def _end_promise(self, load: _Load) -> None:
         self._ledger.num_promised -= load.num_promised
+
+
+def _tier_of(incoming: tuple[int, int, LedgerPart]) -> int:
+    return incoming[0]
+
+
+def _place_of(incoming: tuple[int, int, LedgerPart]) -> tuple[int, int]:
+    _, page, part = incoming
+    return part.group, page

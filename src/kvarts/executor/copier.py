@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -102,28 +104,39 @@ class PageCopier:
         return len(move.source_ids)
 
     def _write_files(self, move: Move) -> int:
+        """Write a file for each run of places with the same key."""
         assert self._files is not None
-        for count, (slot, key) in enumerate(zip(move.source_ids, move.target_ids, strict=True)):
-            payload = b"".join(array[cast(int, slot)].tobytes() for array in self._host)
-            if not self._files.write(cast(bytes, key), payload):
-                return count
-        return len(move.source_ids)
+        count = 0
+        for key, slots in _by_key(move.target_ids, move.source_ids):
+            payload = b"".join(array[slot].tobytes() for slot in slots for array in self._host)
+            if not self._files.write(key, payload):
+                break
+            count += len(slots)
+        return count
 
     def _read_files(self, move: Move) -> int:
         assert self._files is not None
-        for count, (key, target_id) in enumerate(zip(move.source_ids, move.target_ids, strict=True)):
-            page = cast(int, target_id)
-            payload = self._files.read(cast(bytes, key))
-            if payload is None or len(payload) != sum(array[page].nbytes for array in self._device):
-                return count
+        count = 0
+        for key, pages in _by_key(move.source_ids, move.target_ids):
+            payload = self._files.read(key)
+            if payload is None or len(payload) != sum(array[page].nbytes for page in pages for array in self._device):
+                break
             offset = 0
-            for array in self._device:
-                size = array[page].nbytes
-                array[page] = np.frombuffer(payload, array.dtype, size // array.itemsize, offset).reshape(
-                    array.shape[1:]
-                )
-                offset += size
-        return len(move.source_ids)
+            for page in pages:
+                for array in self._device:
+                    size = array[page].nbytes
+                    array[page] = np.frombuffer(payload, array.dtype, size // array.itemsize, offset).reshape(
+                        array.shape[1:]
+                    )
+                    offset += size
+            count += len(pages)
+        return count
+
+
+def _by_key(keys: Sequence[object], pages: Sequence[object]) -> list[tuple[bytes, list[int]]]:
+    """Return each key with its pages, which follow each other."""
+    pairs = zip(cast(Sequence[bytes], keys), cast(Sequence[int], pages), strict=True)
+    return [(key, [page for _, page in of_key]) for key, of_key in groupby(pairs, itemgetter(0))]
 
 
 def _ids(ids: Sequence[object]) -> npt.NDArray[np.int64]:

@@ -90,11 +90,11 @@ class GroupPages(PartPages):
 
     `with_ids`: blocks have ids. `tell` receives events of parts. With either, every page of a decode is findable as
     soon as it is full. Otherwise the cache follows decodes itself: it knows the steps in which they take and release
-    pages, and can leap over them. `has_below`: a tier below has parts as well; `watches_list`: that tier examines the
-    parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to evict, and
-    is notified of each release, so the cache follows no decodes either; without it, the least recently released run is
-    evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step later, so it follows
-    none.
+    pages, and can leap over them. `num_below`: the number of tiers that have parts as well; `watches_list`: the first
+    examines the parts that are evicted next, so the cache follows no decodes. `eviction_order`: chooses the next run to
+    evict, and is notified of each release, so the cache follows no decodes either; without it, the least recently
+    released run is evicted next. `at_branches`: as of RunCache. `plans_ahead`: decodes release and publish a step
+    later, so it follows none.
     """
 
     __slots__ = ("_num_given", "num_promised", "parts")
@@ -108,7 +108,7 @@ class GroupPages(PartPages):
         most_new_tokens: int,
         with_ids: bool = False,
         tell: Tell | None = None,
-        has_below: bool = False,
+        num_below: int = 0,
         watches_list: bool = False,
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
@@ -123,7 +123,7 @@ class GroupPages(PartPages):
             total_bytes=num_blocks * self.block_bytes,
             blocks=ids,
             events=None if tell is None else RunEvents(tell),
-            has_below=has_below,
+            num_below=num_below,
             eviction_order=eviction_order,
             at_branches=at_branches,
         )

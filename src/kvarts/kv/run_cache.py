@@ -36,6 +36,9 @@ class Wants(Protocol):
         for windows and chunks the pages to which the token after a prompt or an end attends, and snapshots.
         """
 
+    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+        """Record that the current step computes the pages of `owner` from `start` on: a sequence, or a snapshot."""
+
     @property
     def has_work(self) -> bool:
         """Whether parts must be stored now, whatever happens on the device."""
@@ -55,7 +58,7 @@ class RunCache(RunAccount):
         total_bytes: int,
         blocks: IdPool | None = None,
         events: RunEvents | None = None,
-        has_below: bool = False,
+        num_below: int = 0,
         eviction_order: EvictionOrder | None = None,
         at_branches: bool = False,
     ) -> None:
@@ -78,7 +81,7 @@ class RunCache(RunAccount):
         self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        tree = self.tree = SpanTree(memory, page_size, self.decodes, has_below=has_below, finds_branches=at_branches)
+        tree = self.tree = SpanTree(memory, page_size, self.decodes, num_below=num_below, finds_branches=at_branches)
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle
@@ -410,6 +413,8 @@ class RunCache(RunAccount):
         start = holding.num_named
         if start < holding.content.num_known_pages:
             self.num_published += 1
+        if self.wants is not None:
+            self.wants.computes(holding, start)
         spans = self.tree.extend(holding, end)
         if holding.given:
             self._place(holding.given, spans)
@@ -509,8 +514,10 @@ class RunCache(RunAccount):
             span.parts[index].append(run)
             if self.blocks is not None:
                 holding.snapshots.append((holding.num_tokens, run))
-            if self.wants is not None and page <= holding.content.num_known_pages:
-                self.wants.complete(holding.content, index, page - 1, page)
+            if self.wants is not None:
+                self.wants.computes(run, page - 1)
+                if page <= holding.content.num_known_pages:
+                    self.wants.complete(holding.content, index, page - 1, page)
             self.release(index, (run,), holding)  # a copy that nothing holds
 
     # Steps of decodes -------------------------------------------------------------------------------------
@@ -614,7 +621,7 @@ class RunCache(RunAccount):
         while todo:
             span = todo.pop()
             todo += span.children.values()
-            for index, runs in enumerate(span.parts):
+            for index, runs in enumerate(span.parts[: len(self.groups)]):
                 for run in runs:
                     yield index, span.content, run.start, run.end, len(run.holders)
 

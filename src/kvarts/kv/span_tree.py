@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import gcd
 
 from kvarts.content import Content
@@ -9,13 +11,13 @@ from kvarts.kv.decodes import Decodes
 from kvarts.kv.first_seen import FirstSeen
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.node import NOTHING
-from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
+from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span, first_list
 
 __all__ = ["SpanTree", "find"]
 
 
 class SpanTree:
-    """Owner of all spans. `decodes`: brings the runs of streams up to date. `has_below`: there is a tier below.
+    """Owner of all spans. `decodes`: brings the runs of streams up to date. `num_below`: the number of tiers below.
     `finds_branches`: matches of models with states include the branch."""
 
     def __init__(
@@ -24,12 +26,12 @@ class SpanTree:
         page_size: int,
         decodes: Decodes,
         *,
-        has_below: bool = False,
+        num_below: int = 0,
         finds_branches: bool = False,
     ) -> None:
         groups = self.groups = memory.groups
         self.num_groups = len(groups)
-        self._num_lists = (3 if has_below else 1) * len(groups)
+        self._num_lists = (1 + 2 * num_below) * len(groups)
         self.page_size = page_size
         self.roots: dict[str | None, Span] = {}
         """The roots of the tenants' trees; a root precedes the first page."""
@@ -56,14 +58,14 @@ class SpanTree:
 
     # Matching ---------------------------------------------------------------------------------------------
 
-    def match(self, content: Content, limit: int, *, with_below: bool = False) -> RunMatch:
+    def match(self, content: Content, limit: int, *, depth: int = 0) -> RunMatch:
         """Return the longest prefix of `content`, at most `limit` full pages, that every group can resume from.
 
-        `with_below`: include the parts of the tier below; parts that both have are taken from the device.
+        With the parts of the first `depth` tiers below; those that several have are taken from the fastest.
         """
         root = span = self.root(content.salt)
         spans: list[Span] = []
-        found = [] if with_below else spans
+        found = [] if depth else spans
         """The same spans, with the parts that device and tier have of each."""
         page = 0
         child: Span | None = None
@@ -74,12 +76,12 @@ class SpanTree:
             if child.is_moving:
                 self._decodes.look(child)
             common = end = _common(child, content, min(limit, child.end))
-            resident = self._with_below(child) if with_below else child
+            resident = self._with_below(child, depth) if depth else child
             for index in self._whole:
                 end = _covered_to(resident.parts[index], page, end)
             if end > page:
                 spans.append(child)
-                if with_below:
+                if depth:
                     found.append(resident)
                 page = end
             if end < common or common < child.end:
@@ -94,7 +96,7 @@ class SpanTree:
         match = RunMatch(root, spans, length)
         if branch > length:
             match.branch = branch
-        if with_below:
+        if depth:
             match.pieces = self._pieces(found, length)
         return match
 
@@ -114,14 +116,18 @@ class SpanTree:
                     return page
         return 0
 
-    def _with_below(self, span: Span) -> Span:
-        """Return a span like `span`, in no tree, with the parts of both the device and the tier."""
+    def _with_below(self, span: Span, depth: int) -> Span:
+        """Return a span like `span`, in no tree, with the parts of the device and of the first `depth` tiers."""
         count = self.num_groups
-        if not any(span.parts[count : 2 * count]):
-            return span
-        both = Span(span.content, span.key, span.start, span.end, None, 0)
-        both.parts = [span.parts[index] + span.parts[count + index] for index in range(count)]
-        return both
+        all_parts = span.parts[:count]
+        for place in range(depth):
+            first = first_list(place, count)
+            below = span.parts[first : first + count]
+            if any(below):
+                all_parts = [faster + slower for faster, slower in zip(all_parts, below, strict=True)]
+        every = Span(span.content, span.key, span.start, span.end, None, 0)
+        every.parts = all_parts
+        return every
 
     def walk(self, content: Content, end: int) -> tuple[list[Span], int]:
         """Return the spans of the first `end` pages of `content`, as far as pages have one, and how many have.
@@ -272,6 +278,15 @@ class SpanTree:
 
     # Spans ------------------------------------------------------------------------------------------------
 
+    def every(self) -> Iterator[Span]:
+        """Yield all spans but the roots, each before those that follow it."""
+        todo = list(self.roots.values())
+        while todo:
+            span = todo.pop()
+            todo += span.children.values()
+            if span.parent is not None:
+                yield span
+
     def root(self, salt: str | None) -> Span:
         """Return the root of a tenant's tree, which precedes the first page."""
         root = self.roots.get(salt)
@@ -342,6 +357,20 @@ class SpanTree:
         if not before.num_users:
             before.prune()
         return last
+
+    @contextmanager
+    def spans_of(self, content: Content, end: int) -> Iterator[list[tuple[Span, int, int]]]:
+        """Yield the spans of the first `end` pages of `content`, with the pages of each; create missing ones.
+
+        Those that are empty afterwards are removed.
+        """
+        root = self.root(content.salt)
+        root.num_users += 1
+        holding = RunHolding(content, root, 0, self.page_size, self.num_groups)
+        yield self.extend(holding, end)
+        last = self.last_of(holding)
+        last.num_users -= 1
+        last.prune()
 
     def extend(self, holding: RunHolding, end: int) -> list[tuple[Span, int, int]]:
         """Create the missing spans of the pages of `holding` up to `end`; return the spans with the pages of each."""

@@ -16,7 +16,12 @@ from kvarts.kv.part_account import Listed, PartAccount, Spot
 from kvarts.kv.pool import PageId
 from kvarts.kv.streams import Stream
 
-__all__ = ["NOWHERE", "PartRun", "RunHolding", "RunMatch", "Span"]
+__all__ = ["NOWHERE", "PartRun", "RunHolding", "RunMatch", "Span", "first_list"]
+
+
+def first_list(place: int, num_groups: int) -> int:
+    """Return the index in `Span.parts` of the first list of the tier at `place` below the device, 0 for the fastest."""
+    return (1 + 2 * place) * num_groups
 
 
 class PartRun(Listed):
@@ -284,7 +289,7 @@ class PartRun(Listed):
 class Span:
     """Pages [start, end) of `content`. `parts`: for each group the runs that are resident, the oldest first.
 
-    With a tier below, a list per group follows for parts that are there, and another for parts on their way there.
+    For each tier below, a list per group follows for parts that are there, and another for parts on their way there.
 
     `key` names its first page among its siblings. `num_users`: the number of sequences whose last full page it has.
     `is_moving`: runs of streams may be out of date.

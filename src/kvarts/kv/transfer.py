@@ -43,6 +43,8 @@ class Direction(StrEnum):
 class Move(msgspec.Struct, frozen=True, gc=False):
     """Copies `source_ids[i]` to `target_ids[i]`. A place in files is named by its key, any other by its page.
 
+    Several places in a row with the same key are one file.
+
     `tier`: the tier below that takes part; the other end is the device, or host memory for a spill.
     """
 
@@ -77,12 +79,13 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
 class Offer(msgspec.Struct, frozen=True, gc=False):
     """The pages that the tiers below have for a request: from each tier in turn, after those of the device.
 
-    `num_bytes`: the bytes to move from each, if these are not whole pages.
+    `num_bytes`: if these are not whole pages, the bytes to move from each tier, by the number of tiers that are used:
+    the first entry is of a load up to the pages of the first tier, which uses no other.
     """
 
     num_pages: int
     by_tier: tuple[int, ...]
-    num_bytes: tuple[int, ...] = ()
+    num_bytes: tuple[tuple[int, ...], ...] = ()
 
 
 class Coming(msgspec.Struct, frozen=True, gc=False):

@@ -21,6 +21,7 @@ from kvarts.executor.torch.grammars import Grammars
 from kvarts.executor.torch.loading import load_model, load_tokenizer
 from kvarts.executor.torch.sampling import BatchSampler, processors_of
 from kvarts.kv.eviction import EvictionOrder, LruOrder
+from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.transfer import TransferTotals
 from kvarts.llm.chat import render_chat
 from kvarts.llm.detokenizing import DetokenizingExecutor
@@ -69,8 +70,8 @@ class Offload(TierSettings, Protocol):
     def tiers(self, page_size: int) -> dict[str, int]:
         """Return the number of pages of each tier by name: `host`, and `disk` below it."""
 
-    def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
-        """Return the pages in `directory`, for the tier `disk`."""
+    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> PageFiles:
+        """Return the pages in `directory`, for the tier `disk`; with KV groups, those of `memory`."""
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str) -> TierSettings:
         """Return these tiers with the pages in files that an earlier run left."""
@@ -196,7 +197,7 @@ class LLM:
             )
         files = None
         if disk_path is not None and self.offload is not None:
-            files = self.offload.open_files(disk_path, config.page_size)
+            files = self.offload.open_files(disk_path, config.page_size, None if room.cut is None else room.cut.memory)
         clock = WallClock() if clock is None else clock
         self._grammars = Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, _eos_ids(model))
         sampler = BatchSampler(model.device, self._grammars)

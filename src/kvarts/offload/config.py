@@ -234,21 +234,19 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def tier_specs(self, page_size: int) -> tuple[TierSpec, ...]:
         """Return the lower tiers, the fastest first; empty without host memory."""
-        host, disk = self.num_host_pages(page_size), self.num_disk_pages(page_size)
-        if not host:
-            return ()
-        specs = (self.host_spec(host),)
+        host = self.num_host_pages(page_size)
+        return self._specs(host, self.num_disk_pages(page_size)) if host else ()
+
+    def _specs(self, host: int, disk: int) -> tuple[TierSpec, ...]:
+        """Return host memory of `host` pages or blocks, and files of `disk` pages or blocks unless that is 0."""
+        write = ChannelSpec("d2h", self.bytes_per_s("d2h"), self.latency_us)
+        read = ChannelSpec("h2d", self.bytes_per_s("h2d"), self.latency_us)
+        specs = (TierSpec("host", host, write, read),)
         if not disk:
             return specs
         write = ChannelSpec("disk_write", self.bytes_per_s("disk_write"), self.disk_latency_us)
         read = ChannelSpec("disk_read", self.bytes_per_s("disk_read"), self.disk_latency_us)
         return (*specs, TierSpec("disk", disk, write, read, is_files=True))
-
-    def host_spec(self, num_pages: int) -> TierSpec:
-        """Return host memory of `num_pages` pages."""
-        write = ChannelSpec("d2h", self.bytes_per_s("d2h"), self.latency_us)
-        read = ChannelSpec("h2d", self.bytes_per_s("h2d"), self.latency_us)
-        return TierSpec("host", num_pages, write, read)
 
     def prepare(
         self,
@@ -275,9 +273,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raise ConfigError for options that support whole pages only.
         """
+        return {spec.name: spec.num_pages for spec in self.group_specs(memory, page_size)}
+
+    def group_specs(self, memory: GroupMemory, page_size: int) -> tuple[TierSpec, ...]:
+        """Return the tiers below a device with the KV groups of `memory`, in blocks, the fastest first."""
         given = {"kv_groups": "kv_groups"}
-        if self.num_disk_pages(page_size):
-            given["files"] = "disk_pages" if self.disk_memory is None else "disk_memory"
         if self.full_prompt_hits:
             given["full_prompt_hits"] = "full_prompt_hits"
         if self.load_overlap == "layers":
@@ -285,21 +285,27 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if self.bus is not None:
                 given["bus"] = "bus"
         check_combination(given)
-        if self.host_pages is not None:
-            num_blocks = memory.num_blocks(self.host_pages)
-        elif self.host_memory is None:
+        host = self._num_blocks("host_pages", "host_memory", memory)
+        return self._specs(host, self._num_blocks("disk_pages", "disk_memory", memory)) if host else ()
+
+    def _num_blocks(self, pages: str, size: str, memory: GroupMemory) -> int:
+        """Return the blocks of a tier, of the option `pages` or `size`; 0 for no tier."""
+        count: int | None = getattr(self, pages)
+        if count is not None:
+            num_blocks = memory.num_blocks(count)
+        elif getattr(self, size) is None:
             num_blocks = 0
         else:
-            self._refuse_less_than(memory.block_bytes, "host_memory", "block")
-            num_blocks = self._bytes("host_memory") // memory.block_bytes
+            self._refuse_less_than(memory.block_bytes, size, "block")
+            num_blocks = self._bytes(size) // memory.block_bytes
         if num_blocks > MOST_PAGES:
             raise SettingError(
                 f"makes {num_blocks:,} blocks of {memory.block_bytes:,} bytes, more than {MOST_PAGES:,}",
-                "host_pages",
-                "host_memory",
+                pages,
+                size,
                 of=self,
             )
-        return {"host": num_blocks} if num_blocks else {}
+        return num_blocks
 
     def open_group_tiers(
         self,
@@ -309,11 +315,27 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         with_page_ids: bool,
         tell: Tell | None = None,
         prefill: PrefillTimes | None = None,
+        fingerprint: Callable[[], str] | None = None,
+        known_keys: Iterable[bytes] = (),
+        namespace: str | None = None,
     ) -> PartOffloader:
-        """Open the tier below `cache`. `tell` receives its events; `prefill`: see PreparedTiers."""
+        """Open the tiers below `cache`. `tell` receives their events.
+
+        `prefill` and `fingerprint`: see PreparedTiers. `known_keys` and `namespace`: see FilesBelow.
+        """
         from kvarts.offload.opening import open_part_offloader  # only engines with tiers pay for it
 
-        return open_part_offloader(self, config, cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill)
+        return open_part_offloader(
+            self,
+            config,
+            cache,
+            with_page_ids=with_page_ids,
+            tell=tell,
+            prefill=prefill,
+            fingerprint=fingerprint,
+            known_keys=known_keys,
+            namespace=namespace,
+        )
 
     def bytes_per_s(self, field: str) -> int:
         """Return the bandwidth of option `field`."""
@@ -348,15 +370,21 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         num_layers = self.num_layers if num_layers is None else num_layers
         return msgspec.structs.replace(self, kv_bytes_per_token=kv_bytes_per_token, num_layers=num_layers)
 
-    def open_files(self, directory: Path | str, page_size: int) -> PageFiles:
+    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> PageFiles:
         """Return the files of the tier below host memory, with those that are already in `directory`.
 
-        Raise OutputError for a directory that cannot hold them.
+        `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
         """
         from kvarts.offload.pagefiles import PageFiles, file_bytes
 
-        page_bytes = file_bytes(32, self.kv_bytes_per_token * page_size)
-        return PageFiles(directory, max_bytes=self.num_disk_pages(page_size) * page_bytes)
+        if memory is None:
+            num_bytes = self.num_disk_pages(page_size) * file_bytes(32, self.kv_bytes_per_token * page_size)
+        else:  # at most one file per block
+            from kvarts.offload.part_files import PART_KEY_BYTES
+
+            num_blocks = self.group_tiers(memory, page_size)["disk"]
+            num_bytes = num_blocks * file_bytes(PART_KEY_BYTES, memory.block_bytes)
+        return PageFiles(directory, max_bytes=num_bytes)
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str | None = None) -> FilesBelow:
         """Return these tiers with the pages in files that an earlier run has left."""
@@ -395,9 +423,19 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
         with_page_ids: bool,
         tell: Tell | None = None,
         prefill: PrefillTimes | None = None,
+        fingerprint: Callable[[], str] | None = None,
     ) -> PartOffloader:
-        """Open the tier below `cache`."""
-        return self.config.open_group_tiers(config, cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill)
+        """Open the tiers below `cache`."""
+        return self.config.open_group_tiers(
+            config,
+            cache,
+            with_page_ids=with_page_ids,
+            tell=tell,
+            prefill=prefill,
+            fingerprint=fingerprint,
+            known_keys=self.known_keys,
+            namespace=self.namespace,
+        )
 
 
 def _parsed(parse: object, text: str, field: str) -> int:

@@ -19,7 +19,8 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
 from kvarts.offload.measured import MeasuredChannel
 from kvarts.offload.offloader import Offloader
-from kvarts.offload.part_offloader import PartOffloader
+from kvarts.offload.part_files import PartFiles
+from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
 from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
@@ -149,24 +150,35 @@ def open_part_offloader(
     with_page_ids: bool = False,
     tell: Tell | None = None,
     prefill: PrefillTimes | None = None,
+    fingerprint: Callable[[], str] | None = None,
+    known_keys: Iterable[bytes] = (),
+    namespace: str | None = None,
 ) -> PartOffloader:
-    """Open the tier of `offload` below the cache of a device with KV groups, of an engine of `config`."""
+    """Open the tiers of `offload` below the cache of a device with KV groups, of an engine of `config`."""
     memory, page_size = cache.memory, config.page_size
-    ((name, num_blocks),) = offload.group_tiers(memory, page_size).items()
-    tier = PartTier(name, num_blocks, memory, cache.parts.tree, with_slots=with_page_ids, tell=tell)
+    make, bus = _channels(offload, with_page_ids=with_page_ids)
+    tiers = []
+    for place, spec in enumerate(offload.group_specs(memory, page_size)):
+        tree, num_blocks = cache.parts.tree, spec.num_pages
+        if spec.is_files and with_page_ids:
+            if namespace is None:
+                namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
+            tier: PartTier = PartFiles(
+                spec.name, num_blocks, memory, tree, place=place, known_keys=known_keys, namespace=namespace, tell=tell
+            )
+        else:
+            tier = PartTier(spec.name, num_blocks, memory, tree, place=place, with_slots=with_page_ids, tell=tell)
+        tiers.append(ConnectedParts(tier, spec.write.open(make), spec.read.open(make)))
     policy: PartPolicy = EagerParts(cache.parts)
     if offload.policy == "lazy":
+        num_blocks = sum(connected.tier.num_blocks for connected in tiers)
         num_pages = num_blocks * memory.block_bytes // memory.page_bytes
         target_free = _target_free(offload, num_pages, page_size, config.max_num_batched_tokens)
         policy = LazyParts(cache.parts, target_free * memory.page_bytes)
-    make, bus = _channels(offload, with_page_ids=with_page_ids)
-    spec = offload.host_spec(num_blocks)
     return PartOffloader(
         cache,
-        tier,
+        tiers,
         policy,
-        write=spec.write.open(make),
-        read=spec.read.open(make),
         prefill=prefill,
         store_within_ns=round(offload.store_within_ms * 1e6),
         copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,

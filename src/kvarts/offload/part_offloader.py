@@ -1,12 +1,16 @@
-"""Transfers between a device with KV groups and the host memory below it.
+"""Transfers between a device with KV groups and the tiers below it.
 
 They work as in Offloader, for runs of pages: stores wait while their lane is behind, loads begin if they save time, and
 the source and target of a transfer are held until it ends. A transfer moves parts of pages, each of one or more blocks.
+Parts that arrive in a tier are spilled: copied to the next tier, so that they are still below when they are evicted.
+Parts that are loaded from a slower tier than the first are stored in the first again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 import msgspec
@@ -25,11 +29,11 @@ from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.transfers import Transfers
+from kvarts.offload.transfers import NEVER_NS, Transfers
 from kvarts.offload.under_way import ALL, UnderWay
 from kvarts.offload.weigher import Weigher
 
-__all__ = ["PartOffloader"]
+__all__ = ["ConnectedParts", "PartOffloader"]
 
 
 MOST_IDLE = 16
@@ -38,48 +42,67 @@ IDLE_WITHIN_NS = 10_000_000
 is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
 
 
-class PartsUnderWay(UnderWay, kw_only=True):
-    """A running transfer of parts. `below`: its pins in the tier. `above`: the runs that a store holds on the device.
+PRUNE_AT = 10_000
 
-    `loading`: the parts that a load fills, so that its request begins with the `num_loaded` pages from its first on.
+
+class ConnectedParts(msgspec.Struct, frozen=True):
+    """A tier, and the channels to it and from it."""
+
+    tier: PartTier
+    write: Channel
+    read: Channel
+
+
+class PartsUnderWay(UnderWay, kw_only=True):
+    """A running transfer of parts. `pins`: by tier, the runs that it reads or writes there.
+
+    `target`: the tier that a store or a spill writes. `above`: the runs that a store holds on the device. `loading`:
+    the parts that a load fills, so that its request begins with the pages `by_tier` from its first on.
     """
 
-    below: RunHolding
+    pins: tuple[RunHolding, ...]
+    target: int = -1
     above: Sequence[RunHolding] = ()
     loading: RunHolding | None = None
-    num_loaded: int = 0
+    by_tier: tuple[int, ...] = ()
     num_idle: int = 0
     """Blocks of `above` that were unused when their store began."""
 
 
 class NewStore(msgspec.Struct, eq=False):
-    """A store that is about to begin: its pins `below`, its holds `above`, and its copies, run by run.
+    """A store or a spill that is about to begin: its `pins` by tier, its holds `above`, and its copies, run by run.
 
     `room`: how many blocks its lane can carry in time.
     """
 
-    below: RunHolding
+    pins: tuple[RunHolding, ...]
     room: int
     above: list[RunHolding] = []
-    source_ids: list[PageId] = []
-    target_ids: list[PageId] = []
+    source_ids: list[PageId | bytes] = []
+    target_ids: list[PageId | bytes] = []
     runs: list[tuple[Content, int, int]] = []
     groups: list[int] = []
     num_blocks: int = 0
 
 
 class Offered(msgspec.Struct, eq=False):
-    """An offer to a request: `match` becomes available with the parts that `pin` pins in the tier."""
+    """An offer to a request: `match` becomes available with the parts that `pins` pin, by tier.
 
+    `content` and `limit`: what was looked up. `by_tier`: the pages that each tier adds.
+    """
+
+    content: Content
+    limit: int
+    by_tier: tuple[int, ...]
     match: RunMatch
-    pin: RunHolding
+    pins: tuple[RunHolding, ...]
 
 
 class PartOffloader(Transfers):
-    """Owner of the tier below one device, of its channels, and of every running transfer: LowerTiers for KV groups.
+    """Owner of the tiers below one device, of their channels, and of every running transfer: LowerTiers for KV groups.
 
-    `cache`: the device's. `write` and `read`: channels to the tier, and from it. `policy`: which parts are stored, and
-    when. Other arguments are as in Offloader.
+    `cache`: the device's. `tiers`: the fastest first. `policy`: which parts are stored in the first, and when. Other
+    arguments are as in Offloader.
     """
 
     full_prompt_hits: bool = False
@@ -87,11 +110,9 @@ class PartOffloader(Transfers):
     def __init__(
         self,
         cache: GroupPages,
-        tier: PartTier,
+        tiers: Sequence[ConnectedParts],
         policy: PartPolicy,
         *,
-        write: Channel,
-        read: Channel,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
         copy_slowdown: float = 0.0,
@@ -102,10 +123,11 @@ class PartOffloader(Transfers):
         with_page_ids: bool = False,
         tell: Tell | None = None,
     ) -> None:
+        lanes = [connected.read for connected in tiers]
         super().__init__(
-            [read],
-            Weigher([read], cache.memory.page_bytes, prefill),
-            copying=(write, read),
+            lanes,
+            Weigher(lanes, cache.memory.page_bytes, prefill),
+            copying=(tiers[0].write, *lanes),
             copy_slowdown=copy_slowdown,
             bus=bus,
             deadline_ns=deadline_ns,
@@ -117,30 +139,44 @@ class PartOffloader(Transfers):
         self._parts = cache.parts
         self._tell = tell
         cache.lender = self
-        self.tier = tier
+        self._connected = tuple(tiers)
+        self.tiers = tuple(connected.tier for connected in tiers)
+        tier = self.tier = self.tiers[0]
         self._policy = policy
-        self.channels = (write, read)
+        self.channels = tuple(channel for connected in tiers for channel in (connected.write, connected.read))
         self._store_within_ns = store_within_ns
-        self.tier_names: tuple[str, ...] = (tier.name,)
+        self.tier_names: tuple[str, ...] = tuple(each.name for each in self.tiers)
         self._block_bytes = cache.block_bytes
         self._num_stored = [0] * len(tier.part_blocks)
         self._num_loaded = list(self._num_stored)
-        """Parts by group that have arrived so far, in the tier and on the device."""
+        """Parts by group that have arrived so far, in the first tier and on the device."""
         self._offered: dict[int, Offered] = {}
+        self._newest = -1
+        """The request of the last offer."""
+        self._no_pages = (0,) * len(tiers)
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
         """Blocks that stores hold and that were unused when these began."""
-        self._is_behind = False
-        """Whether the channel to the tier is behind: no store begins before a transfer has ended."""
+        self._is_behind = [False] * len(tiers)
+        """By tier, whether the way to it is behind: nothing is copied there before a transfer has ended."""
+        self._spills: list[deque[tuple[Content, int, int, int]]] = [deque() for _ in tiers]
+        """By tier, what has arrived and is to be copied to the next: contents, each with a group and its pages."""
+        self._prune_at = PRUNE_AT
+        """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
 
     @property
     def is_due(self) -> bool:
-        """Whether a store is due, independent of later changes on the device."""
-        return self._policy.has_work and not self._is_behind
+        """Whether a store or a spill is due, independent of later changes on the device."""
+        return (self._policy.has_work and not self._is_behind[0]) or self._has_spills
+
+    @property
+    def _has_spills(self) -> bool:
+        """Whether there are parts to spill, and the way to the next tier is not behind."""
+        return any(wanted and not self._is_behind[place + 1] for place, wanted in enumerate(self._spills))
 
     def num_pages(self) -> tuple[int, ...]:
-        """Return blocks used and cached in the tier."""
-        return self.tier.num_used_blocks, self.tier.num_cached_blocks
+        """Return blocks used and cached in each tier, alternating."""
+        return tuple(count for tier in self.tiers for count in (tier.num_used_blocks, tier.num_cached_blocks))
 
     def totals(self) -> TransferTotals:
         """Return totals of transfers."""
@@ -152,12 +188,12 @@ class PartOffloader(Transfers):
         return TransferTotals(
             counts,
             {channel.name: channel.num_bytes for channel in self.channels},
-            {self.tier.name: self.tier.num_evicted_blocks},
+            {tier.name: tier.num_evicted_blocks for tier in self.tiers},
             dict(self._waited_ns),
         )
 
     def pages_to_spare(self) -> int | None:
-        """Return None if a store is due, or the device must be checked in every step; else any number."""
+        """Return None if a store or a spill is due, or the device must be checked in every step; else any number."""
         return None if self.is_due or not self._cache.follows_decodes else ALL
 
     def begin_step(self, now_ns: int) -> None:
@@ -181,34 +217,50 @@ class PartOffloader(Transfers):
         )
 
     def plan_stores(self, now_ns: int) -> None:
-        """Begin the store of the step that starts at `now_ns`."""
+        """Begin the spills and the store of the step that starts at `now_ns`.
+
+        Spills come first: what is stored next could evict what is to be spilled.
+        """
         self._now_ns = now_ns
-        if self._is_behind:
+        for place in range(len(self.tiers) - 1):
+            if self._spills[place] and not self._is_behind[place + 1]:
+                self._begin_spill(place)
+        if self._is_behind[0]:
             return
         room = min(
             self.channels[0].num_within(now_ns, self._store_within_ns, self._block_bytes),
             max(self._least_idle, self.channels[0].num_within(now_ns, IDLE_WITHIN_NS, self._block_bytes)),
         )
-        store = NewStore(holding_of_transfer(len(self.tier.groups)), room)
+        store = NewStore(self._new_pins(), room)
         num_idle = self._num_idle
         for run, start, end in self._policy.choose():
             if not self._add(store, run, start, end):
                 break
-        num_blocks = store.num_blocks
-        if not num_blocks:
-            return
-        self._cache.count()
+        if store.num_blocks:
+            self._cache.count()
+            self._begin_store(Direction.STORE, 0, store, self._num_idle - num_idle)
+
+    def _new_pins(self) -> tuple[RunHolding, ...]:
+        return tuple([holding_of_transfer(len(tier.groups)) for tier in self.tiers])
+
+    def _begin_store(self, direction: Direction, target: int, store: NewStore, num_idle: int = 0) -> None:
+        """Begin a store, or a spill, to tier `target`. `num_idle`: see PartsUnderWay."""
+        tier, num_blocks = self.tiers[target], store.num_blocks
         if self._tell is not None:
-            self._tell(StoreStarted(self.num_transfers, self.tier.name, tuple(store.runs), tuple(store.groups)))
+            self._tell(StoreStarted(self.num_transfers, tier.name, tuple(store.runs), tuple(store.groups)))
         moves = []
         if self._with_page_ids:
-            moves.append(Move(self.tier.name, tuple(store.source_ids), tuple(store.target_ids)))
+            moves.append(Move(tier.name, tuple(store.source_ids), tuple(store.target_ids)))
         under_way = PartsUnderWay(
-            Direction.STORE, num_blocks, self._workers(), below=store.below, above=tuple(store.above)
+            direction, num_blocks, self._workers(), pins=store.pins, target=target, above=tuple(store.above)
         )
-        write, num_bytes = self.channels[0], num_blocks * self._block_bytes
-        under_way.lanes, under_way.num_idle = ((write, num_bytes),), self._num_idle - num_idle
-        self._submit(under_way, write.submit(now_ns, num_bytes), moves)
+        write, num_bytes = self._connected[target].write, num_blocks * self._block_bytes
+        under_way.lanes, under_way.num_idle = ((write, num_bytes),), num_idle
+        self._submit(under_way, write.submit(self._now_ns, num_bytes), moves, self._dropped())
+
+    def _dropped(self) -> tuple[bytes, ...]:
+        """Return the keys of files to delete."""
+        return tuple(key for tier in self.tiers for key in tier.take_dropped())
 
     def _add(self, store: NewStore, run: PartRun, start: int, end: int) -> bool:
         """Add pages [start, end) of a run that are missing in the tier; return whether more can be stored now."""
@@ -224,7 +276,7 @@ class PartOffloader(Transfers):
                 continue
             room = store.room - store.num_blocks
             if room <= 0:
-                self._is_behind = True
+                self._is_behind[0] = True
                 return False
             count = min(last - first, -(-room // blocks))
             is_idle = not run.holders
@@ -238,13 +290,16 @@ class PartOffloader(Transfers):
                     return False
             num_fit = tier.free_bytes // tier.part_bytes[index]
             if not num_fit:
+                if self._moves(store) and tier.part_bytes[index] <= tier.total_bytes:
+                    self._is_behind[0] = True  # there may be room when that has ended
+                    return False
                 self.counts.num_pages_without_room += last - first
                 policy.passed(run, first, last)
                 start = last
                 continue
             count = min(count, num_fit)
             start = first + count
-            target = tier.place(span, index, first, start, store.below)
+            target = tier.place(span, index, first, start, store.pins[0])
             stored = run.cut(first, start)
             policy.passed(stored, first, start)
             held = holding_of_transfer(len(tier.groups))
@@ -253,28 +308,147 @@ class PartOffloader(Transfers):
                 self._num_idle += count * blocks
             store.above.append(held)
             store.source_ids += stored.ids
-            store.target_ids += target.ids
+            store.target_ids += tier.names([target])
             store.runs.append((span.content, first, start))
             store.groups.append(index)
             store.num_blocks += count * blocks
         return True
 
+    def _moves(self, store: NewStore) -> bool:
+        """Return whether parts are on their way through the first of several tiers."""
+        if len(self.tiers) == 1:
+            return False
+        return bool(store.num_blocks) or any(
+            under_way.direction is not Direction.LOAD for under_way in self._under_way.values()
+        )
+
+    # Spills -----------------------------------------------------------------------------------------------
+
+    def _begin_spill(self, place: int) -> None:
+        """Begin to copy parts that have arrived in the tier at `place` to the next tier."""
+        wanted, tree = self._spills[place], self._parts.tree
+        room = self._connected[place + 1].write.num_within(self._now_ns, self._store_within_ns, self._block_bytes)
+        spill = NewStore(self._new_pins(), room)
+        while wanted:
+            content, index, start, end = wanted[0]
+            self.tiers[place + 1].recognise(content, end)
+            for span in tree.walk(content, end)[0]:
+                if span.end <= start:
+                    continue
+                for run, first, last in self.tiers[place].stored(span, index, start, end):
+                    position = self._add_to_spill(spill, place, run, first, last)
+                    if position < last:
+                        # Parts whose spill has begun are not tried again, even if it fails.
+                        wanted[0] = content, index, position, end
+                        self._is_behind[place + 1] = True
+                        break
+                if self._is_behind[place + 1]:
+                    break
+            if self._is_behind[place + 1]:
+                break
+            wanted.popleft()
+        if spill.num_blocks:
+            self._begin_store(Direction.SPILL, place + 1, spill)
+
+    def _add_to_spill(self, spill: NewStore, place: int, run: PartRun, start: int, end: int) -> int:
+        """Add pages [start, end) of `run` that the tier below `place` lacks; return the first page without room."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        index, span = run.group, run.span
+        assert span is not None, "what was evicted is to be spilled"
+        blocks = lower.part_blocks[index]
+        while start < end:
+            first, last = lower.gap(span, index, start, end)
+            if first == end:
+                return end
+            room = spill.room - spill.num_blocks
+            if room <= 0:
+                return first
+            start = last
+            count = min(last - first, -(-room // blocks), lower.free_bytes // lower.part_bytes[index])
+            if not count:
+                self.counts.num_pages_without_room += last - first
+                continue
+            start = first + count
+            target = lower.place(span, index, first, start, spill.pins[place + 1])
+            source = run.cut(first, start)
+            upper.hold_in_place(source, spill.pins[place])
+            spill.source_ids += upper.names([source])
+            spill.target_ids += lower.names([target])
+            spill.runs.append((span.content, first, start))
+            spill.groups.append(index)
+            spill.num_blocks += count * blocks
+        return end
+
+    def _note_arrived(self, place: int, pin: RunHolding) -> None:
+        """Queue the runs of `pin`, which have arrived in the tier at `place`, to be spilled to the next one."""
+        if place + 1 == len(self.tiers):
+            return
+        wanted = self._spills[place]
+        for index, runs in enumerate(pin.held):
+            for run in runs:
+                span = run.span
+                if span is None:
+                    continue  # the tier was reset meanwhile
+                end = min(run.end, span.content.num_known_pages)
+                if run.start < end:
+                    wanted.append((span.content, index, run.start, end))
+        if len(wanted) > self._prune_at:
+            self._spills[place] = deque(each for each in wanted if self._is_stored(place, *each))
+            self._prune_at = max(PRUNE_AT, 2 * len(self._spills[place]))
+
+    def _is_stored(self, place: int, content: Content, index: int, start: int, end: int) -> bool:
+        """Return whether the tier at `place` has some of pages [start, end) of a group."""
+        spans, _ = self._parts.tree.walk(content, end)
+        return any(self.tiers[place].stored(span, index, start, end) for span in spans if span.end > start)
+
     # Loads ------------------------------------------------------------------------------------------------
 
+    def recognise(self, content: Content) -> None:
+        """Make the parts of `content` that an earlier process stored findable. No match may be in use."""
+        for tier in self.tiers:
+            tier.recognise(content, content.num_known_pages)
+
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
-        """Return how far every group can resume with the tier's parts; None if that is not beyond `start`.
+        """Return how far every group can resume with the tiers' parts; None if that is not beyond `start`.
 
         Parts of it that the device lacks are pinned for `request`, in place of its previous pins.
         """
         self.forget(request)
-        match = self._parts.tree.match(content, limit, with_below=True)
-        if match.num_pages <= start:
+        ends: list[int] = []
+        num_bytes: list[tuple[int, ...]] = []
+        for depth in range(1, len(self.tiers) + 1):
+            match = self._parts.tree.match(content, limit, depth=depth)
+            ends.append(max(start, match.num_pages))
+            num_bytes.append(self._bytes_of(match))
+        if ends[-1] <= start:
             return None
+        by_tier = tuple(end - before for before, end in pairwise([start, *ends]))
+        self._offered[request] = self._pinned(content, limit, by_tier, match)
+        self._newest = request
+        return Offer(ends[-1] - start, by_tier, tuple(num_bytes))
+
+    def _bytes_of(self, match: RunMatch) -> tuple[int, ...]:
+        """Return the bytes of `match` to load, by tier."""
         assert match.pieces is not None
-        pin = self.tier.pin(match.pieces)
-        self._offered[request] = Offered(match, pin)
-        num_pages = match.num_pages - start
-        return Offer(num_pages, (num_pages,), (self._num_blocks(pin) * self._block_bytes,))
+        count, part_bytes = len(self.tier.groups), self.tier.part_bytes
+        num_bytes = [0] * len(self.tiers)
+        for index, pieces in enumerate(match.pieces):
+            for run, start, end in pieces:
+                if run.list_index != index:
+                    num_bytes[(run.list_index // count - 1) // 2] += (end - start) * part_bytes[index]
+        return tuple(num_bytes)
+
+    def _pinned(self, content: Content, limit: int, by_tier: tuple[int, ...], match: RunMatch) -> Offered:
+        assert match.pieces is not None
+        return Offered(content, limit, by_tier, match, tuple([tier.pin(match.pieces) for tier in self.tiers]))
+
+    def narrow(self, request: int, depth: int) -> None:
+        """Offer to `request` no more than the device and the first `depth` tiers have."""
+        offered = self._offered[request]
+        self.forget(request)
+        match = self._parts.tree.match(offered.content, offered.limit, depth=depth)
+        by_tier = (*offered.by_tier[:depth], *self._no_pages[depth:])
+        self._offered[request] = self._pinned(offered.content, offered.limit, by_tier, match)
 
     def offered(self, request: int) -> RunMatch:
         """Return how far every group can resume with the parts offered to `request`."""
@@ -283,18 +457,22 @@ class PartOffloader(Transfers):
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
     ) -> Weighed:
-        """Return whether to load all of `offer`, see LowerTiers.
+        """Return whether to load `offer`, the newest, up to the end of one of the tiers; see LowerTiers.
 
-        Only the gain of the request itself counts: while it waits it holds memory, which is usually what later requests
-        wait for.
+        What slower tiers have is then not offered any more. Only the gain of the request itself counts: while it waits
+        it holds memory, which is usually what later requests wait for.
         """
-        return self._weigher.weigh(self._now_ns, offer, start, page_size, num_known, num_behind=0, awaited=awaited)
+        weighed = self._weigher.weigh(self._now_ns, offer, start, page_size, num_known, num_behind=0, awaited=awaited)
+        if 0 < weighed.num_pages < offer.num_pages:
+            self.narrow(self._newest, max(place for place, num_pages in enumerate(weighed.by_tier) if num_pages) + 1)
+        return weighed
 
     def forget(self, request: int) -> None:
         """End the pins of the offer to `request`."""
         offered = self._offered.pop(request, None)
         if offered is not None:
-            self.tier.unpin(offered.pin)
+            for tier, pin in zip(self.tiers, offered.pins, strict=True):
+                tier.unpin(pin)
 
     def start_load(
         self,
@@ -311,23 +489,35 @@ class PartOffloader(Transfers):
         Return when that should end.
         """
         assert not num_front, "parts of pages are loaded whole"
-        pin = self._offered.pop(request).pin
+        offered = self._offered.pop(request)
+        pins, by_tier = offered.pins, offered.by_tier
         loading = cast(PartHolding, holding).parts
-        read = self.channels[1]
-        num_blocks = self._num_blocks(pin)
-        num_bytes = num_blocks * self._block_bytes
-        moves = []
-        if self._with_page_ids:
-            moves.append(Move(self.tier.name, _blocks_of(pin), _blocks_of(loading, to_fill=True)))
+        moves: list[Move] = []
+        lanes: list[tuple[Channel, int]] = []
+        num_blocks, end_ns, lane, least_ns, expected_ns = 0, self._now_ns, "", 0, 0
+        for connected, pin in zip(self._connected, pins, strict=True):
+            tier, read, count = connected.tier, connected.read, self._num_blocks(pin)
+            if not count:
+                continue
+            if self._with_page_ids:
+                sources = tier.names(run for runs in pin.held for run in runs)
+                moves.append(Move(tier.name, sources, _targets(loading, pin, tier.part_blocks)))
+            num_blocks += count
+            num_bytes = count * self._block_bytes
+            lanes.append((read, num_bytes))
+            within_ns = 0 if self._bus is None else read.within_ns(self._now_ns, num_bytes)
+            read_ns = read.submit(self._now_ns, num_bytes)
+            if read_ns > end_ns or within_ns > expected_ns:
+                end_ns, lane, expected_ns = read_ns, read.name, within_ns
+            if least_ns < read_ns < NEVER_NS:
+                least_ns = read_ns
         under_way = PartsUnderWay(
-            Direction.LOAD, num_blocks, self._workers(), below=pin, loading=loading, request=request, start_page=start
+            Direction.LOAD, num_blocks, self._workers(), pins=pins, loading=loading, request=request, start_page=start
         )
-        under_way.num_loaded = num_pages
-        expected_ns = self._now_ns + read.within_ns(self._now_ns, num_bytes)
-        end_ns = read.submit(self._now_ns, num_bytes)
-        under_way.lane, under_way.since_ns, under_way.lanes = read.name, [self._now_ns], ((read, num_bytes),)
-        self._submit(under_way, end_ns, moves)
-        return end_ns if self._bus is None else expected_ns
+        under_way.by_tier, under_way.least_ns = by_tier, least_ns
+        under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
+        self._submit(under_way, end_ns, moves, self._dropped())
+        return end_ns if self._bus is None else self._now_ns + expected_ns
 
     def reset(self) -> None:
         """Drop all parts, below and of those to be stored.
@@ -335,25 +525,39 @@ class PartOffloader(Transfers):
         Running transfers end as they would have; the parts that they store are dropped.
         """
         self._policy.forget()
-        self.tier.reset()
+        for wanted in self._spills:
+            wanted.clear()
+        for tier in self.tiers:
+            tier.reset()
 
     # Ends of transfers ------------------------------------------------------------------------------------
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
-        self._is_behind = False
+        self._is_behind = [False] * len(self.tiers)
         assert isinstance(under_way, PartsUnderWay)
-        if under_way.direction is Direction.STORE:
-            is_stored = self._count_store(under_way)
-            self._tell_ended(transfer_id, under_way, under_way.num_pages if is_stored else 0)
-            self._num_idle -= under_way.num_idle
-            for group, runs in enumerate(under_way.below.held if is_stored else ()):
-                self._num_stored[group] += sum(run.end - run.start for run in runs)
-            self.tier.settle(under_way.below, is_stored=is_stored)
-            for held in reversed(under_way.above):
-                unhold(self._parts, held, go_first=is_stored and self._policy.goes_first)
-        else:
+        if under_way.direction is Direction.LOAD:
             self._end_load(transfer_id, under_way)
+        else:
+            self._end_store(transfer_id, under_way)
         self._cache.count()
+
+    def _end_store(self, transfer_id: int, under_way: PartsUnderWay) -> None:
+        """Make stored or spilled parts findable, unless that failed."""
+        is_stored = self._count_store(under_way)
+        self._tell_ended(transfer_id, under_way, under_way.num_pages if is_stored else 0)
+        self._num_idle -= under_way.num_idle
+        target = under_way.target
+        pin = under_way.pins[target]
+        if is_stored:
+            self._note_arrived(target, pin)
+            if not target:
+                for group, runs in enumerate(pin.held):
+                    self._num_stored[group] += sum(run.end - run.start for run in runs)
+        self.tiers[target].settle(pin, is_stored=is_stored)
+        if target:
+            self.tiers[target - 1].unpin(under_way.pins[target - 1])
+        for held in reversed(under_way.above):
+            unhold(self._parts, held, go_first=is_stored and self._policy.goes_first)
 
     def _tell_ended(self, transfer_id: int, under_way: PartsUnderWay, num_pages: int) -> None:
         if self._tell is not None:
@@ -363,34 +567,46 @@ class PartOffloader(Transfers):
 
     def _end_load(self, transfer_id: int, under_way: PartsUnderWay) -> None:
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
-        loading, pin = under_way.loading, under_way.below
+        loading = under_way.loading
         assert loading is not None
         is_whole = under_way.num_good_pages >= under_way.num_pages
-        num_pages = under_way.num_loaded if is_whole else 0
+        num_pages = sum(under_way.by_tier) if is_whole else 0
         self._tell_ended(transfer_id, under_way, num_pages)
-        ends = self._good_ends(pin, under_way.num_good_pages)
+        ends_by_tier: list[list[int]] = []
+        num_left = under_way.num_good_pages
+        for pin in under_way.pins:
+            ends_by_tier.append(self._good_ends(pin, num_left))
+            num_left -= self._num_blocks(pin)
+        ends = [min(of_group) for of_group in zip(*ends_by_tier, strict=True)]
         arrive(self._parts, loading, ends)
-        self.tier.drop(pin, ends)
+        content = loading.content
+        for place, (tier, pin, good_ends) in enumerate(zip(self.tiers, under_way.pins, ends_by_tier, strict=True)):
+            for group, runs in enumerate(pin.held if place else ()):
+                for run in runs:
+                    if run.start < ends[group] and run.span is not None:
+                        self._policy.complete(content, group, run.start, min(run.end, ends[group]))
+            tier.drop(pin, good_ends)
+            tier.unpin(pin)
         # The request used its whole prefix, including the part on the device.
-        self.tier.unpin(pin)
-        self.tier.touch(self._parts.tree.last_of(loading), loading.num_named)
+        last = self._parts.tree.last_of(loading)
+        for tier in self.tiers:
+            tier.touch(last, loading.num_named)
         self._count_load(under_way, is_whole=is_whole)
         end = under_way.start_page + num_pages if is_whole else 0
-        self._loaded.append(Loaded(under_way.request, end, (num_pages,)))
+        self._loaded.append(Loaded(under_way.request, end, under_way.by_tier if is_whole else self._no_pages))
 
     def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
         """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""
         ends: list[int] = []
         for group, runs in enumerate(pin.held):
-            end = 0 if num_good < 0 else ALL
+            blocks, end = self.tier.part_blocks[group], ALL
             for run in runs:
                 count = run.end - run.start
-                arrived = max(0, min(count, num_good // self.tier.part_blocks[group]))
-                num_good -= arrived * self.tier.part_blocks[group]
+                arrived = max(0, min(count, num_good // blocks))
+                num_good -= count * blocks
                 self._num_loaded[group] += arrived
                 if arrived < count:
-                    end, num_good = min(end, run.start + arrived), -1
-                    break
+                    end = min(end, run.start + arrived)
             ends.append(end)
         return ends
 
@@ -408,15 +624,24 @@ class PartOffloader(Transfers):
         ]
 
     def check(self) -> None:
-        """Assert laws L1 and L2 in the tier."""
-        pins = [offered.pin for offered in self._offered.values()]
-        pins += [cast(PartsUnderWay, under_way).below for under_way in self._under_way.values()]
-        self.tier.check(pins)
+        """Assert laws L1 and L2 in every tier."""
+        every = [offered.pins for offered in self._offered.values()]
+        every += [cast(PartsUnderWay, under_way).pins for under_way in self._under_way.values()]
+        for place, tier in enumerate(self.tiers):
+            tier.check([pins[place] for pins in every])
         if not self._under_way:
             assert not self._offered, "L2: an offer is pinned at rest"
-            assert not self.tier.used_bytes, f"L2: {self.tier.num_used_blocks} blocks of {self.tier.name} held at rest"
+            for tier in self.tiers:
+                assert not tier.used_bytes, f"L2: {tier.num_used_blocks} blocks of {tier.name} held at rest"
 
 
-def _blocks_of(holding: RunHolding, *, to_fill: bool = False) -> tuple[PageId, ...]:
-    """Return the held blocks, by group, then page; with `to_fill`, only those that cannot be found yet."""
-    return tuple(block for runs in holding.held for run in runs if not to_fill or run.span is None for block in run.ids)
+def _targets(loading: RunHolding, pin: RunHolding, part_blocks: Sequence[int]) -> tuple[PageId, ...]:
+    """Return the blocks of `loading` for the runs of `pin`, by group, then page."""
+    targets: list[PageId] = []
+    for held, runs, blocks in zip(loading.held, pin.held, part_blocks, strict=True):
+        for run in runs:
+            for to_fill in held:
+                start, end = max(run.start, to_fill.start), min(run.end, to_fill.end)
+                if to_fill.span is None and start < end:
+                    targets += to_fill.ids[(start - to_fill.start) * blocks : (end - to_fill.start) * blocks]
+    return tuple(targets)

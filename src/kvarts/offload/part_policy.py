@@ -14,7 +14,7 @@ from typing import Protocol
 from kvarts.content import Content
 from kvarts.kv.run_cache import RunCache, Wants
 from kvarts.kv.span_tree import find
-from kvarts.kv.spans import PartRun
+from kvarts.kv.spans import PartRun, RunHolding
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
 
@@ -52,6 +52,8 @@ class EagerParts:
         """Contents, each with a group and its pages."""
         self._fresh: list[tuple[Content, int, int, int]] = []
         """The same of the step that computes them."""
+        self._computing: dict[RunHolding | PartRun, int] = {}
+        """Sequences and snapshots that this step computes, from which page on: there is nothing to copy yet."""
         cache.wants = self
 
     def complete(self, content: Content, group: int, start: int, end: int) -> None:
@@ -62,6 +64,16 @@ class EagerParts:
         """Queue the pages that the last step computed."""
         self._wanted += self._fresh
         self._fresh.clear()
+        self._computing.clear()
+
+    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+        """Do not store its pages from `start` on in this step."""
+        self._computing.setdefault(owner, start)
+
+    def _computed_to(self, run: PartRun) -> int:
+        """Return the page of `run` from which on it is computed in this step."""
+        computing = self._computing
+        return min((computing.get(owner, run.end) for owner in (run, *run.holders)), default=run.end)
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield queued runs in order of completion. If there are copies, the oldest is chosen."""
@@ -78,8 +90,10 @@ class EagerParts:
                 found: list[tuple[PartRun, int, int]] = []
                 find(span.parts[group], max(start, span.start), min(known, span.end), found)
                 for run, first, last in found:
-                    wanted[0] = content, group, first, end  # the device has lost those before it
-                    yield run, first, last
+                    last = min(last, self._computed_to(run))  # noqa: PLW2901
+                    if first < last:
+                        wanted[0] = content, group, first, end  # the device has lost those before it
+                        yield run, first, last
             wanted.popleft()
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
@@ -91,6 +105,7 @@ class EagerParts:
         """Empty the queue."""
         self._wanted.clear()
         self._fresh.clear()
+        self._computing.clear()
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +128,9 @@ class LazyParts:
     def complete(self, content: Content, group: int, start: int, end: int) -> None:
         """Want it from the next step on."""
         self._fresh.append((content, group, start, end))
+
+    def computes(self, owner: RunHolding | PartRun, start: int) -> None:
+        """Do nothing: runs are wanted from the next step on."""
 
     def begin_step(self) -> None:
         """Mark the runs of what was computed in the last step: they are wanted until they are stored."""

@@ -1,8 +1,9 @@
 """A tier below a device with KV groups: it holds runs of parts in blocks of the device's block size.
 
-Runs are found by the spans of pages that device and tier share. In each group, a page has at most one part here, stored
-or coming. Stored runs that are not pinned form one list, the least recently used first, and are evicted in that order,
-each from its tail. Runs that were used together are evicted in the order of their value to other sequences: first
+Runs are found by the spans of pages that device and tiers share. In each group, a page has at most one part here,
+stored or coming. Stored runs form one list, the least recently used first, and are evicted in that order, each from its
+tail. A pinned run is not evicted, and an entry stands for it in its place (`Spot`): only stores and loads count as
+uses. Runs that were used together are evicted in the order of their value to other sequences: first
 windows, chunks and snapshots, which serve one end only; then groups that keep all tokens, the deepest page first.
 Storing or loading a part makes all earlier parts in those groups more recent than itself, so the rest of a sequence is
 always a prefix of it.
@@ -13,17 +14,18 @@ always a prefix of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.part_account import Spot
-from kvarts.kv.pool import IdPool
+from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.run_account import RunAccount
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_loads import holding_of_transfer
-from kvarts.kv.span_tree import SpanTree
-from kvarts.kv.spans import PartRun, RunHolding, Span
+from kvarts.kv.span_tree import SpanTree, find
+from kvarts.kv.spans import PartRun, RunHolding, Span, first_list
 
 __all__ = ["PartTier"]
 
@@ -31,8 +33,9 @@ __all__ = ["PartTier"]
 class PartTier(RunAccount):
     """Owner of `num_blocks` blocks, and of their contents, parts of `memory`. `tree`: the tree of the cache above.
 
-    `with_slots`: blocks have ids, for an executor that copies into them. `tell` receives the events of runs that become
-    findable or stop being findable. Transfers and offers pin runs: each is a holder of runs.
+    `place`: the number of faster tiers. `with_slots`: blocks have ids, for an executor that copies into them. `tell`
+    receives the events of runs that become findable or stop being findable. Transfers and offers pin runs: each is a
+    holder of runs.
     """
 
     def __init__(
@@ -42,21 +45,25 @@ class PartTier(RunAccount):
         memory: GroupMemory,
         tree: SpanTree,
         *,
+        place: int = 0,
         with_slots: bool = False,
         tell: Tell | None = None,
     ) -> None:
+        count = len(memory.groups)
+        first = first_list(place, count)
         super().__init__(
             memory,
             total_bytes=num_blocks * memory.block_bytes,
             blocks=IdPool(num_blocks) if with_slots else None,
-            events=None if tell is None else RunEvents(tell, medium=name, offset=len(memory.groups)),
+            events=None if tell is None else RunEvents(tell, medium=name, offset=first),
         )
         self.name = name
         self.num_blocks = num_blocks
         self._tree = tree
-        count = len(self.groups)
-        self._here, self._coming = count, 2 * count
+        self._here, self._coming = first, first + count
         """The first list of a span for stored runs, and for runs that are coming."""
+        self._num_unlisted = [0] * count
+        """By group, cached parts that are not in the list."""
         self._less = [index for index, group in enumerate(self.groups) if group.is_state or group.is_bounded]
         self._whole = [index for index in range(count) if index not in self._less]
         self.order = (*self._less, *self._whole)
@@ -98,11 +105,23 @@ class PartTier(RunAccount):
         `pin` holds them.
         """
         self.take(index, end - start)
-        ids = self.take_ids(index, end - start)
+        ids = self._ids_for(span, index, start, end)
         run = PartRun(index, span, start, end, [pin], is_kept=True, ids=ids, list_index=self._coming + index)
         span.parts[run.list_index].append(run)
         pin.held[index].append(run)
         return run
+
+    def _ids_for(self, span: Span, index: int, start: int, end: int) -> list[PageId]:
+        """Return the ids of blocks for pages [start, end) of `span`, which were counted as used."""
+        return self.take_ids(index, end - start)
+
+    def names(self, runs: Iterable[PartRun]) -> tuple[PageId | bytes, ...]:
+        """Return what an executor calls the blocks of `runs`, in their order."""
+        return tuple(block for run in runs for block in run.ids)
+
+    def take_dropped(self) -> tuple[bytes, ...]:
+        """Return the keys of files to delete since the last call."""
+        return ()
 
     def settle(self, pin: RunHolding, *, is_stored: bool) -> None:
         """End a store: the runs that `pin` holds become findable, or are dropped."""
@@ -161,8 +180,8 @@ class PartTier(RunAccount):
 
     def reset(self) -> None:
         """Drop all parts. Pinned and coming parts cannot be found again, and are released when that ends."""
-        for span in self._spans():
-            for runs in span.parts[self._here :]:
+        for span in list(self._tree.every()):
+            for runs in span.parts[self._here : self._here + 2 * len(self.groups)]:
                 for run in tuple(runs):
                     self._tell_gone(run)
                     if run.holders:
@@ -177,29 +196,31 @@ class PartTier(RunAccount):
                     run.ids = []
                     run.forget()
 
-    def _spans(self) -> list[Span]:
-        spans: list[Span] = []
-        todo = list(self._tree.roots.values())
-        while todo:
-            span = todo.pop()
-            todo += span.children.values()
-            if span.parent is not None:
-                spans.append(span)
-        return spans
-
     # Use --------------------------------------------------------------------------------------------------
+
+    def recognise(self, content: Content, limit: int) -> None:
+        """Make the parts of the first `limit` pages of `content` that an earlier process stored here findable.
+
+        This may split spans, so no match may be in use.
+        """
+
+    def stored(self, span: Span, index: int, start: int, end: int) -> list[tuple[PartRun, int, int]]:
+        """Return the stored runs of a group that have pages of [start, end) of `span`, with these pages."""
+        found: list[tuple[PartRun, int, int]] = []
+        find(span.parts[self._here + index], max(start, span.start), min(end, span.end), found)
+        return found
 
     def pin(self, pieces: list[list[tuple[PartRun, int, int]]]) -> RunHolding:
         """Pin the tier's runs in `pieces`, see RunMatch; they keep their places in the list. `unpin` must follow."""
         pin = holding_of_transfer(len(self.groups))
         for index, of_group in enumerate(pieces):
             for run, start, end in of_group:
-                if run.list_index != index:
+                if run.list_index == self._here + index:
                     self.hold_in_place(run.cut(start, end), pin)
         return pin
 
     def unpin(self, pin: RunHolding) -> None:
-        """End a pin. To look is not to use: the runs that it held are where they were in the list."""
+        """End a pin. It is not a use of its runs."""
         self.release_all(pin, self.order)
 
     def touch(self, last: Span, num_pages: int) -> None:
@@ -220,10 +241,10 @@ class PartTier(RunAccount):
                     continue
                 used = run.cut(max(start, run.start), min(end, run.end))
                 if used.holders:
-                    # It is listed again in this place.
-                    if used.spot is not None:
-                        used.spot.unlist()
-                        self.append(used.spot)
+                    spot = used.spot
+                    assert spot is not None, "a pinned part has no place"
+                    spot.unlist()
+                    self.append(spot)
                     before = None
                     continue
                 used.unlist()
@@ -237,16 +258,15 @@ class PartTier(RunAccount):
     def listed(self) -> Iterator[PartRun]:
         """Return the runs that can be found and are not pinned, the least recently used first."""
         for entry in self.entries():
-            if isinstance(entry, PartRun):
+            if not isinstance(entry, Spot):
+                assert isinstance(entry, PartRun)
                 yield entry
-            else:
-                assert isinstance(entry, Spot), "L2: the list below has an entry that is no run"
 
     def check(self, pins: Sequence[RunHolding]) -> None:
         """Assert laws L1 and L2. `pins`: the holdings of transfers and offers."""
         held: dict[int, int] = {}
-        used, cached = [0] * len(self.groups), [0] * len(self.groups)
-        ids = [] if self.blocks is None else list(self.blocks.empty_ids)
+        used, cached = [0] * len(self.groups), self._num_unlisted.copy()
+        ids = [] if self.blocks is None else [*self.blocks.empty_ids, *self._unlisted_ids()]
         for pin in pins:
             for runs in pin.held:
                 for run in runs:
@@ -262,7 +282,7 @@ class PartTier(RunAccount):
             )
             cached[run.group] += run.end - run.start
             ids += run.ids
-        for span in self._spans():
+        for span in self._tree.every():
             for index in range(len(self.groups)):
                 pages: set[int] = set()
                 for run in span.parts[self._here + index] + span.parts[self._coming + index]:
@@ -276,6 +296,10 @@ class PartTier(RunAccount):
         assert num_bytes + self.empty_bytes == self.total_bytes, "L1: bytes below are lost"
         if self.blocks is not None:
             assert sorted(ids) == list(range(self.num_blocks)), "L1: a block below has two owners"
+
+    def _unlisted_ids(self) -> list[PageId]:
+        """Return the ids of cached blocks that are not in the list."""
+        return []
 
 
 def _from_end(run: PartRun) -> int:

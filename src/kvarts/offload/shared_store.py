@@ -336,6 +336,7 @@ class TiersWithStore:
         with_page_ids: bool,
         tell: Tell | None = None,
         prefill: PrefillTimes | None = None,
+        fingerprint: Callable[[], str] | None = None,
     ) -> PartOffloader:
         """Never called, as there are no such tiers."""
         raise NotImplementedError

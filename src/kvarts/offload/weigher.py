@@ -137,17 +137,19 @@ class Weigher:
         It waits at least for the first of their layers.
         """
         wait_ns = 0
-        whole = self._bytes_of(offer) if offer.num_bytes else ()
-        for place, (lane, num_pages) in enumerate(zip(self._lanes, _between(offer.by_tier, start, end), strict=True)):
-            if num_pages:
-                num_bytes = whole[place] if whole else num_pages * self._page_bytes
+        for lane, num_bytes in zip(self._lanes, self._bytes_of(offer, start, end), strict=True):
+            if num_bytes:
                 wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
                 if hidden_ns:
                     wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
         return wait_ns
 
-    def _bytes_of(self, offer: Offer) -> Sequence[int]:
-        return offer.num_bytes or [num_pages * self._page_bytes for num_pages in offer.by_tier]
+    def _bytes_of(self, offer: Offer, start: int, end: int) -> Sequence[int]:
+        """Return the bytes of pages [start, end) of `offer` to move from each tier."""
+        by_tier = _between(offer.by_tier, start, end)
+        if not offer.num_bytes:
+            return [num_pages * self._page_bytes for num_pages in by_tier]
+        return offer.num_bytes[max(place for place, num_pages in enumerate(by_tier) if num_pages)]
 
 
 def _between(by_tier: Sequence[int], start: int, end: int) -> tuple[int, ...]:

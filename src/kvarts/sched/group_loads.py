@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages
@@ -24,6 +25,12 @@ class GroupTiers(LowerTiers, Protocol):
     def offered(self, request: int) -> RunMatch:
         """Return the longest prefix that every group could resume from with the parts offered to `request`."""
 
+    def recognise(self, content: Content) -> None:
+        """Make the parts of `content` that an earlier process stored findable. No match may be in use."""
+
+    def narrow(self, request: int, depth: int) -> None:
+        """Offer to `request` no more than the device and the first `depth` tiers have."""
+
 
 class GroupLoads(Loads):
     """Loads of a cache with KV groups.
@@ -41,6 +48,10 @@ class GroupLoads(Loads):
         self._parts = cache
         self._needs = cache.needs
 
+    def note_arrived(self, request: Request) -> None:
+        """Make the parts of its content that an earlier process stored findable."""
+        self._group_tiers.recognise(request.content)
+
     def _wanted(self, request: Request, num_known: int) -> int:
         match = self._group_tiers.offered(request.index)
         held = self._parts.held_of(match)
@@ -51,9 +62,14 @@ class GroupLoads(Loads):
         """Return the blocks that must be free to load what the tiers have after `match`; MOST_COUNT if nothing."""
         tiers, page_size = self._group_tiers, self._page_size
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // page_size
-        if tiers.lookup(request.index, request.content, match.num_pages, limit) is None:
+        offer = tiers.lookup(request.index, request.content, match.num_pages, limit)
+        if offer is None:
             return MOST_COUNT
         num_wanted = self._wanted(request, num_known)
+        for depth in range(len(offer.by_tier) - 1, 0, -1):
+            if any(offer.by_tier[:depth]):
+                tiers.narrow(request.index, depth)
+                num_wanted = min(num_wanted, self._wanted(request, num_known))
         tiers.forget(request.index)
         return num_wanted
 

@@ -241,6 +241,9 @@ class Loads:
         """Return the requests that wait for another request's load."""
         return [request for requests in self._followers.values() for request in requests]
 
+    def note_arrived(self, request: Request) -> None:
+        """Take note that a request waits: its content may be known to tiers that outlive the process."""
+
     def try_start(self, request: Request, match: Match, num_known: int, num_behind: int, now_ns: int) -> bool:
         """Begin to load the pages after `match` that the tiers have for `request`, or to wait for a load of them.
 

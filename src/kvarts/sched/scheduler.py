@@ -176,6 +176,8 @@ class Scheduler:
         if request.own is not None:
             self.waiting_with_pages.append(request)
             return None
+        if self.loads is not None:
+            self.loads.note_arrived(request)
         waiting = self.waiting
         waiting.push(request)
         if waiting.num_waiting == 1 or waiting.head(request.arrival_ns) is request:

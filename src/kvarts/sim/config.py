@@ -118,6 +118,7 @@ class TiersBelow(Protocol):
         with_page_ids: bool,
         tell: Tell | None,
         prefill: PrefillTimes | None,
+        fingerprint: Callable[[], str] | None = None,
     ) -> GroupTiers:
         """Open the tiers, at least one, below the cache of a device with KV groups."""
 
