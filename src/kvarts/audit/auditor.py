@@ -27,6 +27,7 @@ from kvarts.events import (
     CacheCleared,
     Cancelled,
     ChunkComputed,
+    ChunkPlanned,
     CopiesRemoved,
     DecodesStalled,
     DraftJudged,
@@ -56,6 +57,7 @@ __all__ = ["Account", "AuditError", "Auditor", "Finding"]
 OF_A_REQUEST = (
     Admitted,
     ChunkComputed,
+    ChunkPlanned,
     DecodesStalled,
     DraftTaken,
     DraftJudged,
@@ -219,7 +221,7 @@ class Auditor:
             case _:
                 self._expect_nothing()
         match event:
-            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
+            case ChunkPlanned() | DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
                 pass
             case _:
                 self._look_at_held()
@@ -257,6 +259,9 @@ class Auditor:
             case Preemption():
                 self._serve()
                 self._preempt(event)
+            case ChunkPlanned():
+                self._serve()
+                self._held.take_pages(self._requests[event.request], event.end)
             case DecodesStalled():
                 self._stall_after(self._requests[event.request])
             case DraftJudged():

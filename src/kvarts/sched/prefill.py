@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvarts.event_log import Tell
-from kvarts.events import ChunkComputed
+from kvarts.events import ChunkComputed, ChunkPlanned
 from kvarts.kv.cache import Cache, Holding
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
@@ -160,7 +160,7 @@ class Prefill:
 
         Preempt for their pages, then make findable the pages that decodes fill. A request that has to preempt itself
         ends the step for those after it. One that its own pages, or the bound of latency, keep from computing more
-        uses up the budget.
+        uses up the budget. As in vLLM, each takes its pages at its turn, also if it can be preempted in this step.
         """
         planned: dict[int, Planned] = {}
         cache, running = self._cache, self._running
@@ -183,28 +183,43 @@ class Prefill:
             is_cut = is_cut or num_tokens < num_allowed
             if not num_tokens:
                 break
-            num_blocks = -1
             if request.own is None:
                 assert request.holding is not None
-                if cache.settles:
-                    cache.settle(request.holding, start, running.num_in_flight(request))
-                    cache.count()
                 # Usually there is much more room than the next chunk can take.
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
-                if num_most > cache.num_free:
-                    if planned and running.is_in_order:  # those planned are certain to be computed
+                if planned and (cache.settles or num_most > cache.num_free):
+                    if running.is_in_order:  # those planned are certain to be computed
                         if publishes:
                             self.publish_filled(1)
                             publishes = False
                         budget -= self._compute_planned(planned, chunks)
+                    else:
+                        self._take_planned(planned)
+                if cache.settles:
+                    cache.settle(request.holding, start, running.num_in_flight(request))
+                    cache.count()
+                if num_most > cache.num_free:
                     num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
+                    num_decoding = running.wheel.num_decoding
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
-            planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
+                    budget += num_decoding - running.wheel.num_decoding
+            planned[request.admission] = Planned(request, start + num_tokens)
         if publishes and running.num_sharing:
             self.publish_filled(1)  # all of them still compute, and of equal pages theirs come first
         budget -= self._compute_planned(planned, chunks)
         return 0 if is_cut else budget
+
+    def _take_planned(self, planned: dict[int, Planned]) -> None:
+        """Take the pages of the chunks in `planned`, which a request with a later turn may withdraw."""
+        for chunk in planned.values():
+            request = chunk.request
+            if not chunk.has_pages and request.own is None:
+                chunk.has_pages = True
+                if self._tell is not None:
+                    self._tell(ChunkPlanned(request.index, chunk.end))
+                assert request.holding is not None
+                self._cache.take_for(request.holding, chunk.end)
 
     def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
         """Compute the chunks in `planned`, and remove them; return the number of their tokens."""
@@ -289,8 +304,7 @@ class Prefill:
             if running.taken_off and request in running.taken_off:  # as on the wheel
                 running.taken_off.remove(request)
                 request.has_unread = True
-                if start % self._page_size == 0:
-                    self._cache.take_page(holding, start // self._page_size)
+                self._cache.take_for(holding, end)
                 self._cache.publish(holding, start)
             else:
                 self._cache.extend(holding, end, is_end=end == num_known)
