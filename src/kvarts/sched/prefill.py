@@ -68,6 +68,7 @@ class Prefill:
         "_own_pages",
         "_page_size",
         "_preemptor",
+        "_published",
         "_running",
         "_tell",
         "completing",
@@ -96,6 +97,8 @@ class Prefill:
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self.most_tokens: int = MOST_COUNT
         """The most tokens of one request in the step being planned."""
+        self._published = -1
+        """Decodes admitted before this have published what they fill in the step being planned."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -166,7 +169,7 @@ class Prefill:
         cache, running = self._cache, self._running
         num_most = 0
         is_cut = False
-        publishes = running.num_sharing > 0
+        self._published = -1
         for request in running.chunked.copy():
             if request.admission < 0:
                 continue  # preempted for an earlier request
@@ -189,9 +192,6 @@ class Prefill:
                 num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if planned and (cache.settles or num_most > cache.num_free):
                     if running.is_in_order:  # those planned are certain to be computed
-                        if publishes:
-                            self.publish_filled(1)
-                            publishes = False
                         budget -= self._compute_planned(planned, chunks)
                     else:
                         self._take_planned(planned)
@@ -205,9 +205,8 @@ class Prefill:
                         break
                     budget += num_decoding - running.wheel.num_decoding
             planned[request.admission] = Planned(request, start + num_tokens)
-        if publishes and running.num_sharing:
-            self.publish_filled(1)  # all of them still compute, and of equal pages theirs come first
         budget -= self._compute_planned(planned, chunks)
+        self._publish_before(MOST_COUNT)
         return 0 if is_cut else budget
 
     def _take_planned(self, planned: dict[int, Planned]) -> None:
@@ -222,10 +221,15 @@ class Prefill:
                 self._cache.take_for(request.holding, chunk.end)
 
     def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
-        """Compute the chunks in `planned`, and remove them; return the number of their tokens."""
+        """Compute the chunks in `planned`, and remove them; return the number of their tokens.
+
+        Of equal pages, those of the request admitted first become findable first, whether a chunk or a decode fills
+        them.
+        """
         num_tokens = 0
-        for chunk in planned.values():
+        for admission, chunk in planned.items():
             request = chunk.request
+            self._publish_before(admission)
             num_new = chunk.end - request.num_computed
             num_tokens += num_new
             self._compute(request, num_new, request.num_prompt_tokens + request.num_output_tokens, chunks)
@@ -256,17 +260,28 @@ class Prefill:
         self.completing = []
         return ended
 
-    def publish_filled(self, num_steps: int) -> None:
+    def _publish_before(self, admission: int) -> None:
+        """Make findable the pages that decodes admitted before `admission` fill in this step."""
+        first = self._published
+        if self._running.num_sharing and admission > first:
+            self._published = admission
+            self.publish_filled(1, first, admission)
+
+    def publish_filled(self, num_steps: int, first: int = -1, end: int = MOST_COUNT) -> None:
         """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them.
 
-        Where a step is planned ahead, these are as many steps from the last one on.
+        Where a step is planned ahead, these are as many steps from the last one on. Only decodes of the admissions
+        from `first` up to `end` are considered.
         """
         wheel, cache, batch, lag = self._running.wheel, self._cache, self._batch, self._running.lag
         if cache.follows_decodes:
             assert num_steps == 1, "the cache does what a leap fills"
-            cache.publish_due()
+            if first < 0:
+                cache.publish_due()
             return
         filling = wheel.completing_page(num_steps, lag)
+        if first >= 0 or end < MOST_COUNT:
+            filling = [request for request in filling if first <= request.admission < end]
         if batch is not None and filling:
             # The token computed in this step is the one sampled in the step before.
             batch.append_all_sampled(filling, [wheel.num_computed(request) + 1 for request in filling], wheel.step)
