@@ -9,6 +9,7 @@ the page events of the engine, one by one, with the counts of each step, and wit
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -27,6 +28,7 @@ from kvarts.events import (
     CacheCleared,
     Cancelled,
     ChunkComputed,
+    ChunkPlanned,
     CopiesRemoved,
     DecodesStalled,
     DraftJudged,
@@ -56,6 +58,7 @@ __all__ = ["Account", "AuditError", "Auditor", "Finding"]
 OF_A_REQUEST = (
     Admitted,
     ChunkComputed,
+    ChunkPlanned,
     DecodesStalled,
     DraftTaken,
     DraftJudged,
@@ -148,6 +151,8 @@ class Auditor:
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
         self._lags = int(plans_ahead)
+        self._filled: deque[tuple[int, KnownRequest]] = deque()
+        """Decodes that fill a page in this step and have not published it, with the tokens that they compute."""
         self._stalled: list[KnownRequest] = []
         """Decodes of the last step that compute nothing in this one, if pages are published late."""
         self._ended: list[int] = []
@@ -219,7 +224,7 @@ class Auditor:
             case _:
                 self._expect_nothing()
         match event:
-            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
+            case ChunkPlanned() | DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
                 pass
             case _:
                 self._look_at_held()
@@ -257,6 +262,9 @@ class Auditor:
             case Preemption():
                 self._serve()
                 self._preempt(event)
+            case ChunkPlanned():
+                self._serve()
+                self._held.take_pages(self._requests[event.request], event.end)
             case DecodesStalled():
                 self._stall_after(self._requests[event.request])
             case DraftJudged():
@@ -316,7 +324,9 @@ class Auditor:
                 self._settle()
                 self._use(event)
             case ChunkComputed():
-                self._settle()
+                self._count_decodes()
+                known = self._requests[event.request]
+                self._name_filled(known.admission if known.is_running else None)
                 self._compute(event)
             case DraftTaken():
                 self._settle()
@@ -338,7 +348,8 @@ class Auditor:
 
     def _hear_stored(self, event: PagesStored) -> None:
         if not self.ledger.happened:
-            self._settle()
+            self._count_decodes()
+            self._name_filled(until_stored=True)
         if not self.ledger.happened:
             self._name_stalled()
         content, start = event.content, event.start_page
@@ -492,7 +503,23 @@ class Auditor:
         self._serve_takers(known.admission if known is not None and is_decoding else None)
 
     def _settle(self) -> None:
-        """Count the token that each decode of this step computes."""
+        """Count the token that each decode of this step computes, and publish all pages that they fill."""
+        self._count_decodes()
+        self._name_filled()
+
+    def _name_filled(self, before: int | None = None, *, until_stored: bool = False) -> None:
+        """Publish the pages that decodes fill, in the order of admission: of those admitted before `before`.
+
+        `until_stored`: only until the ledger has stored something.
+        """
+        filled = self._filled
+        while filled and (before is None or filled[0][1].admission < before):
+            if until_stored and self.ledger.happened:
+                return
+            num_computed, known = filled.popleft()
+            self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
+
+    def _count_decodes(self) -> None:
         if self._is_settled:
             return
         self._serve()
@@ -512,9 +539,7 @@ class Auditor:
             if (known.computed - self._lags) % self._page_size == 0:
                 filled.append((known.computed, known))
         # Requests that fill a page publish it in the order of admission, as in vLLM.
-        filled.sort(key=lambda each: each[1].admission)
-        for num_computed, known in filled:
-            self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
+        self._filled.extend(sorted(filled, key=lambda each: each[1].admission))
 
     def _name_stalled(self) -> None:
         """Publish the pages that stalled requests had filled, at the end of the plan: their tokens are known then."""
