@@ -56,6 +56,8 @@ NOT_DONE = (
     "suffix",
     "functions",
     "function_call",
+    "audio",
+    "web_search_options",
     "documents",
     "logprob_token_ids",
     "prompt_embeds",
@@ -285,6 +287,8 @@ class ChatBody(GenerationBody, kw_only=True):
     response_format: dict[str, Any] | None = None
     functions: Any = None
     function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
     documents: Any = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

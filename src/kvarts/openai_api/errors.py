@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -31,11 +32,23 @@ MOST_PARAM_CHARS = 200
 
 
 class ApiError(Exception):
-    """Refusal of a request. `param`: the field at fault. `retry_after_s`: when the client may retry."""
+    """Refusal of a request. `param`: the field at fault. `retry_after_s`: when the client may retry.
+
+    The message names the field, since many clients show nothing else: if it does not, the name is put before it, unless
+    the message `is_verbatim`.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        is_verbatim: bool = False,
     ) -> None:
+        if param and not (is_verbatim or re.search(rf"(?<![\w.]){re.escape(param)}(?!\w)", message)):
+            message = f"{param[:MOST_PARAM_CHARS]}: {message}"
         super().__init__(message)
         self.status = status
         # An error may quote a request, which may be large.
@@ -74,6 +87,7 @@ def too_long(limit: int, num_prompt_tokens: int | None, max_tokens: int, *, para
         f"This model's maximum context length is {limit} tokens. However, you requested {told} tokens{parts}. Please "
         "reduce the length of the prompt or the completion.",
         param=param,
+        is_verbatim=True,
     )
 
 
