@@ -417,7 +417,9 @@ class _StreamListener:
     def end(self, completion: Completion) -> None:
         """Send the rest of the text, and the end."""
         self._send_text(completion.text)
-        self._send(None if completion.error is None else RequestFailedError(completion.error))
+        self._send(
+            None if completion.error is None else RequestFailedError(completion.error, asked=completion.error_field)
+        )
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""

@@ -97,8 +97,9 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, EngineDeadError):
         return ApiError(500, "the engine has stopped after an error")
-    if isinstance(error, RequestFailedError):
+    if isinstance(error, RequestFailedError) and error.asked is None:
         return ApiError(500, str(error))
     if isinstance(error, KvartsError):
-        return ApiError(400, str(error), param=(error.field or "").removeprefix("sampling.") or None)
+        field = (error.asked if isinstance(error, RequestFailedError) else error.field) or ""
+        return ApiError(400, str(error).removeprefix("sampling."), param=field.removeprefix("sampling.") or None)
     return ApiError(500, "the engine has stopped after an error")

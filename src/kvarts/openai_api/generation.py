@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from kvarts.errors import KvartsError
 from kvarts.limits import brief
+from kvarts.llm.listener import RequestFailedError
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
 from kvarts.openai_api.answers import (
     CHAT_PATH,
@@ -358,9 +360,26 @@ def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | N
     return structured
 
 
+CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+               "response_format", "tools")  # fmt: skip
+FORMATS = {"/v1/responses": "text.format", "/v1/messages": "output_config.format"}
+"""The field of other APIs that is translated to `response_format`."""
+
+
 def _named(body: GenerationBody) -> str:
-    names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    return next(name for name in names if getattr(body, name) is not None)
+    return next((name for name in CONSTRAINTS if getattr(body, name, None) is not None), "tools")
+
+
+def _blamed(error: BaseException, body: GenerationBody, path: str) -> ApiError:
+    """Return the error that the client receives; one about a constraint names the field that asked for it."""
+    told = api_error(error)
+    if told.param != CONSTRAINTS[0] or body.structured_outputs is not None:
+        return told
+    field = _named(body)
+    if field == "response_format":
+        field = FORMATS.get(path, field)
+    what = told.message.removeprefix(f"{told.param}: ")
+    return ApiError(told.status, what, param=field, retry_after_s=told.retry_after_s)
 
 
 def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
@@ -615,7 +634,11 @@ class Generating:
         served, body, form = read.served, read.body, read.form
         if read.scripted:
             _fail_as(read.scripted[0], exchange, served)
-        await checked(exchange, served, read.asks)
+        blamed = partial(_blamed, body=body, path=exchange.request.path)
+        try:
+            await checked(exchange, served, read.asks)
+        except KvartsError as error:
+            raise blamed(error) from None
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
@@ -625,7 +648,7 @@ class Generating:
         read.asks.clear()  # the engine has the tokens
         try:
             if body.stream:
-                stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage)
+                stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage, blamed)
                 answer.is_read = True
                 await stream.write(answer)
             else:
@@ -636,6 +659,8 @@ class Generating:
                 num_bytes = sum(whole.num_bytes for whole in wholes)
                 payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
                 await exchange.failure.write_whole(exchange.response, payload)
+        except RequestFailedError as error:
+            raise blamed(error) from None
         finally:
             await under_way.end()
         return form
@@ -744,7 +769,7 @@ def _told_reason(finish_reason: str) -> str:
 
 
 class _Stream:
-    """Writes an answer as server-sent events."""
+    """Writes an answer as server-sent events. `told`: returns the error that the client receives for one."""
 
     def __init__(
         self,
@@ -753,8 +778,10 @@ class _Stream:
         choices: Sequence[Choice],
         options: StreamOptions,
         usage: _Usage,
+        told: Callable[[BaseException], ApiError],
     ) -> None:
         self._exchange = exchange
+        self._told = told
         self._form = form
         self._choices = choices
         self._usage = usage
@@ -786,7 +813,7 @@ class _Stream:
         except (ClientGone, Cut):
             raise
         except Exception as error:
-            await response.more(self._form.failed(api_error(error)))
+            await response.more(self._form.failed(self._told(error)))
         else:
             end = self._form.end(self._usage.of_all, self._choices, tells_usage=self._tells_usage)
             await failure.write(response, [end])
