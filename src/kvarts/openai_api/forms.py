@@ -48,6 +48,8 @@ class Whole:
     @property
     def num_bytes(self) -> int:
         """Approximate bytes on the wire."""
+        if not self.logprobs and self.prompt_logprobs is None:
+            return sum(map(len, self.texts))
         num_values = sum(1 + len(top) for _, _, top in self.logprobs)
         if self.prompt_logprobs is not None:
             num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)

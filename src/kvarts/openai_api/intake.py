@@ -52,6 +52,10 @@ class Intake:
 
         Raise ApiError if it is too long, too slow, or lacks room; ClientGone if it is cut off.
         """
+        if (whole := request.whole_body(max_bytes)) is not None:
+            if whole:
+                self._take(body, len(whole))
+            return whole
         body.reader = asyncio.current_task()
         self._reading[body] = None
         try:
@@ -72,7 +76,8 @@ class Intake:
     def _take(self, body: Body, count: int) -> None:
         """Reserve room for `count` more bytes. Raise ApiError if the room is exhausted."""
         body.moved_s = monotonic()
-        self._reading.move_to_end(body)
+        if body in self._reading:
+            self._reading.move_to_end(body)
         while not self._has_room(body, count):
             if not self._make_room(body):
                 raise ApiError(503, "the server reads as many bytes of requests as it may", retry_after_s=1.0)
