@@ -303,6 +303,34 @@ def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: 
     assert statuses(answer) == [200]  # an answer may take as long as it likes
 
 
+def test_a_connection_that_is_kept_and_not_used_is_closed_without_an_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvarts.openai_api.server.HEAD_TIMEOUT_S", 0.3)
+    server = start()
+    with connect(server.url) as client:
+        client.settimeout(5.0)
+        answer = b""
+        for _ in range(3):  # longer than the limit in all, but used
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            time.sleep(0.15)
+            answer += client.recv(65536)
+        assert statuses(answer) == [200] * 3
+        assert client.recv(65536) == b""
+    with connect(server.url) as client:  # refused by its head; its body never comes
+        client.settimeout(5.0)
+        client.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\nabc")
+        assert statuses(client.recv(65536)) == [404]
+        assert client.recv(65536) == b""
+    with connect(server.url) as client:  # the next head begins, and does not end
+        client.settimeout(5.0)
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /heal")
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+        assert statuses(answer) == [200, 408]
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -151,6 +151,11 @@ class OpenAIApp:
         self._exact = {(route.method, route.path): route for route in self.routes if route not in self._prefixes}
         self._paths = {path for _, path in self._exact}
 
+    @property
+    def tells_clients(self) -> bool:
+        """Whether it notes the addresses of clients, which a proxy on this machine may tell."""
+        return self._access_log is not None
+
     def open(self) -> None:
         """Start what runs besides requests, in the running event loop."""
         if self._has_page:

@@ -47,14 +47,21 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         is_verbatim: bool = False,
     ) -> None:
-        if param and not (is_verbatim or re.search(rf"(?<![\w.]){re.escape(param)}(?!\w)", message)):
-            message = f"{param[:MOST_PARAM_CHARS]}: {message}"
         super().__init__(message)
         self.status = status
         # An error may quote a request, which may be large.
-        self.message = message if len(message) <= MOST_MESSAGE_CHARS else f"{message[:MOST_MESSAGE_CHARS]}..."
+        self.what = message if len(message) <= MOST_MESSAGE_CHARS else f"{message[:MOST_MESSAGE_CHARS]}..."
         self.param = None if param is None else param[:MOST_PARAM_CHARS]
         self.retry_after_s = retry_after_s
+        self._is_verbatim = is_verbatim
+
+    @property
+    def message(self) -> str:
+        """What is wrong with which field."""
+        param, what = self.param, self.what
+        if not param or self._is_verbatim or re.search(rf"(?<![\w.]){re.escape(param)}(?!\w)", what):
+            return what
+        return f"{param}: {what}"
 
     @property
     def body(self) -> bytes:

@@ -388,7 +388,7 @@ def _blamed(error: BaseException, body: GenerationBody, path: str) -> ApiError:
     field = _named(body)
     if field == "response_format":
         field = FORMATS.get(path, field)
-    what = told.message.removeprefix(f"{told.param}: ")
+    what = told.what.removeprefix(f"{told.param}: ")
     return ApiError(told.status, what, param=field, retry_after_s=told.retry_after_s)
 
 

@@ -70,8 +70,9 @@ class Intake:
 
     def drop(self, body: Body) -> None:
         """Release the bytes of a body."""
-        self._shares.give(body.owner, body.num_bytes)
-        body.num_bytes = 0
+        if body.num_bytes:
+            self._shares.give(body.owner, body.num_bytes)
+            body.num_bytes = 0
 
     def _take(self, body: Body, count: int) -> None:
         """Reserve room for `count` more bytes. Raise ApiError if the room is exhausted."""

@@ -373,7 +373,7 @@ class Served:
     ) -> tuple[Answer, list[Choice]]:
         """Reserve capacity and return the Answer for requests. Raise ApiError if there is too little."""
         self.ready()
-        num_tokens = sum(len(ask.tokens) for ask in asks)
+        num_tokens = sum([len(ask.tokens) for ask in asks])
         places, held = self._places, self._held_tokens
         places.resize(self.max_live)
         if len(asks) > places.room(owner.name) or num_tokens > held.room(owner.name):
@@ -420,8 +420,9 @@ class Served:
         under_way = [choice for choice in choices if not choice.is_over]
         if under_way:
             self.host.loop.post(lambda _: self._cancel(under_way))
-        for choice in choices:
-            self._leave(choice)
+        if self._gate is not None:
+            for choice in choices:
+                self._leave(choice)
         if self._idle is not None and not self._live:
             self._idle.set()
 
@@ -563,7 +564,7 @@ class _Begin:
 
         def make(index: int, now_ns: int) -> Request:
             served.assign(index)
-            hints = with_parts(ask.hints, ask.hints_of_parts)
+            hints = ask.hints if ask.hints_of_parts is None else with_parts(ask.hints, ask.hints_of_parts)
             request = Request(
                 index,
                 Content.from_tokens(
