@@ -86,11 +86,7 @@ class HttpRequest:
 
     def has_header(self, *names: str) -> bool:
         """Return whether it has any of these headers."""
-        headers = self.headers
-        for name in names:
-            if _NAMES[name] in headers:
-                return True
-        return False
+        return not self.headers.keys().isdisjoint(map(_NAMES.__getitem__, names))
 
     @property
     def has_body(self) -> bool:

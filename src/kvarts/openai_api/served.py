@@ -226,6 +226,8 @@ class Served:
         self.is_starting = False
         self.sleep_level = 0
         self._live: set[Choice] = set()
+        self._begun: list[tuple[_Begin, Choice]] = []
+        """Requests on their way to the engine."""
         self._idle: asyncio.Event | None = None
 
     def written(self, answer: ScriptedAnswer, budget: Budget) -> tuple[int, ...]:
@@ -341,7 +343,14 @@ class Served:
         return answer, choices
 
     def _begin(self, ask: Ask, choice: Choice) -> None:
-        self.host.loop.start(_Begin(ask, choice, self), choice)
+        # Those of one turn of the event loop reach the engine together: each wakes its thread, which takes longer.
+        self._begun.append((_Begin(ask, choice, self), choice))
+        if len(self._begun) == 1:
+            asyncio.get_running_loop().call_soon(self._start_begun)
+
+    def _start_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        self.host.loop.start_all(begun)
 
     def _enter(self, ask: Ask, choice: Choice, owner: Owner, begin: Begin) -> None:
         """Begin a request, once it is its owner's turn."""
