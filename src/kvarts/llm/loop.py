@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-LINGER_S = 0.005
+LINGER_S = 0.02
 """How long an idle loop's thread waits for another task, since starting a thread takes longer than most tasks."""
 Prompt = tuple[Sequence[int], SamplingParams]
 
