@@ -226,7 +226,7 @@ class Answers:
 
     @property
     def has_words_alone(self) -> bool:
-        """Whether it has neither rules nor recordings, so that words answer whatever no request scripts."""
+        """Whether it lacks rules and recordings: words then answer every request that brings no answer along."""
         return not self._rules and self.recordings is None
 
     def find(self, question: Question) -> ScriptedAnswer | None:

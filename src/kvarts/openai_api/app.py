@@ -152,8 +152,8 @@ class OpenAIApp:
         self._paths = {path for _, path in self._exact}
 
     @property
-    def tells_clients(self) -> bool:
-        """Whether it notes the addresses of clients, which a proxy on this machine may tell."""
+    def logs_addresses(self) -> bool:
+        """Whether it records the addresses of clients, which a proxy on this machine may forward."""
         return self._access_log is not None
 
     def open(self) -> None:

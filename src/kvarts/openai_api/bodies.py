@@ -89,7 +89,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     n: int | None = None
     ignore_eos: bool | None = None
     user: str | None = None
-    # Fields of sampling, from here to RARE: absent from most requests, which share their parameters.
+    # Fields of sampling, which most requests lack: see `samples_plainly`.
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -103,7 +103,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
-    # Fields of few requests, up to the last one: see `is_plain`.
+    # Fields that few requests have, up to those at the beginning of a subclass: see `is_plain`.
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -138,12 +138,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has none of the fields that few requests have, compared at once because there are so many."""
+        """Whether all of the fields that few requests have are absent; a single comparison, since there are 35."""
         return astuple(self)[FIRST_RARE : self.END_OF_RARE] == NO_RARE[: self.END_OF_RARE - FIRST_RARE]
 
     @property
     def samples_plainly(self) -> bool:
-        """Whether it has none of the fields of sampling, from `min_tokens` to `skip_special_tokens`."""
+        """Whether all fields of sampling are absent, from `min_tokens` to `skip_special_tokens`."""
         return astuple(self)[FIRST_OF_SAMPLING:FIRST_RARE] == NO_SAMPLING
 
     def check(self) -> None:
@@ -265,7 +265,7 @@ def _params(**fields: Any) -> SamplingParams:
 class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
-    # Not done, as above: the last fields that few requests have.
+    # Refused as those above; the last fields that few requests have.
     suffix: str | None = None
     prompt_embeds: Any = None
     prompt: str | list[Any] | None = None
@@ -306,7 +306,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    # Not done, as above: the last fields that few requests have.
+    # Refused as those above; the last fields that few requests have.
     functions: Any = None
     function_call: Any = None
     audio: Any = None

@@ -57,7 +57,7 @@ class ApiError(Exception):
 
     @property
     def message(self) -> str:
-        """What is wrong with which field."""
+        """The error, with the name of the field."""
         param, what = self.param, self.what
         if not param or self._is_verbatim or re.search(rf"(?<![\w.]){re.escape(param)}(?!\w)", what):
             return what

@@ -381,7 +381,7 @@ def _named(body: GenerationBody) -> str:
 
 
 def _blamed(error: BaseException, body: GenerationBody, path: str) -> ApiError:
-    """Return the error that the client receives; one about a constraint names the field that asked for it."""
+    """Return the error that the client receives. An error about a constraint names the field of the request."""
     told = api_error(error)
     if told.param != CONSTRAINTS[0] or body.structured_outputs is not None:
         return told
@@ -787,7 +787,7 @@ def _told_reason(finish_reason: str) -> str:
 
 
 class _Stream:
-    """Writes an answer as server-sent events. `told`: returns the error that the client receives for one."""
+    """Writes an answer as server-sent events. `told`: converts an error to the one that the client receives."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ _RANDOM = Random(SystemRandom().getrandbits(256))
 
 
 class _Names(dict[str, bytes]):
-    """Names of headers as bytes; of a fixed set, as code names them."""
+    """Names of headers as bytes. Code names them, so there are few."""
 
     def __missing__(self, name: str) -> bytes:
         self[name] = encoded = name.encode()

@@ -343,7 +343,7 @@ class Served:
         return answer, choices
 
     def _begin(self, ask: Ask, choice: Choice) -> None:
-        # Those of one turn of the event loop reach the engine together: each wakes its thread, which takes longer.
+        # Requests of one turn of the event loop reach the engine together: waking its thread for each is expensive.
         self._begun.append((_Begin(ask, choice, self), choice))
         if len(self._begun) == 1:
             asyncio.get_running_loop().call_soon(self._start_begun)

@@ -389,7 +389,7 @@ class OpenAIServer:
             server_header=False,
             date_header=True,
             backlog=BACKLOG,
-            proxy_headers=app.tells_clients,
+            proxy_headers=app.logs_addresses,
             ssl_certfile=address.tls_cert,
             ssl_keyfile=address.tls_key,
         )
