@@ -349,8 +349,10 @@ class Served:
             asyncio.get_running_loop().call_soon(self._start_begun)
 
     def _start_begun(self) -> None:
+        """Pass the requests that have begun to the engine, before anything else that concerns them."""
         begun, self._begun = self._begun, []
-        self.host.loop.start_all(begun)
+        if begun:
+            self.host.loop.start_all(begun)
 
     def _enter(self, ask: Ask, choice: Choice, owner: Owner, begin: Begin) -> None:
         """Begin a request, once it is its owner's turn."""
@@ -460,6 +462,7 @@ class Served:
 
     def abort_all(self) -> None:
         """End all requests under way."""
+        self._start_begun()
         under_way = [choice for choice in self._live if not choice.is_over]
         for choice in under_way:
             if choice.in_session is not None:
