@@ -395,6 +395,18 @@ def _blamed(error: BaseException, body: GenerationBody, path: str) -> ApiError:
 def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     """Return the form of a chat completion. Raise ApiError if it is not available."""
     choice, tools = body.tool_choice, body.tools or []
+    answers = served.answers
+    if (
+        answers is not None
+        and answers.has_words_alone
+        and not tools
+        and choice in (None, "auto", "none")
+        and body.response_format is None
+        and body.thinking_budget_tokens is None
+        and body.is_plain
+        and not exchange.request.has_header(ANSWER_HEADER)
+    ):
+        return IN_WORDS
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
     if len(known) < len(tools):
@@ -417,7 +429,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
         if body.structured(None) is not None:
             raise ApiError(400, "calls of tools have a form already", param=_named(body))
         schema = None  # a format applies to texts, and this answer is a call
-    structured, answers = _structured(served, body, schema), served.answers
+    structured = _structured(served, body, schema)
     asked = _asked(served, body, exchange)
     if answers is not None:
         recordings = answers.recordings
