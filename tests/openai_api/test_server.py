@@ -376,7 +376,9 @@ def test_a_model_of_which_nothing_is_known_may_be_meant_as_a_name(
     assert "To serve a mock by this name: --served-model-name gpt-4o." in capsys.readouterr().err
 
 
-def test_a_request_that_is_aborted_in_the_turn_in_which_it_came_is_answered(start: Callable[..., RunningServer]) -> None:
+def test_a_request_that_is_aborted_in_the_turn_in_which_it_came_is_answered(
+    start: Callable[..., RunningServer],
+) -> None:
     server = start()
     served = server.opened.served
 
