@@ -226,6 +226,8 @@ class Served:
         self.is_starting = False
         self.sleep_level = 0
         self._live: set[Choice] = set()
+        self._begun: list[tuple[_Begin, Choice]] = []
+        """Requests on their way to the engine."""
         self._idle: asyncio.Event | None = None
 
     def written(self, answer: ScriptedAnswer, budget: Budget) -> tuple[int, ...]:
@@ -341,7 +343,16 @@ class Served:
         return answer, choices
 
     def _begin(self, ask: Ask, choice: Choice) -> None:
-        self.host.loop.start(_Begin(ask, choice, self), choice)
+        # Requests of one turn of the event loop reach the engine together: waking its thread for each is expensive.
+        self._begun.append((_Begin(ask, choice, self), choice))
+        if len(self._begun) == 1:
+            asyncio.get_running_loop().call_soon(self._start_begun)
+
+    def _start_begun(self) -> None:
+        """Pass the requests that have begun to the engine, before anything else that concerns them."""
+        begun, self._begun = self._begun, []
+        if begun:
+            self.host.loop.start_all(begun)
 
     def _enter(self, ask: Ask, choice: Choice, owner: Owner, begin: Begin) -> None:
         """Begin a request, once it is its owner's turn."""
@@ -373,7 +384,7 @@ class Served:
     ) -> tuple[Answer, list[Choice]]:
         """Reserve capacity and return the Answer for requests. Raise ApiError if there is too little."""
         self.ready()
-        num_tokens = sum(len(ask.tokens) for ask in asks)
+        num_tokens = sum([len(ask.tokens) for ask in asks])
         places, held = self._places, self._held_tokens
         places.resize(self.max_live)
         if len(asks) > places.room(owner.name) or num_tokens > held.room(owner.name):
@@ -420,8 +431,9 @@ class Served:
         under_way = [choice for choice in choices if not choice.is_over]
         if under_way:
             self.host.loop.post(lambda _: self._cancel(under_way))
-        for choice in choices:
-            self._leave(choice)
+        if self._gate is not None:
+            for choice in choices:
+                self._leave(choice)
         if self._idle is not None and not self._live:
             self._idle.set()
 
@@ -450,6 +462,7 @@ class Served:
 
     def abort_all(self) -> None:
         """End all requests under way."""
+        self._start_begun()
         under_way = [choice for choice in self._live if not choice.is_over]
         for choice in under_way:
             if choice.in_session is not None:
@@ -563,7 +576,7 @@ class _Begin:
 
         def make(index: int, now_ns: int) -> Request:
             served.assign(index)
-            hints = with_parts(ask.hints, ask.hints_of_parts)
+            hints = ask.hints if ask.hints_of_parts is None else with_parts(ask.hints, ask.hints_of_parts)
             request = Request(
                 index,
                 Content.from_tokens(
