@@ -253,6 +253,11 @@ class Moves:
         self._of[handoff.decode] = handoff
         self._complete(holder)
 
+    def holder(self, row: int) -> Handoff | None:
+        """Return the request of `row` if its prompt is held for another one to fetch."""
+        holder = self._left.get(row)
+        return holder if holder is not None and holder.is_held else None
+
     def _leave(self, handoff: Handoff, now_ns: int) -> None:
         """Let a worker hold a prompt, whose client has all that it asked for, until another request fetches it."""
         prefill = handoff.prefill

@@ -106,10 +106,14 @@ def tiers_of(config: FleetConfig) -> list[str]:
 
 
 class OpenedFleet:
-    """The workers of a fleet with their routers, and the store that they share, for one run. `open` must follow."""
+    """The workers of a fleet with their routers, and the store that they share, for one run. `open` must follow.
 
-    def __init__(self, config: FleetConfig) -> None:
+    `num_waiting`: as of an EventLog.
+    """
+
+    def __init__(self, config: FleetConfig, *, num_waiting: int = MANY_EVENTS) -> None:
         self._config = config
+        self._num_waiting = num_waiting
         self.store, self.store_links = open_store(config)
         self.pools: list[Pool] = []
         self._num_workers = 0
@@ -176,7 +180,7 @@ class OpenedFleet:
             self._num_workers += 1
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers, self.store)
+            return open_worker(of_pool, index, rank + index, readers, self.store, num_waiting=self._num_waiting)
 
         return open_next
 
@@ -258,7 +262,13 @@ def links_of(config: FleetConfig) -> Links:
 
 
 def open_worker(
-    pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: WorkersStore | None
+    pool: PoolConfig,
+    index: int,
+    rank: int,
+    readers: Sequence[EventReader],
+    store: WorkersStore | None,
+    *,
+    num_waiting: int = MANY_EVENTS,
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
@@ -277,7 +287,7 @@ def open_worker(
         executor,
         memory=None if config.kv_groups == "off" else config.memory,
         readers=readers,
-        num_waiting=MANY_EVENTS,
+        num_waiting=num_waiting,
         policy=queue if pool.role == "decode" else config.admission(),
         make_order=config.eviction,
         offload=offload,
