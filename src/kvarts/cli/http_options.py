@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from kvarts.openai_api.access_log import AccessLog
+    from kvarts.openai_api.fleet.opening import OpenedFleet
     from kvarts.openai_api.opening import Opened
     from kvarts.owners.keys import Keys
 
@@ -251,19 +252,46 @@ def say(line: str) -> None:
 
 
 def serve_http(
-    opened: Opened, address: Any, values: dict[str, Any], *, what: str, worker: OneOfSeveral | None = None
+    opened: Opened,
+    address: Any,
+    values: dict[str, Any],
+    *,
+    what: str,
+    worker: OneOfSeveral | None = None,
+    fleet: OpenedFleet | None = None,
 ) -> None:
-    """Serve until a signal arrives, then write the recorded requests. `worker`: the process, if there are several."""
+    """Serve until a signal arrives, then write the recorded requests.
+
+    `worker`: the process, if there are several. `fleet`: the fleet of which `opened` is the router's door.
+    """
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
 
+    def ready(url: str) -> None:
+        if worker is not None:
+            worker.report_ready(what)
+            return
+        say(f"{what} on {url}/v1")
+        for name, of_worker in behind:
+            say(f"{name} on {of_worker}/v1")
+
+    behind: list[tuple[str, str]] = []
+
     async def serve() -> None:
-        server = OpenAIServer(opened.app, opened.models, address, None if worker is None else worker.listening)
+        server: Any
+        models: Any = opened.models
+        if fleet is None:
+            server = OpenAIServer(opened.app, opened.models, address, None if worker is None else worker.listening)
+        else:
+            from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
+
+            server, models = FleetServer(fleet, address), FleetModels(fleet)
+            behind.extend(server.urls)
         async with nullcontext() if worker is None else worker.joined(opened):
             await serve_until_signal(
                 server,
-                opened.models,
-                lambda url: say(f"{what} on {url}/v1") if worker is None else worker.report_ready(what),
+                models,
+                ready,
                 startup_delay_s=values["startup_delay"],
                 drain_s=values["drain"],
                 drain_delay_s=values["drain_delay"],
