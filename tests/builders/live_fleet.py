@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +17,15 @@ from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.replay import replay_fleet
 from kvarts.openai_api.fleet.opening import OpenedFleet, open_fleet
+from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits, Served
+from kvarts.openai_api.server import Address
 from kvarts.sampling import SamplingParams
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.recorded import RecordedRow, recorded_trace
 
+from builders.http_client import call
 from builders.parity import Heard
 
 LEAVES = {"do_remote_decode": True}
@@ -135,3 +143,73 @@ def replayed(config: FleetConfig, rows: list[RecordedRow]) -> tuple[Any, dict[in
 
     report = replay_fleet(recorded_trace(rows), config, observers_of=observers_of)
     return report, heard
+
+
+class RunningFleet:
+    """A fleet of mocks at free ports of the loopback address, in a thread of this process."""
+
+    def __init__(self, config: FleetConfig, *, door: Door | None = None, speedup: float = 1.0) -> None:
+        self.fleet = open_fleet(config, Door(hosts=()) if door is None else door, speedup=speedup)
+        self._started: Future[None] = Future()
+        self._drain_s = 0.2
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        self._started.result(30)
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            server = FleetServer(self.fleet, Address(port=0))
+            await server.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            raise
+        self.url, self.urls = server.url, [url for _, url in server.urls]
+        self._started.set_result(None)
+        await self._stopping.wait()
+        self._was_whole = await server.stop(self._drain_s)
+
+    def stop(self, drain_s: float = 0.2) -> bool:
+        """Stop serving; return whether all requests ended normally."""
+        if self._thread.is_alive():
+            self._drain_s = drain_s
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(30)
+        return self._was_whole
+
+    def __enter__(self) -> RunningFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way at all doors."""
+        return FleetModels(self.fleet).num_live
+
+    def metric(self, worker: int, name: str, **labels: str) -> float:
+        """A metric of a worker, summed over the labels that are not given."""
+        text = call(self.urls[worker], "/metrics").payload.decode()
+        found = re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for has, value in found if all(each in has for each in wanted))
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Wait until something is so; fail if it is not in time."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def assert_at_rest(self) -> None:
+        """Assert that no worker has pages in use, and that all pages are accounted for."""
+
+        def check(_: Any) -> None:
+            self.fleet.fleet.catch_up()
+            for worker in self.fleet.fleet.fleet.workers:
+                worker.scheduler.check()
+                held = [handoff for handoff in worker.handoffs.held]
+                assert worker.scheduler.cache.num_used == 0 or held, f"worker {worker.index}"
+
+        self.fleet.loop.call(check)

@@ -95,7 +95,11 @@ def open_fleet(
         facts: dict[str, object] = {"mock": True, "seed": door.seed, "speedup": speedup}
         if described is not None:
             each = described.pool.each
-            facts |= {"role": described.pool.role, "pool": described.pool.name, "cost_model": each.to_builtins()["cost"]}
+            facts |= {
+                "role": described.pool.role,
+                "pool": described.pool.name,
+                "cost_model": each.to_builtins()["cost"],
+            }
         rank = 0 if described is None else described.index
         of_worker = msgspec.structs.replace(of_door, rank=rank)
         made = make_served(host, WordText(), names, of_worker, limits=limits, meter=meter, facts=facts)
@@ -108,7 +112,9 @@ def open_fleet(
     for worker, each, of_worker, meter in zip(live.workers, described, limits, meters, strict=True):
         of_engine = served(worker, each.pool.each, of_worker, meter, each)
         tensor_parallel = int(getattr(each.pool.each.cost, "tensor_parallel", 1))
-        transfers = KvTransfers(paced, worker, seed=door.seed, tensor_parallel=tensor_parallel)
+        transfers = KvTransfers(
+            paced, loop, worker, seed=door.seed, tensor_parallel=tensor_parallel, hold_s=config.hold_s / speedup
+        )
         of_engine.transfers = transfers
         engines.append(of_engine)
         opened = open_app([of_engine], door, speedup=speedup)

@@ -6,6 +6,7 @@ which worker holds the pages. A request with these fields, and `do_remote_prefil
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 
 from kvarts.decoders import convert
 from kvarts.fleet.worker import Worker
+from kvarts.llm.loop import EngineLoop
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.fleet.paced import PacedFleet
@@ -22,6 +24,7 @@ from kvarts.traffic.trace_request import Direct
 __all__ = ["KvTransfers", "engine_id_of"]
 
 PARAM = "kv_transfer_params"
+TICK_S = 0.01
 
 
 def engine_id_of(seed: int, worker: int) -> str:
@@ -48,11 +51,18 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransfers:
-    """The Transfers of the door of `worker`. `address`: its host and port, once it listens."""
+    """The Transfers of the door of `worker`. `address`: its host and port, once it listens.
 
-    def __init__(self, fleet: PacedFleet, worker: Worker, *, seed: int, tensor_parallel: int) -> None:
+    `loop` owns the engines of `fleet`. `hold_s`: how long the worker holds pages, in real time.
+    """
+
+    def __init__(
+        self, fleet: PacedFleet, loop: EngineLoop, worker: Worker, *, seed: int, tensor_parallel: int, hold_s: float
+    ) -> None:
         self.address = ("127.0.0.1", 0)
         self._fleet = fleet
+        self._loop = loop
+        self._hold_s = hold_s
         self._worker = worker
         self._seed = seed
         self._tensor_parallel = tensor_parallel
@@ -67,7 +77,9 @@ class KvTransfers:
         if len(asks) > 1:
             raise ApiError(400, "is of one prompt and one choice", param=PARAM)
         if params.do_remote_decode and asks[0].params.max_tokens != 1:
-            told = f"with do_remote_decode, only the prompt is computed: max_tokens is 1, got {asks[0].params.max_tokens}"
+            told = (
+                f"with do_remote_decode, only the prompt is computed: max_tokens is 1, got {asks[0].params.max_tokens}"
+            )
             raise ApiError(400, told, param="max_tokens")
 
     def assign(self, index: int, ask: Ask) -> None:
@@ -92,6 +104,8 @@ class KvTransfers:
         request = choices[0].request
         if request is None or not (asked or {}).get("do_remote_decode"):
             return None
+        # Nothing else may happen until then, and nothing moves an idle fleet.
+        asyncio.get_running_loop().call_later(self._hold_s + TICK_S, self._catch_up)
         num_pages = -(-request.num_prompt_tokens // request.content.page_size)
         host, port = self.address
         return {
@@ -105,6 +119,9 @@ class KvTransfers:
             "tp_size": self._tensor_parallel,
             "remote_num_tokens": request.num_prompt_tokens,
         }
+
+    def _catch_up(self) -> None:
+        self._loop.post(lambda _: self._fleet.catch_up())
 
 
 def _params_of(ask: Ask) -> KvTransferParams:
