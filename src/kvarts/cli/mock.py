@@ -152,16 +152,17 @@ def mock_command(**params: Any) -> None:
         opened: Opened | None = None
         fleet: OpenedFleet | None = None
         readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
-        opened = mock_sharing.open_if_several(
-            given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
-        )
         fleet = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
             readers_of=readers_of, sources=sources, kv_groups=kv_groups,
         )  # fmt: skip
         if fleet is not None:
             opened = fleet.front
-        elif opened is None:
+        else:
+            opened = mock_sharing.open_if_several(
+                given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
+            )
+        if opened is None:
             asked = {"windows": "session_window"} if params["session_window"] else {}
             config = resolve_replay(given, sections, asked=asked)
             if not rank:

@@ -84,7 +84,6 @@ def open_if_given(
     asked = {
         "live_fleet": "fleet",
         **({"several": "--model"} if given.names("models") else {}),
-        **({"workers": "workers"} if params["workers"] > 1 else {}),
     }
     check_combination(asked)
     for key in given.in_table("scaling"):
@@ -95,7 +94,9 @@ def open_if_given(
     for name in SESSIONS:
         if params.get(name) is not None:
             check_combination({"sessions": name, "fleet": "fleet"})
-    config = resolve_fleet(given, sections)
+    from kvarts.cli.fleet import with_eviction
+
+    config = with_eviction(resolve_fleet(given, sections), given, None)
     for pool in config.pools:
         tell_whole_pages(pool.each, f"the workers in pool {pool.name or pool.role}")
     name = (*door.names, model)[0]

@@ -177,9 +177,11 @@ class Handoff:
         """Return the values of TIMES."""
         if self.prefill is None:
             return (self.decode.first_admitted_ns, -1, -1, -1, self.decode.first_admitted_ns, -1)
+        # A prompt that was held before is there as soon as the request that fetches it.
+        earliest_ns = -1 if self.fetches is None else self.decode.arrival_ns
         return (
-            self.prefill.first_admitted_ns,
-            self.held_ns,
+            max(self.prefill.first_admitted_ns, earliest_ns),
+            max(self.held_ns, earliest_ns),
             self.reserved_ns,
             self.activated_ns,
             self.decode.first_admitted_ns,

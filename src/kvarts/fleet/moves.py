@@ -682,13 +682,13 @@ class Moves:
         handoff.count_prefill()
         if handoff.prefill is not None and handoff.fetches is None:
             request.first_admitted_ns = handoff.prefill.first_admitted_ns
+        replica = handoff.source if handoff.target < 0 else handoff.target
         if handoff.is_given_up:
             request.cancelled_ns = self.now_ns
-            replica = handoff.source if handoff.target < 0 else handoff.target
             self._arrivals.note_cancelled(request, handoff.row, replica, more)
             self._tell(1)
         else:
-            self._log.end(request, handoff.row, handoff.target, more=more)
+            self._log.end(request, handoff.row, replica, more=more)
 
     def _more(self, handoff: Handoff) -> tuple[int, ...]:
         """Return the values of the log's fleet columns."""

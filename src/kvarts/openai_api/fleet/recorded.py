@@ -30,6 +30,7 @@ class FleetRecorder(ArrivalRecorder):
         for (request, _), row in zip(self._arrived, super().rows(), strict=True):
             content, num_prompt = request.content, request.num_prompt_tokens
             changes: dict[str, object] = {
+                "began_ns": 0,  # faults and ages of metrics are counted from there
                 "num_output_tokens": request.max_tokens,
                 "output": content.tokens(num_prompt, content.num_known_tokens).tolist(),
             }

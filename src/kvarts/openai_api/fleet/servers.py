@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import msgspec
 
@@ -21,16 +22,16 @@ class FleetServer:
     """
 
     def __init__(self, fleet: OpenedFleet, address: Address) -> None:
-        self._front = OpenAIServer(fleet.front.app, fleet.front.models, address)
+        in_front, *behind = _listen(address, len(fleet.workers))
+        self._front = OpenAIServer(fleet.front.app, fleet.front.models, address, in_front)
         self._servers = [self._front]
         self.urls: list[tuple[str, str]] = []
         """The name and the URL of each worker."""
-        for number, worker in enumerate(fleet.workers, 1):
-            at = msgspec.structs.replace(address, port=address.port + number if address.port else 0)
-            server = OpenAIServer(worker.opened.app, worker.opened.models, at)
+        for worker, listening in zip(fleet.workers, behind, strict=True):
+            server = OpenAIServer(worker.opened.app, worker.opened.models, address, listening)
             self._servers.append(server)
             self.urls.append((worker.name, server.url))
-            worker.transfers.address = at.host, int(server.url.rpartition(":")[2])
+            worker.transfers.address = address.host, listening.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -45,6 +46,20 @@ class FleetServer:
     async def stop(self, drain_s: float = 30.0) -> bool:
         """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
         return all(await asyncio.gather(*(server.stop(drain_s) for server in self._servers)))
+
+
+def _listen(address: Address, num_workers: int) -> list[socket.socket]:
+    """Return the sockets of a router and its workers; none is left open if one is not available."""
+    sockets: list[socket.socket] = []
+    try:
+        for number in range(num_workers + 1):
+            port = address.port + number if address.port else 0
+            sockets.append(msgspec.structs.replace(address, port=port).listen())
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
 
 
 class FleetModels:
