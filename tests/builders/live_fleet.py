@@ -1,4 +1,4 @@
-"""A small fleet of mocks on the wall clock: requests to its router and to its workers, what happened, and its replay."""
+"""A small fleet of mocks on the wall clock: requests to its router and its workers, what happened, and its replay."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class RunningFleet:
             self.fleet.fleet.catch_up()
             for worker in self.fleet.fleet.fleet.workers:
                 worker.scheduler.check()
-                held = [handoff for handoff in worker.handoffs.held]
+                held = len(worker.handoffs.held)
                 assert worker.scheduler.cache.num_used == 0 or held, f"worker {worker.index}"
 
         self.fleet.loop.call(check)

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from socket import socket
 
     from kvarts.openai_api.access_log import AccessLog
-    from kvarts.openai_api.fleet.opening import OpenedFleet
     from kvarts.openai_api.opening import Opened
+    from kvarts.openai_api.server import Doors, Lifecycle
     from kvarts.owners.keys import Keys
 
 __all__ = [
+    "DoorsBehind",
     "address_of",
     "door_settings",
     "failure_options",
@@ -63,6 +64,21 @@ class OneOfSeveral(Protocol):
 
     def say(self, line: str) -> None:
         """Print a line."""
+
+
+class DoorsBehind(Protocol):
+    """Servers of workers behind the server of a router, which are opened and closed together."""
+
+    @property
+    def front(self) -> Opened:
+        """The server of the router."""
+
+    @property
+    def urls(self) -> list[tuple[str, str]]:
+        """The name and the URL of each worker, once they are open."""
+
+    def open(self, address: Any) -> tuple[Doors, Lifecycle]:
+        """Return all servers, the router's at `address`, and their models. Raise ConfigError."""
 
 
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
@@ -258,11 +274,11 @@ def serve_http(
     *,
     what: str,
     worker: OneOfSeveral | None = None,
-    fleet: OpenedFleet | None = None,
+    fleet: DoorsBehind | None = None,
 ) -> None:
     """Serve until a signal arrives, then write the recorded requests.
 
-    `worker`: the process, if there are several. `fleet`: the fleet of which `opened` is the router's door.
+    `worker`: the process, if there are several. `fleet`: the servers behind `opened`, if it is a router's.
     """
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
@@ -272,21 +288,17 @@ def serve_http(
             worker.report_ready(what)
             return
         say(f"{what} on {url}/v1")
-        for name, of_worker in behind:
+        for name, of_worker in () if fleet is None else fleet.urls:
             say(f"{name} on {of_worker}/v1")
 
-    behind: list[tuple[str, str]] = []
-
     async def serve() -> None:
-        server: Any
-        models: Any = opened.models
+        server: Doors
+        models: Lifecycle
         if fleet is None:
-            server = OpenAIServer(opened.app, opened.models, address, None if worker is None else worker.listening)
+            listening = None if worker is None else worker.listening
+            server, models = OpenAIServer(opened.app, opened.models, address, listening), opened.models
         else:
-            from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
-
-            server, models = FleetServer(fleet, address), FleetModels(fleet)
-            behind.extend(server.urls)
+            server, models = fleet.open(address)
         async with nullcontext() if worker is None else worker.joined(opened):
             await serve_until_signal(
                 server,

@@ -34,9 +34,8 @@ from kvarts.rooms import from_room
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import OneOfSeveral
+    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral
     from kvarts.event_log import EventReader
-    from kvarts.openai_api.fleet.opening import OpenedFleet
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.recordings import RecordedAnswers
 
@@ -149,20 +148,22 @@ def mock_command(**params: Any) -> None:
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
-        opened: Opened | None = None
-        fleet: OpenedFleet | None = None
+        opened: Opened
+        fleet: DoorsBehind | None = None
         readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
         fleet = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
             readers_of=readers_of, sources=sources, kv_groups=kv_groups,
         )  # fmt: skip
+        sharing: Opened | None = None
+        sharing = None if fleet is not None else mock_sharing.open_if_several(
+            given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
+        )  # fmt: skip
         if fleet is not None:
             opened = fleet.front
+        elif sharing is not None:
+            opened = sharing
         else:
-            opened = mock_sharing.open_if_several(
-                given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
-            )
-        if opened is None:
             asked = {"windows": "session_window"} if params["session_window"] else {}
             config = resolve_replay(given, sections, asked=asked)
             if not rank:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.fleet.config import FleetWorker
     from kvarts.openai_api.fleet.opening import OpenedFleet
-    from kvarts.openai_api.opening import Door
+    from kvarts.openai_api.opening import Door, Opened
+    from kvarts.openai_api.server import Doors, Lifecycle
     from kvarts.settings import Given
 
 __all__ = ["open_if_given", "over_file", "server_options"]
@@ -65,8 +66,8 @@ def open_if_given(
     readers_of: Callable[[str], list[EventReader]],
     sources: list[dict[str, Any]],
     kv_groups: dict[str, list[dict[str, Any]]],
-) -> OpenedFleet | None:
-    """Return the fleet that `--fleet` names; None without it. Raise ConfigError.
+) -> FleetDoors | None:
+    """Return the doors of the fleet that `--fleet` names; None without it. Raise ConfigError.
 
     `readers_of` opens the publisher of KV events of the next worker, adds it to `sources`, and returns its reader; it
     reads the KV groups of the worker in `kv_groups`.
@@ -115,4 +116,21 @@ def open_if_given(
     if sources:
         for worker, source in zip(fleet.workers, sources, strict=True):
             worker.opened.routes.event_sources.append(source)
-    return fleet
+    return FleetDoors(fleet)
+
+
+class FleetDoors:
+    """A DoorsBehind: those of the workers of a fleet, behind its router's."""
+
+    def __init__(self, fleet: OpenedFleet) -> None:
+        self.front: Opened = fleet.front
+        self.urls: list[tuple[str, str]] = []
+        self._fleet = fleet
+
+    def open(self, address: Any) -> tuple[Doors, Lifecycle]:
+        """Return all servers, and their models. Raise ConfigError if a port is taken."""
+        from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
+
+        server = FleetServer(self._fleet, address)
+        self.urls = server.urls
+        return server, FleetModels(self._fleet)

@@ -68,7 +68,7 @@ def seed_of(seed: int, request_seed: int | None) -> int:
 
 
 def even_logprobs(token: int, num_top: int, vocab_size: int) -> TopLogprobs:
-    """Return the `num_top` likeliest tokens in place of `token`, where all tokens of a vocabulary are equally likely."""
+    """Return the `num_top` likeliest tokens in place of `token`, where all of a vocabulary are equally likely."""
     logprob = -log(vocab_size)
     return tuple(((token + place) % vocab_size if place else token, logprob) for place in range(num_top))
 

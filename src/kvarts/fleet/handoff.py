@@ -64,7 +64,7 @@ class Handoff:
         self.placed = -1 if direct is None else direct.worker
         """The worker that its client chose; -1 if the routers choose."""
         self.is_left = direct is not None and direct.is_left
-        """Whether the worker that its client chose only computes the prompt, and holds its pages for another request."""
+        """Whether the worker that its client chose only computes the prompt, and holds it for another request."""
         self.fetches: int | None = None if direct is None else direct.fetches
         """The row of the request whose held pages it continues with, if it names one."""
         self.source = -1

@@ -104,9 +104,9 @@ class Moves:
     """Owner of the requests of a fleet.
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
-    none. `least_remote`, `hold_ns`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link; `only_missing`: pages
-    that the second worker has are not sent. `tier_names`: the names of the tiers below any worker. `store`: see
-    FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
+    none. `least_remote`, `hold_ns`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link;
+    `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
+    worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
     """
 
     def __init__(

@@ -471,9 +471,7 @@ class Served:
         if self.transfers is not None:
             self.transfers.assign(index, ask)
 
-    def kv_transfer_params(
-        self, asked: dict[str, Any] | None, choices: Sequence[Choice]
-    ) -> dict[str, Any] | None:
+    def kv_transfer_params(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
         """Return the field of an answer to a request that has `asked`: what it has asked, unless workers send KV."""
         return asked if self.transfers is None else self.transfers.told(asked, choices)
 

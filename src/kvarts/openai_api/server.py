@@ -25,7 +25,7 @@ from kvarts.openai_api.models import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 
-__all__ = ["Address", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "Doors", "Lifecycle", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024

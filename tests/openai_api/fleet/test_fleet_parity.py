@@ -1,4 +1,4 @@
-"""L11 for a fleet: what arrived at its doors, replayed, is placed on the same workers, which do the same, event by event."""
+"""L11 for a fleet: what arrived at its doors, replayed, is placed on the same workers, with the same events."""
 
 from __future__ import annotations
 
@@ -129,7 +129,10 @@ def test_a_recorded_fleet_replays_to_the_same_events(
     router=st.sampled_from(["round-robin", "least-loaded", "prefix"]),
     faults=st.lists(
         st.tuples(
-            st.sampled_from(["down", "cut", "slow"]), st.integers(0, 1), st.integers(0, 8), st.sampled_from([None, 1, 3])
+            st.sampled_from(["down", "cut", "slow"]),
+            st.integers(0, 1),
+            st.integers(0, 8),
+            st.sampled_from([None, 1, 3]),
         ),
         max_size=3,
         unique_by=lambda each: each[:2],

@@ -6,7 +6,6 @@ All workers are in one thread: it waits for the next thing that happens to any o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import monotonic
 
 from kvarts.clock import PacedClock, WallClock
 from kvarts.fleet.handoff import Handoff
@@ -56,8 +55,8 @@ class FleetClock(PacedClock):
 class PacedFleet:
     """A CoreEngine: the fleet, up to the time of `clock`.
 
-    `meters`: that of each worker. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: remember what
-    a recorder of arrivals asks for.
+    `meters`: that of each worker. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: remember
+    what a recorder of arrivals asks for.
     """
 
     def __init__(

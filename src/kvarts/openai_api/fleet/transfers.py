@@ -1,7 +1,7 @@
 """`kv_transfer_params`: a client computes a prompt on one worker, and lets another one continue with its pages.
 
-The fields are those of vLLM's connector for NIXL. A request with `do_remote_decode` computes its prompt; its answer says
-which worker holds the pages. A request with these fields, and `do_remote_prefill`, fetches them.
+The fields are those of vLLM's connector for NIXL. A request with `do_remote_decode` computes its prompt; its answer
+names the worker that holds the pages. A request with these fields, and `do_remote_prefill`, fetches them.
 """
 
 from __future__ import annotations
