@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from builders.http_client import OpenStream, call
 from builders.kv_event_client import open_client
-from builders.server_process import Process, kvarts_process
+from builders.server_process import Process, kvarts_process, python_process
 
 pytest.importorskip("zmq")
 
@@ -154,3 +156,25 @@ def test_a_port_that_is_taken_is_named(file: Path, run_command: Run, capsys: pyt
         port = taken.getsockname()[1]
         assert run_command("mock", "--fleet", file, "--port", port - 1) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_the_guide_works_as_it_stands_there(tmp_path: Path, run_command: Run) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "guide-fleet.md").read_text()
+    _, _, text = text.partition("## The same fleet on the wall clock")
+    config, serve, side_car, replay = re.findall(r"^```(?:toml|bash)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "fleet.toml").write_text(config)
+    command = serve.split("#")[0].replace("8000", "0").split()
+    with python_process(*command, cwd=tmp_path) as server:
+        urls = urls_of(server)
+        _, *code, end = side_car.splitlines()
+        assert end == "END"
+        ports = {f"{8000 + number}": url.rpartition(":")[2] for number, url in enumerate(urls)}
+        text = re.sub(r"\b800\d\b", lambda found: ports[found[0]], "\n".join(code))
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.split()) == 8
+        assert server.stop() == 0
+    words = [tmp_path / word if word.endswith((".jsonl", ".toml")) else word for word in replay.split()[1:]]
+    assert run_command(*words) == 0
+    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert [(row["prefill_replica"], row["replica"]) for row in rows] == [(0, 0), (0, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -220,3 +221,56 @@ def test_a_drain_waits_for_requests_at_all_doors() -> None:
     for thread in threads:
         thread.join()
     assert ends == [100, 100, 100]
+
+
+def test_openais_client_under_load_at_the_router_and_as_a_side_car(fleet: RunningFleet) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def all_of_them() -> list[tuple[int, int, int]]:
+        clients = [
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in (fleet.url, *fleet.urls)
+        ]
+        limit = asyncio.Semaphore(48)
+
+        async def streamed(client: Any, number: int, params: Any) -> tuple[int, int, int]:
+            chunks = await client.completions.create(
+                model="mock",
+                prompt=f"{PROMPT} {number % 9} {'again ' * (number % 7)}",
+                max_tokens=4 + number % 13,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"kv_transfer_params": params},
+            )
+            words, usage = 0, None
+            async for chunk in chunks:
+                words += sum(len(choice.text.split()) for choice in chunk.choices)
+                usage = chunk.usage or usage
+            assert usage is not None
+            return number, words, usage.completion_tokens
+
+        async def one(number: int) -> tuple[int, int, int]:
+            async with limit:
+                if number % 3:
+                    return await streamed(clients[0], number, None)
+                held = await clients[1 + number % 2].completions.create(
+                    model="mock",
+                    prompt=f"{PROMPT} {number % 9} {'again ' * (number % 7)}",
+                    max_tokens=1,
+                    extra_body={"kv_transfer_params": ASKED},
+                )
+                return await streamed(clients[3 + number % 2], number, held.model_extra["kv_transfer_params"])
+
+        ends = await asyncio.gather(*(one(number) for number in range(300)))
+        for client in clients:
+            await client.close()
+        return ends
+
+    ends = asyncio.run(all_of_them())
+    assert ends == [(number, 4 + number % 13, 4 + number % 13) for number in range(300)]
+    sources = ["local_compute", "local_cache_hit", "external_kv_transfer"]
+    of_decodes = [
+        sum(fleet.metric(worker, "vllm:prompt_tokens_by_source_total", source=source) for worker in (2, 3))
+        for source in sources
+    ]
+    assert of_decodes[:2] == [0, 0] and of_decodes[2] > 300 * len(PROMPT.split())
+    assert sum(fleet.metric(worker, "vllm:request_success_total") for worker in range(4)) == 600
