@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
-    from kvarts.openai_api.server import Doors, Lifecycle
+    from kvarts.openai_api.server import HttpDoors, Lifecycle
     from kvarts.owners.keys import Keys
 
 __all__ = [
@@ -77,7 +77,7 @@ class DoorsBehind(Protocol):
     def urls(self) -> list[tuple[str, str]]:
         """The name and the URL of each worker, once they are open."""
 
-    def open(self, address: Any) -> tuple[Doors, Lifecycle]:
+    def open(self, address: Any) -> tuple[HttpDoors, Lifecycle]:
         """Return all servers, the router's at `address`, and their models. Raise ConfigError."""
 
 
@@ -292,7 +292,7 @@ def serve_http(
             say(f"{name} on {of_worker}/v1")
 
     async def serve() -> None:
-        server: Doors
+        server: HttpDoors
         models: Lifecycle
         if fleet is None:
             listening = None if worker is None else worker.listening

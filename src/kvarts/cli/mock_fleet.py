@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvarts.fleet.config import FleetWorker
     from kvarts.openai_api.fleet.opening import OpenedFleet
     from kvarts.openai_api.opening import Door, Opened
-    from kvarts.openai_api.server import Doors, Lifecycle
+    from kvarts.openai_api.server import HttpDoors, Lifecycle
     from kvarts.settings import Given
 
 __all__ = ["open_if_given", "over_file", "server_options"]
@@ -127,7 +127,7 @@ class FleetDoors:
         self.urls: list[tuple[str, str]] = []
         self._fleet = fleet
 
-    def open(self, address: Any) -> tuple[Doors, Lifecycle]:
+    def open(self, address: Any) -> tuple[HttpDoors, Lifecycle]:
         """Return all servers, and their models. Raise ConfigError if a port is taken."""
         from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
 

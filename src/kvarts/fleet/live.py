@@ -1,6 +1,6 @@
 """A fleet whose requests arrive while it runs, in model time; a caller moves it on, and knows the clock.
 
-What happens is what a replay of the same arrivals at the same times would do: it is the same driver.
+It runs the driver of replays, so a replay of the same arrivals at the same times does the same.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from msgspec import structs
 from kvarts.event_log import EventReader
 from kvarts.fleet.config import FleetConfig, FleetWorker
 from kvarts.fleet.handoff import Handoff
-from kvarts.fleet.replay import OpenedFleet
+from kvarts.fleet.replay import BuiltFleet
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import COMPLETED, REJECTED
 from kvarts.request import Request, RequestState
 from kvarts.sched.policy import NEVER_NS
-from kvarts.traffic.trace_request import Direct, TraceRequest
+from kvarts.traffic.trace_request import DirectRequest, TraceRequest
 
 __all__ = ["LiveFleet"]
 
 
 class _Arriving:
-    """An Incoming, and its Turns and Outcomes. Owner of the requests that have not arrived yet, and of outcomes."""
+    """An Incoming, its ArrivalTimes and Outcomes. Owner of the requests that have not arrived yet, and of outcomes."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Request, TraceRequest]] = deque()
@@ -45,7 +45,7 @@ class _Arriving:
         """Their outcomes."""
         return self
 
-    def add(self, request: Request, direct: Direct | None) -> None:
+    def add(self, request: Request, direct: DirectRequest | None) -> None:
         """Add a request, which arrives no earlier than the ones before it."""
         row = TraceRequest(
             request.index, request.arrival_ns, (), request.num_prompt_tokens, request.max_tokens, direct=direct
@@ -101,7 +101,7 @@ class LiveFleet:
         )
         self._arriving = _Arriving()
         config = structs.replace(config, pools=pools)
-        self._driver = OpenedFleet(config, num_waiting=1).open(lambda _: self._arriving, readers_of)
+        self._driver = BuiltFleet(config, num_waiting=1).open(lambda _: self._arriving, readers_of)
         self._under_way: dict[int, Handoff] = {}
         self._driver.under_way = self._under_way
         self._stops = config.first.stop_tokens
@@ -124,7 +124,7 @@ class LiveFleet:
         """Return the request with this index if its prompt is held for another one to fetch."""
         return self._driver.holder(index)
 
-    def arrive(self, request: Request, direct: Direct | None) -> None:
+    def arrive(self, request: Request, direct: DirectRequest | None) -> None:
         """Let a request arrive at its time, after `now_ns`. `direct`: the worker that its client chose, if it did."""
         assert request.arrival_ns > self._driver.now_ns or not self._driver.now_ns
         request.stops = self._stops

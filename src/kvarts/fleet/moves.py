@@ -27,8 +27,8 @@ HOLD_NS = 30_000_000_000
 """How long a worker holds a prompt for a request that has not come yet: the lease of vLLM's connector."""
 
 
-class Turns(Protocol):
-    """When requests arrive; is told of their ends."""
+class ArrivalTimes(Protocol):
+    """When requests arrive; receives their ends."""
 
     def next_ns(self) -> int | None:
         """Return when the next request arrives, if any does."""
@@ -61,7 +61,7 @@ class Incoming(Protocol):
     """The requests that arrive at a fleet."""
 
     @property
-    def source(self) -> Turns:
+    def source(self) -> ArrivalTimes:
         """When they arrive."""
 
     @property

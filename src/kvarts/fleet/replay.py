@@ -32,7 +32,7 @@ from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router, make_router
 
-__all__ = ["OpenedFleet", "replay_fleet"]
+__all__ = ["BuiltFleet", "replay_fleet"]
 
 STORE = "store"
 """The name of a store among the tiers of a worker."""
@@ -77,7 +77,7 @@ def replay_fleet(
             stops=first.stop_tokens,
         )
 
-    opened = OpenedFleet(config)
+    opened = BuiltFleet(config)
     driver = opened.open(arrivals_at, readers_of, on_progress=on_progress)
     driver.run()
     schedulers = [worker.scheduler for worker in driver.workers]
@@ -105,7 +105,7 @@ def tiers_of(config: FleetConfig) -> list[str]:
     return names if config.store is None else [*names, STORE]
 
 
-class OpenedFleet:
+class BuiltFleet:
     """The workers of a fleet with their routers, and the store that they share, for one run. `open` must follow.
 
     `num_waiting`: as of an EventLog.

@@ -39,7 +39,7 @@ from kvarts.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvarts.openai_api.media import Media
 
-__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing", "Transfers"]
+__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing", "WorkerDoor"]
 
 LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
@@ -108,7 +108,7 @@ class Sharing(Protocol):
         """Requests of this model that were preempted for other models."""
 
 
-class Transfers(Protocol):
+class WorkerDoor(Protocol):
     """The door of a worker of a fleet: KV that requests leave at a worker, or fetch from one."""
 
     def check(self, asks: Sequence[Ask]) -> None:
@@ -234,7 +234,7 @@ class Served:
         self.health: Health = "healthy"
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
-        self.transfers: Transfers | None = None
+        self.transfers: WorkerDoor | None = None
         """Of a worker of a fleet."""
         self.make_meter: Callable[[], ChoiceMeter] | None = None
         """Makes the meter of a choice, if that is not `meter`."""

@@ -25,7 +25,7 @@ from kvarts.openai_api.models import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 
-__all__ = ["Address", "Doors", "Lifecycle", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "HttpDoors", "Lifecycle", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
@@ -402,7 +402,7 @@ class OpenAIServer:
         return is_whole
 
 
-class Doors(Protocol):
+class HttpDoors(Protocol):
     """One OpenAIServer, or several that are opened and closed together."""
 
     @property
@@ -435,7 +435,7 @@ class Lifecycle(Protocol):
 
 
 async def serve_until_signal(
-    server: Doors,
+    server: HttpDoors,
     models: Lifecycle,
     listening: Callable[[str], None],
     *,

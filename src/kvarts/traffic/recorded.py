@@ -12,7 +12,7 @@ from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.hints import Hints
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
-from kvarts.traffic.trace_request import Direct
+from kvarts.traffic.trace_request import DirectRequest
 
 __all__ = ["RecordedRow", "load_recorded", "recorded_trace"]
 
@@ -23,7 +23,7 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     A request that was refused because its pages could never fit generated nothing; its `num_output_tokens` is the
     number it asked for, so that a replay refuses it too. `began_ns`: start of the run, in runs that have other records.
     `cancel_after_ns`: time after arrival at which its client gave it up, of a run on a fleet: `output` then has the
-    tokens that would have followed, too. `worker`, `is_left`, `fetches`: see Direct; the last is a line, from 0.
+    tokens that would have followed, too. `worker`, `is_left`, `fetches`: see DirectRequest; the last is a line, from 0.
     """
 
     arrival_ns: int
@@ -94,7 +94,7 @@ def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, i
     direct = None
     if isinstance(row.worker, int):
         fetches = places.get(row.fetches) if isinstance(row.fetches, int) else None
-        direct = Direct(row.worker, row.is_left is True, fetches)
+        direct = DirectRequest(row.worker, row.is_left is True, fetches)
     return TraceRequest(
         index,
         row.arrival_ns - first_ns,

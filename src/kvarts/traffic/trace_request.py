@@ -6,7 +6,7 @@ import msgspec
 
 from kvarts.hints import Hints
 
-__all__ = ["After", "Direct", "TraceRequest", "Units"]
+__all__ = ["After", "DirectRequest", "TraceRequest", "Units"]
 
 Units = bytes | tuple[range, ...]
 """Ids of 8 bytes each, or ranges of token ids that are expanded only while the request is alive."""
@@ -23,7 +23,7 @@ class After(msgspec.Struct, frozen=True, gc=False):
     of_arrival: bool = False
 
 
-class Direct(msgspec.Struct, frozen=True, gc=False):
+class DirectRequest(msgspec.Struct, frozen=True, gc=False):
     """The worker of a fleet to which a client sent a request, past the routers.
 
     `is_left`: the worker only computes the prompt, and holds its pages for a request that fetches them. `fetches`: the
@@ -61,4 +61,4 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     answered_units: bytes | None = None
     """Units of the prompt and its answer, if a later prompt reveals them; later prompts can then hit them."""
     hints: Hints | None = None
-    direct: Direct | None = None
+    direct: DirectRequest | None = None

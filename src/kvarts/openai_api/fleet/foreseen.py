@@ -1,6 +1,6 @@
 """The tokens of a mock's answers, drawn when a request arrives: the same as MockExecutor draws step by step.
 
-The workers of a fleet are those of a replay, which know how many tokens a request generates, and which.
+The workers of a fleet are those of a replay, which know the tokens of each answer from the beginning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Foreseen"]
 
 
 class _Answer:
-    """The tokens of one request, of which `generation` has received the first ones."""
+    """The tokens of one request. `generation` receives them as they become due."""
 
     def __init__(self, params: SamplingParams, ends: frozenset[int], num_prompt: int) -> None:
         self.params = params

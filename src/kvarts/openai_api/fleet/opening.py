@@ -41,7 +41,7 @@ class OpenedWorker(msgspec.Struct, frozen=True):
 
 
 class OpenedFleet(msgspec.Struct, frozen=True):
-    """The servers of a fleet: of its router, and of each worker."""
+    """The servers of a fleet: one for its router, and one for each worker."""
 
     front: Opened
     workers: tuple[OpenedWorker, ...]

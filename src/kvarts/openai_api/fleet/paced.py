@@ -16,7 +16,7 @@ from kvarts.openai_api.fleet.foreseen import Foreseen
 from kvarts.openai_api.meter import Meter, ServedChoice
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
-from kvarts.traffic.trace_request import Direct
+from kvarts.traffic.trace_request import DirectRequest
 
 __all__ = ["FleetClock", "FleetMeter", "PacedFleet"]
 
@@ -31,7 +31,7 @@ class FleetClock(PacedClock):
         """Everything until then has happened."""
 
     def now_ns(self) -> int:
-        """Return the model time at which a request that comes now arrives."""
+        """Return the model time at which a request arrives if it is sent now."""
         if not self._has_begun:
             self._has_begun = True
             self._wall = WallClock()
@@ -40,7 +40,7 @@ class FleetClock(PacedClock):
     def wait_unless(self, at_ns: int, is_asked: Callable[[float], bool]) -> bool:
         """Wait until `at_ns` in model time, and return True; or return False as soon as `is_asked` does.
 
-        `is_asked` waits for a task, for at most so many seconds of real time.
+        `is_asked` waits for a task, for at most the given seconds of real time.
         """
         due_ns = round(at_ns / self.speedup)
         while (left_ns := due_ns - self._wall.now_ns()) > 0:
@@ -55,8 +55,8 @@ class FleetClock(PacedClock):
 class PacedFleet:
     """A CoreEngine: the fleet, up to the time of `clock`.
 
-    `meters`: that of each worker. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: remember
-    what a recorder of arrivals asks for.
+    `meters`: that of each worker. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
+    facts that a recorder of arrivals needs.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PacedFleet:
         self.clock = clock
         self.is_asked: Callable[[float], bool] = lambda timeout_s: False
         """Waits until a task for the engine is queued. To be set as soon as there is a loop."""
-        self.direct: dict[int, Direct] = {}
+        self.direct: dict[int, DirectRequest] = {}
         """Requests that a client sends to a worker, by index; to be set before they are queued."""
         self.gave_up_ns: dict[int, int] = {}
         """When requests were given up, by index, if that is recorded."""
@@ -85,7 +85,7 @@ class PacedFleet:
         self._targets: dict[int, tuple[int, bool]] = {}
         """The worker that generates each request, and whether it has the prompt from another one."""
         self._gone: list[int] = []
-        """Requests whose listeners were told of their end since the last step, or will be before the next one."""
+        """Requests that have ended since the last step began; their listeners learn that before the next one."""
         self._counted: set[int] = set()
         """Requests whose prompt was computed elsewhere, and counted there."""
 

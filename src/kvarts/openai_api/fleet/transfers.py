@@ -19,7 +19,7 @@ from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.fleet.paced import PacedFleet
 from kvarts.openai_api.served import Ask
-from kvarts.traffic.trace_request import Direct
+from kvarts.traffic.trace_request import DirectRequest
 
 __all__ = ["KvTransfers", "engine_id_of"]
 
@@ -45,13 +45,13 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names_holder(self) -> bool:
-        """Whether it says who holds the pages; with less, vLLM does not fetch them, either."""
+        """Whether it names the holder of the pages; vLLM fetches none if a field is missing."""
         names = self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port
         return bool(self.remote_block_ids) and None not in names
 
 
 class KvTransfers:
-    """The Transfers of the door of `worker`. `address`: its host and port, once it listens.
+    """The WorkerDoor of the door of `worker`. `address`: its host and port, once it listens.
 
     `loop` owns the engines of `fleet`. `hold_s`: how long the worker holds pages, in real time.
     """
@@ -86,7 +86,7 @@ class KvTransfers:
         """Send request `index` to this worker. In the engine's thread."""
         params = _params_of(ask)
         fetches = self._fetched(params) if params.do_remote_prefill and params.names_holder else None
-        self._fleet.direct[index] = Direct(self._worker.index, bool(params.do_remote_decode), fetches)
+        self._fleet.direct[index] = DirectRequest(self._worker.index, bool(params.do_remote_decode), fetches)
 
     def _fetched(self, params: KvTransferParams) -> int | None:
         """Return the request whose pages are named; None if no worker of this fleet holds them."""
