@@ -280,7 +280,7 @@ class Moves:
         return leases[0][0] if leases else NEVER_NS
 
     def _end_leases(self, now_ns: int) -> None:
-        """Release the prompts that nobody has fetched in time."""
+        """Release the prompts that were not fetched in time."""
         while self._next_lease_ns() <= now_ns:
             handoff = self._leases.popleft()[1]
             del self._left[handoff.row.row]

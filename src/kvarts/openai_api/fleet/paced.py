@@ -123,7 +123,7 @@ class PacedFleet:
         return self._deliver()
 
     def catch_up(self) -> None:
-        """Let everything happen that is due, such as the release of pages that nobody has fetched."""
+        """Let everything happen that is due, such as the release of pages that were not fetched in time."""
         self._run_until(self.clock.now_ns())
 
     def target_of(self, index: int) -> tuple[int, bool] | None:
