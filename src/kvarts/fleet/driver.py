@@ -149,6 +149,7 @@ class FleetDriver(Moves):
         next_ns = min(ends[0][0] if ends else NEVER_NS, wakes[0][0] if wakes else NEVER_NS, self._links.next_ns())
         if self._store is not None:
             next_ns = min(next_ns, self._store.links.next_ns())
+        is_quiet = next_ns == NEVER_NS
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
@@ -165,7 +166,10 @@ class FleetDriver(Moves):
             return self._next_for_stranded_ns(next_ns)
         for front in self._polled:
             staleness_ns = front.router.staleness_ns
-            next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
+            tick_ns = (self.now_ns // staleness_ns + 1) * staleness_ns
+            if is_quiet:
+                tick_ns = max(tick_ns, next_ns - next_ns % staleness_ns)  # all ticks before it read the same metrics
+            next_ns = min(next_ns, tick_ns)
         if self._scaler is None:
             return next_ns
         self._ticked_in_vain = False
