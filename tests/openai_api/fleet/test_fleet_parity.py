@@ -15,10 +15,12 @@ from kvarts.events import Arrived
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
+from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import Routing
 from kvarts.traffic.formats import load_trace
 
+from builders.grouped import part_groups
 from builders.live_fleet import Sent, replayed, served_live, small_pool
 from builders.parity import shifted
 from builders.rooms import HAS_AUDIT
@@ -90,6 +92,8 @@ requests = st.builds(
     least_remote=st.sampled_from([None, None, 8]),
     hold_s=st.sampled_from([0.0, 0.002, 30.0]),
     late=st.booleans(),
+    groups=st.one_of(st.just(()), st.just(()), part_groups()),
+    keeps=st.sampled_from(["all", "tails"]),
 )
 def test_a_recorded_fleet_replays_to_the_same_events(
     sent: list[Sent],
@@ -104,6 +108,8 @@ def test_a_recorded_fleet_replays_to_the_same_events(
     least_remote: int | None,
     hold_s: float,
     late: bool,
+    groups: tuple[PartGroup, ...],
+    keeps: str,
 ) -> None:
     config = small_fleet(
         shape,
@@ -117,6 +123,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
         latency_ms=0.3 if late else 0.0,
         least_remote=least_remote if shape != MIXED else None,
         hold_s=hold_s,
+        pool={"groups": groups, "kv_groups": keeps} if groups else {},
     )
     assert_same(config, sent)
 
