@@ -241,6 +241,9 @@ class FleetDriver(Moves):
 
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()
+        if worker.is_clearing:
+            worker.is_clearing = False
+            worker.engine.clear_cache()
         worker.end_transfers(now_ns)
         self._end_waits(now_ns)
         self._roused.add(worker.index)

@@ -148,15 +148,22 @@ class LiveFleet:
         self.run_until(now_ns + 1)
         self._under_way.pop(index, None)
 
+    def clear_cache(self, worker: Worker) -> None:
+        """Drop every cached page of `worker` that is not in use, at the end of its step under way."""
+        if worker.end_ns == NEVER_NS:
+            worker.engine.clear_cache()
+        else:
+            worker.is_clearing = True
+
     def take_ended(self) -> list[tuple[Handoff, str | None]]:
         """Return the requests that have ended since the last call; with a reason those that were refused or failed."""
         arriving = self._arriving
         ended, arriving.ended = arriving.ended, []
         found = []
         for index in ended:
-            handoff = self._under_way.pop(index, None)
+            handoff, reason = self._under_way.pop(index, None), arriving.failures.pop(index, None)
             if handoff is not None:
-                found.append((handoff, arriving.failures.pop(index, None)))
+                found.append((handoff, reason))
         return found
 
     def on_their_way(self) -> list[Handoff]:

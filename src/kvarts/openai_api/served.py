@@ -117,6 +117,9 @@ class WorkerDoor(Protocol):
     def assign(self, index: int, ask: Ask) -> None:
         """Send request `index`, which is about to be queued, to the worker. In the engine's thread."""
 
+    def clear_cache(self) -> None:
+        """Drop every cached page of the worker that is not in use. In the engine's thread."""
+
     def told(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
         """Return `kv_transfer_params` of the answer to a request that has `asked` for them."""
 
@@ -499,7 +502,8 @@ class Served:
 
     async def forget_cached(self) -> None:
         """Evict every cached page that is not in use."""
-        await self.between_steps(lambda _: self.host.core.clear_cache())
+        clear = self.host.core.clear_cache if self.transfers is None else self.transfers.clear_cache
+        await self.between_steps(lambda _: clear())
 
     @property
     def told_health(self) -> Health:

@@ -88,6 +88,11 @@ class KvTransfers:
         fetches = self._fetched(params) if params.do_remote_prefill and params.names_holder else None
         self._fleet.direct[index] = DirectRequest(self._worker.index, bool(params.do_remote_decode), fetches)
 
+    def clear_cache(self) -> None:
+        """Drop every cached page of the worker that is not in use."""
+        self._fleet.catch_up()
+        self._fleet.fleet.clear_cache(self._worker)
+
     def _fetched(self, params: KvTransferParams) -> int | None:
         """Return the request whose pages are named; None if no worker of this fleet holds them."""
         name, _, number = str(params.remote_request_id).rpartition("-")
