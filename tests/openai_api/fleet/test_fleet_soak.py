@@ -1,4 +1,4 @@
-"""Clients that come, change their mind and go, at all doors of a fleet that fails: no page is left, and no law broken."""
+"""Clients that come, change their mind and go, at all doors of a fleet that fails: no page is left, no law broken."""
 
 from __future__ import annotations
 
