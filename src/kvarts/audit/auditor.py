@@ -46,6 +46,8 @@ from kvarts.events import (
     PagesUnpinned,
     PartsGivenBack,
     Preemption,
+    PromptHeld,
+    PromptReleased,
     StepDone,
     StepEnded,
     StepStarted,
@@ -69,8 +71,12 @@ OF_A_REQUEST = (
     LoadStarted,
     LoadUsed,
     LoadWeighed,
+    PromptHeld,
+    PromptReleased,
 )
 """Events that only a request between its arrival and its end can have."""
+WORKER = "worker"
+"""The medium of prompts that another engine sends."""
 WHOLE_PAGES = (LedgerGroup("full", 1),)
 WORDS = {LOST: "removed while a transfer kept it"}
 
@@ -140,6 +146,10 @@ class Auditor:
         """Requests with a load that has ended since the last step began."""
         self._used: dict[int, int] = {}
         """Transfers under way that the last step used, and their pages: they must end before the next one begins."""
+        self._copies: dict[int, int] = {}
+        """Requests whose prompt another engine sends, by the number of the copy, until it has arrived."""
+        self._received: set[int] = set()
+        """Requests that wait with the pages of a prompt that another engine has sent."""
         self._with_own_pages: set[int] = set()
         """Requests that bring their own pages, which are reserved."""
         self._requests: dict[int, KnownRequest] = {}
@@ -277,6 +287,12 @@ class Auditor:
                 self._finish(event.request)
             case Cancelled():
                 self._cancel(event.request)
+            case PromptHeld():
+                self._hold(event.request)
+            case PromptReleased():
+                self._close(event.request, self._requests.pop(event.request))
+            case TransferEnded() if event.transfer in self._copies:
+                self._receive(event)
             case PagesUnpinned():
                 # In a step: for a decode that found no free page, or for requests planned after the decodes.
                 self._serve()
@@ -314,6 +330,9 @@ class Auditor:
             case LoadAwaited() if not self._has_groups:
                 self._settle()
                 self._await(event)
+            case LoadStarted() if [medium for medium, _ in event.by_tier] == [WORKER]:
+                self._settle()
+                self._reserve(event)
             case LoadStarted() if self._has_groups:
                 self._settle()
                 self._below.begin_load(self._requests[event.request], event)
@@ -589,6 +608,9 @@ class Auditor:
             self._find("was admitted, and runs already", event.request)
         known.admission = self._num_admitted
         self._num_admitted += 1
+        if event.request in self._received:
+            self._join(known, event)
+            return
         if self._has_groups and event.by_tier is not None:
             self._admit_loaded(known, event)
             return
@@ -730,6 +752,8 @@ class Auditor:
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
+        self._received.discard(request)
+        self._copies = {copy: other for copy, other in self._copies.items() if other != request}
         known = self._requests.pop(request)
         if self._below.cancel(request):
             self._holders.pop(known.content.owner, None)
@@ -741,6 +765,46 @@ class Auditor:
         self._held.close(known, num_unread=num_unread)
         if request not in self._requests:
             self._holders.pop(known.content.owner, None)
+
+    # Requests that another engine begins or continues -------------------------------------------------------
+
+    def _hold(self, request: int) -> None:
+        """Let a request that has computed its prompt keep its parts, until another engine has copied them."""
+        known = self._requests[request]
+        if request not in self._decoding:
+            self._find(f"is held with {known.computed} of {known.known} known tokens computed", request)
+        self._decoding.pop(request, None)
+        known.is_running = False
+
+    def _reserve(self, event: LoadStarted) -> None:
+        """Take the pages of a prompt that another engine sends; resident ones are shared, the last page included."""
+        known = self._requests[event.request]
+        num_pages = known.known // self._page_size
+        longest, _ = self.ledger.reach(self._digests.upto(known.content, num_pages)[:num_pages], self._page_size)
+        if event.num_hit_pages != longest:
+            what = f"shares {event.num_hit_pages} pages of its prompt, and {longest} are resident"
+            self._find(what, event.request, event.num_hit_pages)
+        self._held.hit(known, event.num_hit_pages)
+        self._held.take_pages(known, event.num_held_pages * self._page_size)
+        known.computed = event.num_hit_pages * self._page_size
+        self._copies[event.transfer] = event.request
+
+    def _receive(self, event: TransferEnded) -> None:
+        """Publish the pages of a prompt that has arrived."""
+        request = self._copies.pop(event.transfer)
+        known = self._requests[request]
+        known.computed = known.known
+        self._held.name(known)
+        self._received.add(request)
+
+    def _join(self, known: KnownRequest, event: Admitted) -> None:
+        """Let a request run whose prompt has arrived: its last token is computed again."""
+        self._received.remove(event.request)
+        num_pages = known.known // self._page_size
+        if event.num_hit_pages != num_pages:
+            self._find(f"has received {num_pages} pages, and {event.num_hit_pages} were hit", event.request)
+        known.computed = known.known - 1
+        known.is_running = True
 
     # Transfers --------------------------------------------------------------------------------------------
 

@@ -129,6 +129,14 @@ class EngineLoop:
         self._post([_Task(task, future)], in_thread=True)
         return future
 
+    def wait_for_task(self, timeout_s: float) -> bool:
+        """Wait until a task is queued, at most for `timeout_s`; return whether one is. For the thread with the engine.
+
+        An engine that waits here, instead of sleeping through its step, lets tasks run in the middle of it.
+        """
+        with self._lock:
+            return self._has_task.wait_for(lambda: bool(self._tasks), max(0.0, timeout_s))
+
     # Requests of waiting callers --------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:

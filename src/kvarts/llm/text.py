@@ -106,6 +106,10 @@ class Generation:
             self._num_read = 0
             """Number of tokens that `text` covers."""
 
+    def anew(self) -> Generation:
+        """Return a generation of the same request, without tokens."""
+        return Generation(self.request, self.params, self._tokenizer, own_ends=self._own_ends)
+
     def take(self, token: int, *, is_end: bool = False) -> bool:
         """Add the next token; `is_end`: whether it ends the request by its id. Return whether the request ends.
 

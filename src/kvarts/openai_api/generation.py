@@ -210,6 +210,7 @@ def asks_of(
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
                     own_end=own_end,
+                    kv_transfer_params=body.kv_transfer_params,
                 )
             )
     return asks
@@ -679,7 +680,7 @@ class Generating:
                 wholes = [Whole() for _ in choices]
                 await _collect(answer, wholes)
                 exchange.failure.before_answer()
-                extra = {"kv_transfer_params": body.kv_transfer_params}
+                extra = {"kv_transfer_params": served.kv_transfer_params(body.kv_transfer_params, choices)}
                 num_bytes = sum([whole.num_bytes for whole in wholes])
                 if num_bytes <= INLINE_BYTES:
                     payload = form.whole(wholes, usage.of_all, extra)

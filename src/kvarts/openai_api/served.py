@@ -19,7 +19,7 @@ from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.outbox import Outbox
-from kvarts.openai_api.answer import Answer, Choice
+from kvarts.openai_api.answer import Answer, Choice, ChoiceMeter
 from kvarts.openai_api.answers import Answers, ScriptedAnswer
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
@@ -39,7 +39,7 @@ from kvarts.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvarts.openai_api.media import Media
 
-__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing"]
+__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing", "WorkerDoor"]
 
 LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
@@ -108,6 +108,22 @@ class Sharing(Protocol):
         """Requests of this model that were preempted for other models."""
 
 
+class WorkerDoor(Protocol):
+    """The door of a worker of a fleet: KV that requests leave at a worker, or fetch from one."""
+
+    def check(self, asks: Sequence[Ask]) -> None:
+        """Raise ApiError for requests that the worker does not accept."""
+
+    def assign(self, index: int, ask: Ask) -> None:
+        """Send request `index`, which is about to be queued, to the worker. In the engine's thread."""
+
+    def clear_cache(self) -> None:
+        """Drop every cached page of the worker that is not in use. In the engine's thread."""
+
+    def told(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """Return `kv_transfer_params` of the answer to a request that has `asked` for them."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the requests that a server accepts.
 
@@ -151,6 +167,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     request_id: str | None = None
     own_end: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Served:
@@ -220,6 +237,10 @@ class Served:
         self.health: Health = "healthy"
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
+        self.transfers: WorkerDoor | None = None
+        """Of a worker of a fleet."""
+        self.make_meter: Callable[[], ChoiceMeter] | None = None
+        """Makes the meter of a choice, if that is not `meter`."""
         self.is_draining = False
         self.is_leaving = False
         """Whether /health reports a shutdown already, while requests are still accepted."""
@@ -384,6 +405,8 @@ class Served:
     ) -> tuple[Answer, list[Choice]]:
         """Reserve capacity and return the Answer for requests. Raise ApiError if there is too little."""
         self.ready()
+        if self.transfers is not None:
+            self.transfers.check(asks)
         num_tokens = sum([len(ask.tokens) for ask in asks])
         places, held = self._places, self._held_tokens
         places.resize(self.max_live)
@@ -401,7 +424,8 @@ class Served:
         answer.on_more = self._bound_answers
         choices = []
         for number, ask in enumerate(asks):
-            choice = Choice(answer, number, self.meter, has_logprobs=ask.params.logprobs, own_end=ask.own_end)
+            meter = self.meter if self.make_meter is None else self.make_meter()
+            choice = Choice(answer, number, meter, has_logprobs=ask.params.logprobs, own_end=ask.own_end)
             choice.owner, choice.num_held_tokens = owner.name, len(ask.tokens)
             if started_s is not None:
                 choice.started_s = started_s
@@ -455,10 +479,16 @@ class Served:
                 return False
         return True
 
-    def assign(self, index: int) -> None:
-        """Assign request `index` to this model, before it is queued."""
+    def assign(self, index: int, ask: Ask) -> None:
+        """Assign request `index` to this model, or this worker, before it is queued."""
         if self.sharing is not None:
             self.sharing.assign(index)
+        if self.transfers is not None:
+            self.transfers.assign(index, ask)
+
+    def kv_transfer_params(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """Return the field of an answer to a request that has `asked`: what it has asked, unless workers send KV."""
+        return asked if self.transfers is None else self.transfers.told(asked, choices)
 
     def abort_all(self) -> None:
         """End all requests under way."""
@@ -485,7 +515,8 @@ class Served:
 
     async def forget_cached(self) -> None:
         """Evict every cached page that is not in use."""
-        await self.between_steps(lambda _: self.host.core.clear_cache())
+        clear = self.host.core.clear_cache if self.transfers is None else self.transfers.clear_cache
+        await self.between_steps(lambda _: clear())
 
     @property
     def told_health(self) -> Health:
@@ -575,7 +606,7 @@ class _Begin:
         page_size = served.host.config.page_size
 
         def make(index: int, now_ns: int) -> Request:
-            served.assign(index)
+            served.assign(index, ask)
             hints = ask.hints if ask.hints_of_parts is None else with_parts(ask.hints, ask.hints_of_parts)
             request = Request(
                 index,

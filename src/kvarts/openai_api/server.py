@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import uvicorn
@@ -24,7 +25,7 @@ from kvarts.openai_api.models import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 
-__all__ = ["Address", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "HttpDoors", "Lifecycle", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
@@ -421,9 +422,41 @@ class OpenAIServer:
         return is_whole
 
 
+class HttpDoors(Protocol):
+    """One OpenAIServer, or several that are opened and closed together."""
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+
+    async def start(self) -> None:
+        """Start accepting connections."""
+
+    async def stop(self, drain_s: float = 30.0) -> bool:
+        """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
+
+
+class Lifecycle(Protocol):
+    """The models of one server, or of several."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way."""
+
+    @property
+    def most_late_ns(self) -> int:
+        """The largest delay of a mock's step."""
+
+    def set_starting(self, *, is_starting: bool) -> None:
+        """Set whether the server is still starting, and therefore refuses requests."""
+
+    def leave(self) -> None:
+        """Report a shutdown at /health; requests are still accepted."""
+
+
 async def serve_until_signal(
-    server: OpenAIServer,
-    models: Models,
+    server: HttpDoors,
+    models: Lifecycle,
     listening: Callable[[str], None],
     *,
     startup_delay_s: float = 0.0,
@@ -456,12 +489,12 @@ async def serve_until_signal(
             say("not all of them ended in time")
 
 
-async def _start_later(models: Models, delay_s: float) -> None:
+async def _start_later(models: Lifecycle, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
     models.set_starting(is_starting=False)
 
 
-async def _watch_lag(models: Models, say: Callable[[str], object]) -> None:
+async def _watch_lag(models: Lifecycle, say: Callable[[str], object]) -> None:
     """Report a mock's lag above LATE_S, and again when it has grown by half."""
     told_ns = 0
     while True:
