@@ -17,9 +17,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from kvarts.executor.flat_batch import Observed
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
@@ -123,15 +126,17 @@ class PagedAttention:
         self._backends = tuple(backends)
         self._tables = (0,) * len(pools.layers) if tables is None else tuple(tables)
         self._slots: list[torch.Tensor] = []
+        self._observing: list[_Observing] = []
 
     @property
     def reads_sinks(self) -> bool:
         """Whether sequences may retain a sink and a window."""
         return all(backend.reads_sinks for backend in self._backends)
 
-    def begin(self, every: Sequence[AttentionMetadata]) -> None:
-        """Prepare for the step that `every` describes, one entry per page table."""
+    def begin(self, every: Sequence[AttentionMetadata], observed: Sequence[Observed] = ()) -> None:
+        """Prepare for the step that `every` describes, one entry per page table. `observed`: what is to be scored."""
         self._slots = [metadata.slots for metadata in every]
+        self._observing = [_Observing(self._pools, one) for one in observed]
         for backend, metadata in zip(self._backends, every, strict=True):
             backend.begin(metadata)
 
@@ -153,7 +158,38 @@ class PagedAttention:
         table = self._tables[layer]
         if self._pools.layers[layer].owner == layer:
             self._pools.write(layer, self._slots[table], keys, values)
+        for observing in self._observing:
+            observing.add(layer, queries, params)
         return self._backends[table].forward(layer, queries, params)
+
+    def scores(self) -> list[npt.NDArray[np.float32]]:
+        """Return the scores of the pages of each of the sequences that were observed in the step, [pages]."""
+        return [observing.scores.cpu().numpy() for observing in self._observing]
+
+
+class _Observing:
+    """Owner of the scores of the pages of one sequence in a step, summed over layers, heads and observed tokens."""
+
+    def __init__(self, pools: KVPools, observed: Observed) -> None:
+        self._pools = pools
+        self._tokens = slice(observed.first, observed.last)
+        self._page_ids = torch.from_numpy(observed.page_ids).to(pools.device)
+        places = torch.arange(len(observed.page_ids) * pools.page_size)
+        self._is_later = (places > torch.from_numpy(observed.places)[:, None]).to(pools.device)
+        self.scores = torch.zeros(len(observed.page_ids), device=pools.device)
+
+    def add(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> None:
+        """Add the weights of one layer. `queries`: those of the whole batch."""
+        pools = self._pools
+        keys = pools.decoded(layer, pools.keys[layer][self._page_ids]).flatten(0, 1).transpose(0, 1)
+        mine = queries[self._tokens].transpose(0, 1)  # [heads, tokens, head_dim]
+        of_heads = mine.reshape(len(keys), -1, mine.shape[-1]).float()
+        logits = (of_heads @ keys.float().transpose(-1, -2)) * params.scaling
+        if params.softcap is not None:
+            logits = torch.tanh(logits / params.softcap) * params.softcap
+        logits = logits.view(len(keys), -1, *self._is_later.shape).masked_fill(self._is_later, float("-inf"))
+        weights = torch.softmax(logits, dim=-1).sum(dim=(0, 1, 2))
+        self.scores += weights.view(len(self.scores), -1).sum(dim=-1)
 
 
 def paged_attention(

@@ -12,7 +12,7 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
-from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, TableBatch
+from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.page_tables import WHOLE_PAGES, PageTables
 from kvarts.executor.state_tables import StateTables
@@ -29,7 +29,7 @@ from kvarts.executor.torch.sampling import TokenSampler
 from kvarts.executor.torch.state_memory import PagedStates
 from kvarts.executor.torch.states import keeping
 from kvarts.kv.transfer import TransferReport
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.sched.plan import PageScores, StepPlan, StepResult
 
 __all__ = ["TorchExecutor"]
 
@@ -151,8 +151,9 @@ class TorchExecutor:
         sampled = np.zeros(self._max_num_seqs, np.uint64)
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
+        attended: tuple[PageScores, ...] = ()
         if batch is not None:
-            every = self._attend_to(batch.tables)
+            every = self._attend_to(batch.tables, batch.observed)
             for slots in batch.block_slots:
                 self.slots.write(slots, batch.positions)
             if self._states is not None:
@@ -161,6 +162,10 @@ class TorchExecutor:
             where = [np.array(batch.sampled_at or [0], np.int64), *(places for *_, places in scored)]
             all_logits = self._logits(batch, every, where)
             logits = next(all_logits)
+            attended = tuple(
+                PageScores(one.row, one.start, one.end, scores)
+                for one, scores in zip(batch.observed, self._attention.scores(), strict=True)
+            )
             for (request, start, _), of_prompt in zip(scored, all_logits, strict=True):
                 self._sampler.score(request, start, of_prompt)
             if batch.sampled_rows:
@@ -171,9 +176,9 @@ class TorchExecutor:
                     chosen, ends = self._sampler.sample(batch.requests, logits)
                 sampled[batch.sampled_rows] = chosen.astype(np.uint64)
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
-        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
+        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted, attended)
 
-    def _attend_to(self, tables: Sequence[TableBatch]) -> list[AttentionMetadata]:
+    def _attend_to(self, tables: Sequence[TableBatch], observed: Sequence[Observed] = ()) -> list[AttentionMetadata]:
         """Prepare attention for a step. Return its metadata, one entry per page table."""
         every = [
             AttentionMetadata(
@@ -182,7 +187,7 @@ class TorchExecutor:
             for one in tables
         ]
         assert self._attention.reads_sinks or all(one.is_plain for one in every), "the backend reads no sinks"
-        self._attention.begin(every)
+        self._attention.begin(every, observed)
         return every
 
     def _scored(self, plan: StepPlan, batch: FlatBatch) -> list[tuple[int, int, Ints]]:
@@ -213,7 +218,7 @@ class TorchExecutor:
         keep = {"logits_to_keep": where} if self._facts.keeps_logits else {}
         switch = self._facts.switch
         chosen = nullcontext() if switch is None else switch.chosen(self._are_long(batch))
-        if self._layers is not None:
+        if self._layers is not None and not batch.observed:  # compiled layers return no weights
             with chosen:
                 tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
                 return self._layers.logits(tokens, positions, every, [metadata.tensor(one) for one in wheres])
