@@ -97,8 +97,9 @@ class LLM:
 
     `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
 
-    `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
-    holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
+    `kv_dtype`: the format of KV in pages: `auto` for the model's, `int8` with a scale per head and token, or `fp8`
+    (e4m3) without one. In 8 bits, up to 4 times the tokens of float32 fit, tokens change, and attention is computed by
+    `sdpa`.
 
     `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
 

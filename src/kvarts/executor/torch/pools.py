@@ -33,7 +33,7 @@ def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.
 class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
 
-    `dtype`: the number format of the model. With `kv_dtype` int8, heads are stored as kv_format.encode returns them.
+    `dtype`: the number format of the model. With another `kv_dtype`, heads are stored as kv_format.encode returns them.
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
     is its page's id times the page size, plus its place in the page. Layers that share KV have the same tensors.
@@ -99,13 +99,15 @@ class KVPools:
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write `keys` and `values` [tokens, kv_heads, head_dim] of a layer to the slots of their tokens."""
         if self.kv_dtype != "auto":
-            keys, values = encode(keys), encode(values)
+            keys, values = encode(keys, self.kv_dtype), encode(values, self.kv_dtype)
         self.keys_flat[layer].index_copy_(0, slots, keys)
         self.values_flat[layer].index_copy_(0, slots, values)
 
     def decoded(self, layer: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the numbers of stored heads [..., stored elements] of a layer, in `dtype`."""
-        return stored if self.kv_dtype == "auto" else decode(stored, self.layers[layer].head_dim, self.dtype)
+        if self.kv_dtype == "auto":
+            return stored
+        return decode(stored, self.layers[layer].head_dim, self.dtype, self.kv_dtype)
 
     def read_pages(self, page_ids: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Return the contents of pages by tensor, as bytes of shape [pages, bytes]."""
