@@ -245,7 +245,7 @@ class LLM:
         self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
         """The bytes of a block, and the KV groups; empty without groups."""
         self.latent_token_bytes = latent_token_bytes(model)
-        """Bytes per token of a latent model if its latents were stored instead of their expansion."""
+        """Bytes per token of a model's latents, stored as they are or expanded; None without latents."""
         self._memory = None if room.cut is None else room.cut.memory
         self._clock = clock
         engine = LLMEngine(

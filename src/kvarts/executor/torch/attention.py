@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvarts.executor.flat_batch import Observed
+from kvarts.executor.torch.latent import LatentShape, find_latent
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
@@ -35,6 +36,7 @@ __all__ = [
     "is_attending",
     "paged_attention",
     "register",
+    "takes_latents",
 ]
 
 ATTENTION = "kvarts_paged"
@@ -45,6 +47,7 @@ class AttentionCall(msgspec.Struct):
     """A model's call of attention, as transformers passes it. `number`: the call's index in its forward pass, from 0.
 
     `query` [1, heads, tokens, head_dim], `key` [1, kv_heads, tokens, head_dim], `value` [1, kv_heads, tokens, any].
+    `latent`: set if keys and values are both the latents, of one head.
     """
 
     number: int
@@ -54,6 +57,7 @@ class AttentionCall(msgspec.Struct):
     value: torch.Tensor
     mask: Any
     keywords: dict[str, Any]
+    latent: LatentShape | None = None
 
     def params(self, window: int | None) -> AttentionParams:
         """Return the parameters of attention from the known keywords; `window`: the last tokens attended to, None for
@@ -71,6 +75,8 @@ class AttentionCall(msgspec.Struct):
         sum.
         """
         queries, keys, values = (states[0].transpose(0, 1) for states in (self.query, self.key, self.value))
+        if self.latent is not None:
+            return self.latent.absorbed(self.module, queries), keys, values
         missing = values.shape[-1] - keys.shape[-1]
         if missing > 0:
             queries, keys = pad(queries, (0, missing)), pad(keys, (0, missing))
@@ -78,9 +84,18 @@ class AttentionCall(msgspec.Struct):
             values = pad(values, (0, -missing))
         return queries, keys, values
 
+    def unpacked(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output for the model, given that of attention to what `packed` returned."""
+        if self.latent is not None:
+            return self.latent.expanded(self.module, attended)
+        return attended[..., : self.value.shape[-1]]
+
 
 class Attention(Protocol):
     """Attention as called by a model's layers."""
+
+    keeps_latents: bool
+    """Whether layers with latents pass these instead of keys and values."""
 
     def called(self, call: AttentionCall) -> torch.Tensor:
         """Return the output of attention, as [tokens, heads, value size]."""
@@ -108,6 +123,11 @@ def attending(attention: Attention) -> Iterator[None]:
         _thread.attention, _thread.num_calls = before
 
 
+def takes_latents() -> bool:
+    """Return whether this thread runs models with an Attention that keeps latents."""
+    return _thread.attention is not None and _thread.attention.keeps_latents
+
+
 def is_attending() -> bool:
     """Return whether this thread runs models with an Attention of `attending`."""
     return _thread.attention is not None
@@ -125,6 +145,7 @@ class PagedAttention:
         self._pools = pools
         self._backends = tuple(backends)
         self._tables = (0,) * len(pools.layers) if tables is None else tuple(tables)
+        self.keeps_latents = any(layer.is_latent for layer in pools.layers)
         self._slots: list[torch.Tensor] = []
         self._observing: list[_Observing] = []
 
@@ -143,7 +164,7 @@ class PagedAttention:
     def called(self, call: AttentionCall) -> torch.Tensor:
         """Attend for a layer, with the window that was found when the model was examined."""
         params = call.params(self._pools.layers[call.number].window)
-        return self.attend(call.number, *call.packed(), params)[..., : call.value.shape[-1]]
+        return call.unpacked(self.attend(call.number, *call.packed(), params))
 
     def mask(self, **_: Any) -> None:
         """Return no mask: the masks of transformers assume one sequence per row, and a step has many in one row."""
@@ -206,7 +227,8 @@ def paged_attention(
         raise RuntimeError("a model that attends through pages runs in an LLM only; set another attention before this")
     number = _thread.num_calls
     _thread.num_calls += 1
-    read = attention.called(AttentionCall(number, module, query, key, value, attention_mask, keywords))
+    latent = find_latent(module) if attention.keeps_latents else None
+    read = attention.called(AttentionCall(number, module, query, key, value, attention_mask, keywords, latent))
     return read[None], None
 
 

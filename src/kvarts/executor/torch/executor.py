@@ -99,7 +99,7 @@ class TorchExecutor:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of everything that pages depend on except the tokens."""
-        return kv_fingerprint(self._model, self.pools.kv_dtype)
+        return kv_fingerprint(self._model, self.pools.kv_dtype, has_latents=self._attention.keeps_latents)
 
     @property
     def layers(self) -> str:

@@ -25,7 +25,8 @@ class LayerShape(msgspec.Struct, frozen=True):
     heads.
 
     `owner`: the layer that stores the keys and values it reads; a layer that is not its own owner stores nothing.
-    `window`: the number of last tokens that it attends to, None for all.
+    `window`: the number of last tokens that it attends to, None for all. `is_latent`: keys and values are the same
+    elements, and are stored once.
     """
 
     num_heads: int
@@ -33,6 +34,12 @@ class LayerShape(msgspec.Struct, frozen=True):
     head_dim: int
     owner: int
     window: int | None = None
+    is_latent: bool = False
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors that hold its KV: of keys and of values, or of latents."""
+        return 1 if self.is_latent else 2
 
 
 def stored_as(

@@ -102,6 +102,8 @@ class ModelRotary:
 class _Keys:
     """An Attention that records the keys of each layer, and returns zeros."""
 
+    keeps_latents = False
+
     def __init__(self) -> None:
         self.of_layer: dict[int, torch.Tensor] = {}
 
