@@ -29,7 +29,7 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
 PAGE_SIZE = 16
-MODES: dict[str, OffloadConfig | None] = {
+MODES: dict[str, Any] = {
     "computed again": None,
     "host memory, eager": OffloadConfig(host_pages=4096, policy="eager"),
     "host memory, lazy": OffloadConfig(host_pages=4096, policy="lazy"),
@@ -126,7 +126,8 @@ def main() -> None:
 def _loaded(llm: Any) -> int:
     """Return the tokens that came back from host memory."""
     token_bytes = llm.host().token_bytes
-    return sum(totals.num_bytes["h2d"] for totals in llm.transfers) // token_bytes
+    num_bytes = sum(totals.num_bytes["h2d"] for totals in llm.transfers)
+    return int(num_bytes // token_bytes)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main() -> None:
     }
     for keep in ("h2o", "snapkv"):
         for heavy in (half, half + half // 2):
-            settings = SessionSettings(sink=PAGE_SIZE, window=2 * half - heavy, keep=keep, heavy=heavy)  # type: ignore[arg-type]
+            settings = SessionSettings(sink=PAGE_SIZE, window=2 * half - heavy, keep=keep, heavy=heavy)
             every[f"sink 16, window {settings.window}, {keep} {heavy}"] = settings
     print(f"{'':36}{'pages':>7}{'perplexity':>12}{'recalled':>12}{'CPU s':>9}")
     for name, settings in every.items():
@@ -96,7 +96,8 @@ def scored(llm: Any, keeps: SinkWindow, tokens: list[int], after: int) -> float:
     ended: list[Any] = []
     while not ended:
         ended += llm.step()
-    host.loop.call(lambda _: (pages.release(), reserve.shrink(num_pages)))
+    host.loop.call(lambda _: pages.release())
+    host.loop.call(lambda _: reserve.shrink(num_pages))
     values = ended[0].prompt_logprobs.values[after:]
     return float(sum(values) / len(values))
 

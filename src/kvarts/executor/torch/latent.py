@@ -79,8 +79,8 @@ class LatentShape(msgspec.Struct, frozen=True):
 def find_latent(module: Any) -> LatentShape | None:
     """Return the sizes of an attention module that expands latents; None for any other."""
     projection = getattr(module, "kv_b_proj", None)
-    sizes = [getattr(module, name, None) for name in SIZES]
-    if not callable(getattr(module, "expand_kv", None)) or not all(isinstance(size, int) for size in sizes):
+    sizes = [size for name in SIZES if isinstance(size := getattr(module, name, None), int)]
+    if not callable(getattr(module, "expand_kv", None)) or len(sizes) < len(SIZES):
         return None
     nope, rope, value, rank = sizes
     weight = getattr(projection, "weight", None)
