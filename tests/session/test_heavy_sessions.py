@@ -44,7 +44,7 @@ def test_a_session_keeps_and_says_what_whole_passes_give(
     """Whatever the appends, next to a session that does other things; a fork and its origin go separate ways."""
     model, reference = models("qwen3")
     llm, sessions = open_on(model, page_size, chunk, attention=attention)
-    shape = {"sink": 3, "window": 20, "heavy": 24}
+    shape: dict[str, Any] = {"sink": 3, "window": 20, "heavy": 24}
     random = Random(page_size)
 
     def expected(history: list[int]) -> tuple[list[int], list[int]]:
@@ -52,8 +52,9 @@ def test_a_session_keeps_and_says_what_whole_passes_give(
         return naive_heavy(reference, history, **shape, page_size=page_size, keep=keep)
 
     def held(session: str) -> list[int]:
-        found = sessions._table.get(OWNER, session)
-        return found.pages.tables[0].page_numbers().tolist()
+        table = sessions._table.get(OWNER, session).pages.tables[0]
+        numbers: list[int] = table.page_numbers().tolist()
+        return numbers
 
     async def turn(session: str, history: list[int], count: int, num_said: int) -> None:
         new = ids(random, count)

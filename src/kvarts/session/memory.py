@@ -6,8 +6,7 @@ from kvarts.kv.group_keeps import most_blocks, retained_by_group
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
-from kvarts.session.heavy_table import HeavyTable
-from kvarts.session.pages import ChunkRoom, SessionPages, SessionTable
+from kvarts.session.pages import ChunkRoom, SessionPages
 
 __all__ = ["SessionMemory"]
 
@@ -41,7 +40,10 @@ class SessionMemory:
     def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> SessionPages:
         """Return an empty set of pages for a session. Raise ConfigError as `most_pages` does."""
         if self._groups is None:
-            make_table = HeavyTable if keeps.is_scored else SessionTable
-            return SessionPages(keeps, reserve, room, make_table=make_table)
+            if not keeps.is_scored:
+                return SessionPages(keeps, reserve, room)
+            from kvarts.session.heavy_table import HeavyTable  # which imports NumPy: a replay has no such sessions
+
+            return SessionPages(keeps, reserve, room, make_table=HeavyTable)
         kept = retained_by_group(self._groups, keeps)
         return SessionPages(keeps, reserve, room, [one for one, num_blocks in kept for _ in range(num_blocks)])

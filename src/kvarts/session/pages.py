@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import PageTable, SinkWindow
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["ChunkRoom", "Retained", "SessionPages", "SessionTable", "TableLayout"]
 
@@ -103,6 +104,8 @@ class SessionTable:
 
     def page_numbers(self) -> npt.NDArray[np.int64]:
         """Return the numbers of the pages that it holds, in the history."""
+        import numpy as np  # not imported for a replay
+
         places = np.arange(len(self._page_ids))
         return places + np.where(places < self.num_sink_pages, 0, self.num_dropped)
 
