@@ -89,7 +89,9 @@ def test_worlds_are_counted_by_replays(
     assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
     setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--speedup", 2]
     for error in (0.1, 0.5):
-        latency = asked("plan", trace, *setting, "--pages", 400, "--cost-error", error, "--at", 400, "--json")["latency"]
+        latency = asked("plan", trace, *setting, "--pages", 400, "--cost-error", error, "--at", 400, "--json")[
+            "latency"
+        ]
         step, worlds = latency["options"][0], latency["sensitivity"]["worlds"]
         kept = 5
         for middle in (0.55, 0.65, 0.75, 0.85, 0.95):

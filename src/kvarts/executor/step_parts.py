@@ -43,13 +43,13 @@ class StepParts:
         self._composes = self._separates or self._num_drafted > 0
         expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
         launch_us = geometry.num_layers * cost.eager_layer_us + expert_layers * cost.eager_expert_layer_us
-        self._launch_ms = 0.0 if device.is_cpu else launch_us / 1e3
-        """Time that a step takes longer without a CUDA graph."""
         self._eager_ms = cost.eager_us / 1e3
         layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
         if geometry.sparse is not None:
             layers_us += geometry.sparse.num_indexers * cost.sparse_layer_us
         self.step_ms = (cost.step_us + layers_us) / 1e3
+        self._launched_ms = self.step_ms + (0.0 if device.is_cpu else launch_us / 1e3)
+        """The constant time of a step without a CUDA graph."""
         self.sequence_ms = cost.sequence_us / 1e3
         # A state is read and written once per step, however many tokens of the sequence the step has.
         self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
@@ -255,11 +255,7 @@ class StepParts:
         ms = self._linear_ms(num_tokens, num_samples, num_tokens, parts)
         if self.num_collectives:
             ms += self._exchanged_ms(num_tokens, num_tokens, parts)
-        return ms + self._constant_ms(num_tokens)
-
-    def _constant_ms(self, num_tokens: int) -> float:
-        """Return the constant time of a step of `num_tokens` tokens, and of launching its kernels without a graph."""
-        return self.step_ms + self._launch_ms if num_tokens > self._graph_tokens else self.step_ms
+        return ms + (self._launched_ms if num_tokens > self._graph_tokens else self.step_ms)
 
     def fixed_ms(self, num_decodes: int) -> float:
         """Return the time of a step of decodes without attention."""
@@ -311,7 +307,11 @@ class StepParts:
                 ms += self.context_ms(num_decodes, batch.decode_known_tokens)
             slowest_ms = max(slowest_ms, ms)
         largest = max(counts, default=0)
-        ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self._constant_ms(largest)
+        ms = (
+            slowest_ms
+            + self._exchanged_ms(largest, num_routed, 1)
+            + (self._launched_ms if largest > self._graph_tokens else self.step_ms)
+        )
         if num_drafting and self._num_drafted:
             ms += self._drafting_ms(max(batch.num_decodes for batch in batches), num_drafting)
         return self.at_least(ms, largest)
@@ -322,7 +322,9 @@ class StepParts:
         num_drafting = sum(num_decodes for num_decodes, _ in decodes)
         num_routed = num_drafting * verified
         largest = max(num_decodes for num_decodes, _ in decodes) * verified
-        after_ms = self._exchanged_ms(largest, num_routed, 1) + self._constant_ms(largest)
+        after_ms = self._exchanged_ms(largest, num_routed, 1) + (
+            self._launched_ms if largest > self._graph_tokens else self.step_ms
+        )
         if self._num_drafted:
             after_ms += self._drafting_ms(largest // verified, num_drafting)
         fixed = []
