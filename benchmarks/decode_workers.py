@@ -82,7 +82,7 @@ def open_kvarts(directory: Path) -> Engine:
 
     torch.set_num_threads(NUM_THREADS)
     quantization = os.environ.get("KVARTS_QUANTIZATION")
-    settings_of_model = {"quantization": quantization} if quantization else {}
+    settings_of_model: dict[str, Any] = {"quantization": quantization} if quantization else {}
     model = load_model(directory, device=DEVICE, **settings_of_model)
     # A version of kvarts from before there was a choice is measured as it is.
     settings: dict[str, Any] = {name: os.environ[key] for name, key in CHOICES.items() if key in os.environ}

@@ -21,6 +21,10 @@ if IS_WORKER:
     # Test processes share the cores; set before the first import of torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Without a GPU, Triton interprets its kernels; read when something first imports Triton.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # One test process compiles a module, and the others and the commands that tests start read its bytecode. Many container
 # images set this variable, and then each process compiles every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 def flash_module() -> ModuleType:
     """A module `flash_attn` that has `flash_attn_varlen_func`."""
     module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)  # transformers asks whether there is one
     module.flash_attn_varlen_func = _varlen  # type: ignore[attr-defined]
     return module
 

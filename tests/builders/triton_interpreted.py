@@ -15,8 +15,7 @@ TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is 
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton interpret what it is given from now on, with few programs."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    """Let few programs share what Triton, see conftest, interprets."""
     monkeypatch.setattr(triton_backend, "PROGRAMS_AT_ONCE", 8)
 
 

@@ -13,15 +13,23 @@ import pytest
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from kvarts.config import EngineConfig
+from kvarts.events import LoadStarted
 from kvarts.executor.torch.loading import load_model
+from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, ChunkMetadata, DecodeMetadata
+from kvarts.executor.torch.pools import KVPools, LayerShape
+from kvarts.executor.torch.sdpa import SdpaBackend
 from kvarts.executor.torch.tiny import FAMILIES
+from kvarts.executor.torch.triton_backend import TritonBackend
 from kvarts.llm.llm import LLM
+from kvarts.offload.config import OffloadConfig
 from kvarts.sampling import SamplingParams
 
+from builders.kept import Kept
 from builders.real_models import GREEDY, VOCABULARY, Ids, prompts_with_prefixes, undisturbed
 from builders.rooms import HAS_AUDIT
 
@@ -91,6 +99,41 @@ def _check_up_to_ties(reference: Any, prompt: Ids, said: Ids) -> None:
     assert (logits.max(dim=1).values - chosen).max() < 0.1
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("heads", [(16, 8), (8, 1), (6, 2), (32, 32)])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 64), ("bfloat16", 256),
+                                                 ("float32", 256), ("float32", 80)])  # fmt: skip
+def test_triton_reads_as_sdpa_does(dtype: str, head_dim: int, heads: tuple[int, int], window: int | None) -> None:
+    """Shapes of real models: long chunks, decodes far into a sequence, and few of them, which are read in parts."""
+    random = np.random.default_rng(3)
+    torch.manual_seed(1)
+    spans = [(2047, 2048), (5, 6), (640, 641), (0, 700), (320, 1100)]
+    needed = [-(-end // PAGE_SIZE) for _, end in spans]
+    ids = random.permutation(sum(needed))
+    pages = np.split(ids, np.cumsum(needed)[:-1])
+    shape = LayerShape(heads[0], heads[1], head_dim, 0)
+    pools = KVPools([shape], num_pages=len(ids), page_size=PAGE_SIZE, dtype=getattr(torch, dtype), device="cuda")
+    for states in (pools.keys[0], pools.values[0]):
+        states.normal_()
+    tables = np.zeros((3, max(needed[:3])), np.int64)
+    for row in range(3):
+        tables[row, : needed[row]] = pages[row]
+    metadata = AttentionMetadata(
+        pools.device,
+        slots=np.zeros(0, np.int64),
+        decodes=DecodeMetadata.plain(np.array([2047, 5, 640]), tables),
+        chunks=[ChunkMetadata(3, 703, 0, pages[3]), ChunkMetadata(703, 1483, 320, pages[4])],
+    )
+    queries = torch.randn(1483, heads[0], head_dim, device="cuda").to(pools.dtype)
+    read = []
+    for make in (SdpaBackend, TritonBackend):
+        backend = make(pools)
+        backend.begin(metadata)
+        read.append(backend.forward(0, queries, AttentionParams(head_dim**-0.5, window)).float())
+    error = (read[0] - read[1]).norm() / read[0].norm()
+    assert error < (1e-5 if dtype == "float32" else 1e-2)
+
+
 def test_sampled_tokens_are_the_same_whoever_runs_beside(on_cuda: Pair) -> None:
     model, _ = on_cuda("qwen3")
     params = SamplingParams(max_tokens=16, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
@@ -122,6 +165,23 @@ def test_kv_groups_change_no_token(on_cuda: Pair, family: str, attention: str) -
     engine = engine_of(model, num_pages=40, budget=64, attention=attention, kv_groups="all")
     for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_pages_come_back_from_host_memory(on_cuda: Pair, policy: Any) -> None:
+    """Four conversations in turns, on a pool that holds one of them."""
+    model, reference = on_cuda("llama")
+    random = Random(9)
+    prompts = [[random.randrange(VOCABULARY) for _ in range(150)] for _ in range(4)]
+    kept = Kept()
+    offload = OffloadConfig(host_pages=60, policy=policy, kv_bytes_per_token=1)
+    engine = engine_of(model, num_pages=16, offload=offload, readers=[kept])
+    for _ in range(3):
+        for number, prompt in enumerate(prompts):
+            (completion,) = engine.generate([prompt], GREEDY)
+            assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+            prompts[number] = [*prompt, *completion.tokens[:8]]
+    assert any(isinstance(event, LoadStarted) for event in kept.events), "nothing ever came back from host memory"
 
 
 def test_memory_is_taken_from_the_gpu_and_given_back(tiny: Callable[[str], Path]) -> None:

@@ -89,7 +89,7 @@ class LLM:
     steps with decodes this short, as far as the steps so far predict. `attention`: the backend, one of
     kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or `auto`
     (kvarts.executor.torch.layers). `quantization` and `trust_remote_code`: as for `load_model`. `offload`: host memory
-    and files below the pages, on a CPU; `disk_path`: the directory of the files, which a later run of the same model
+    and files below the pages; `disk_path`: the directory of the files, which a later run of the same model
     reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
@@ -98,8 +98,9 @@ class LLM:
 
     `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
 
-    `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
-    holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
+    `kv_dtype`: the format of KV in pages: `auto` for the model's, `int8` with a scale per head and token, or `fp8`
+    (e4m3) without one. In 8 bits, up to 4 times the tokens of float32 fit, tokens change, and attention is computed by
+    `sdpa`.
 
     `enforce_eager`: on a GPU, run every step kernel by kernel instead of steps of decodes as CUDA graphs.
 
@@ -183,8 +184,6 @@ class LLM:
         self.tokenizer = tokenizer
         self.tiers: dict[str, int] = _tiers_of(self.offload, room, page_size)
         """Number of pages of each tier below the device, by name; of blocks with KV groups."""
-        if self.tiers and model.device.type != "cpu":
-            check_combination({"tiers": "offload", "gpu": "device"})
         if self.offload is not None and self.offload.load_overlap == "layers":
             check_combination({"layers": "offload.load_overlap", "model": "model"})
         if self.offload is not None and self.offload.bus is not None:
@@ -249,7 +248,7 @@ class LLM:
         self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
         """The bytes of a block, and the KV groups; empty without groups."""
         self.latent_token_bytes = latent_token_bytes(model)
-        """Bytes per token of a latent model if its latents were stored instead of their expansion."""
+        """Bytes per token of a model's latents, stored as they are or expanded; None without latents."""
         self._memory = None if room.cut is None else room.cut.memory
         self._clock = clock
         engine = LLMEngine(
@@ -294,6 +293,7 @@ class LLM:
             kv_groups=self.kv_groups,
             memory=self._memory,
             check_params=self.check_params,
+            scores_attention=self._memory is None and all(layer.window is None for layer in pools.layers),
         )
 
     # Requests ---------------------------------------------------------------------------------------------

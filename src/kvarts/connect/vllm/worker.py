@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import gcd
 from typing import Any
 
@@ -53,6 +53,8 @@ def _seen_by(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
     with torch.cuda.device(device):
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(error):
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)  # CUDA reports the error once more, to whoever asks next
             raise ConfigError(
                 f"CUDA cannot pin {memory.numel()} bytes of host memory (error {int(error)})",
                 field="kv_connector_extra_config.host_memory",

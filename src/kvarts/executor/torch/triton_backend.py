@@ -17,8 +17,8 @@ __all__ = ["TritonBackend", "triton_fits"]
 
 Ints32 = npt.NDArray[np.int32]
 
-CHUNK_ROWS = 64
-"""Queries times heads of a program that reads a chunk."""
+CHUNK_ROWS, WIDE_CHUNK_ROWS = 128, 64
+"""Queries times heads of a program that reads a chunk, and of one with wide heads."""
 LEAST_ROWS = 16
 """Rows of the smallest matrix product."""
 MOST_HEAD_DIM = 256
@@ -26,7 +26,7 @@ PROGRAMS_AT_ONCE = 512
 """Programs that keep a GPU busy: sequences are read in parts while there are fewer."""
 MOST_SPLITS = 32
 WIDE_BYTES = 512
-"""Heads with more bytes are read in smaller blocks, which fit in a processor's own memory."""
+"""Heads of so many bytes are read in smaller blocks, which fit in a processor's own memory."""
 
 
 def triton_fits(pools: KVPools) -> str | None:
@@ -71,6 +71,8 @@ class TritonBackend:
 
         self._kernel: Any = attend
         self._pools = pools
+        head_dim = max(pools.layers[number].head_dim for number in pools.numbers)
+        self._is_wide = head_dim * pools.dtype.itemsize >= WIDE_BYTES
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Prepare for a step."""
@@ -103,6 +105,7 @@ class TritonBackend:
         parts = out if is_direct else torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
         log_sums = torch.empty((splits, num_tokens, num_heads), dtype=torch.float32, device=out.device)
         firsts, counts, starts, rows = blocks.of_blocks
+        is_wide = self._is_wide
         self._kernel[len(firsts), num_kv_heads, splits](
             parts,
             log_sums,
@@ -128,10 +131,10 @@ class TritonBackend:
             HAS_CAP=params.softcap is not None,
             NUM_SPLITS=splits,
             BLOCK_ROWS=blocks.num_rows,
-            BLOCK_PLACES=32 if head_dim * keys.element_size() > WIDE_BYTES else 64,
+            BLOCK_PLACES=32 if is_wide else 64,
             BLOCK_DIM=max(16, _power_of_two(head_dim)),
-            num_warps=4,
-            num_stages=2,
+            num_warps=8 if blocks.num_rows >= CHUNK_ROWS else 4,
+            num_stages=2 if is_wide else 3,
         )
         if is_direct:
             return
@@ -157,7 +160,7 @@ class TritonBackend:
                 )
             )
         if self._of_chunks is not None:
-            num_rows = max(CHUNK_ROWS, _power_of_two(group))
+            num_rows = max(WIDE_CHUNK_ROWS if self._is_wide else CHUNK_ROWS, _power_of_two(group))
             of_blocks = metadata.tensor(_cut(metadata.chunks, num_rows // group))
             tokens = metadata.chunks[0].first, metadata.chunks[-1].last
             made.append(_Blocks(tuple(of_blocks), self._of_chunks, num_rows, 1, tokens))
