@@ -93,8 +93,8 @@ class LLM:
     reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
-    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
-    now. None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
+    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory.
+    None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
 
     `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
 
