@@ -21,9 +21,15 @@ PROMPT = list(range(21))
 SENT_NS = (7 + 21) * MS
 
 
-def replayed(rows: list[RecordedRow], **settings: Any) -> dict[str, list[int]]:
+def replayed(rows: list[RecordedRow], **settings: Any) -> dict[str, Any]:
     """What became of the requests, on two workers for prompts and two that generate."""
-    each = {"num_pages": 40, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "audit": HAS_AUDIT}
+    each: dict[str, Any] = {
+        "num_pages": 40,
+        "page_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "audit": HAS_AUDIT,
+    }
     cost = LinearCost(step_ms=10.0)
     pools = (
         PoolConfig(role="prefill", each=ReplayConfig(replicas=2, cost=cost, **each)),
