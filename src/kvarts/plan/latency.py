@@ -46,7 +46,8 @@ def cost_error_of(cost: object) -> float:
 
 def world_factor(cost_error: float, deviations: float) -> float:
     """Return the factor on step times that is `deviations` standard deviations above the predicted time."""
-    return round((1.0 + cost_error) ** (deviations / NINE_IN_TEN), 4)
+    factor: float = (1.0 + cost_error) ** (deviations / NINE_IN_TEN)
+    return round(factor, 4)
 
 
 class LatencyPlan:
