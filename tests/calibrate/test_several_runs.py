@@ -212,9 +212,9 @@ def test_alternatives_have_the_covariance() -> None:
     assert RooflineCost(llm="llama-3.1-8b", device="l40s").alternatives() == []
 
 
-def fitted_on(llm: str, device: str, **ways: int) -> RooflineCost:
+def fitted_on(llm: str, device: str, tensor_parallel: int) -> RooflineCost:
     """A roofline as a calibration writes it: fitted to one run, and with other constants for what was not measured."""
-    on = MeasuredOn(llm=llm, device=device, **ways)
+    on = MeasuredOn(llm=llm, device=device, tensor_parallel=tensor_parallel)
     uncertainty = Uncertainty(
         coefficients=("step_us", "link_us"),
         covariance=((0.01, 0.0), (0.0, 0.04)),
@@ -222,11 +222,18 @@ def fitted_on(llm: str, device: str, **ways: int) -> RooflineCost:
         elsewhere={"step_us": 300.0, "link_us": 40.0},
         deviations={"step_us": 0.4, "link_us": 0.2},
     )
-    return RooflineCost(llm=llm, device=device, step_us=500.0, link_us=70.0, uncertainty=uncertainty, **ways)
+    return RooflineCost(
+        llm=llm,
+        device=device,
+        tensor_parallel=tensor_parallel,
+        step_us=500.0,
+        link_us=70.0,
+        uncertainty=uncertainty,
+    )
 
 
 def test_constants_of_a_fit_hold_for_what_was_measured_and_in_part_elsewhere(tmp_path: Path) -> None:
-    cost = fitted_on("llama-3.1-8b", "l40s", tensor_parallel=2)
+    cost = fitted_on("llama-3.1-8b", "l40s", 2)
     assert cost.placed(kv_dtype="fp8").step_us == 500.0
     for changes in ({"llm": "qwen3-8b"}, {"tensor_parallel": 1}, {"device": "a10"}):
         other = cost.placed(**changes)
@@ -242,7 +249,7 @@ def test_constants_of_a_fit_hold_for_what_was_measured_and_in_part_elsewhere(tmp
 
 
 def test_what_was_not_measured_is_less_certain() -> None:
-    cost = fitted_on("llama-3.1-8b", "l40s", tensor_parallel=2)
+    cost = fitted_on("llama-3.1-8b", "l40s", 2)
     other = cost.placed(llm="qwen3-8b")
     moves = [
         [np.log(above.coefficient(name) / other.coefficient(name)) for name in ("step_us", "link_us")]

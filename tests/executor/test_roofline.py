@@ -187,6 +187,7 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
             sparse = geometry.sparse
             if sparse is not None:
                 kinds = [(sparse.top_tokens, *kinds[0][1:])]
+                assert latent is not None
                 if attending.head_numbers > latent.kv_rank + latent.rope_dim:  # an indexer looks at all tokens
                     score_s = 2 * sparse.num_heads * sparse.key_dim / flops("fp8")
                     key_bytes = sparse.key_dim * bits[cost.kv_dtype or geometry.dtype] / 8
