@@ -144,6 +144,9 @@ def put_manager_inside() -> None:
                 setattr(self.manager, name, method)
 
             def prepare_load(keys: Any, req_context: Any) -> Any:
+                keys = list(keys)
+                real.store.host.place(keys)  # those that a script found
+                real.store.host.settle(keys)
                 real.prepare_load(keys, req_context)
                 return utils.MockLoadStoreSpec(keys)
 
