@@ -126,12 +126,20 @@ class Followed(MagicMock):
 
 def put_manager_inside() -> None:
     """Let kvarts' manager follow those that the tests script, and be the one that they make of vLLM."""
-    from tests.v1.kv_connector.unit.offloading_connector import utils
+    utils: Any = importlib.import_module(f"{CONNECTOR.replace('/', '.')}.utils")
     from vllm.v1.kv_offload.cpu import manager as of_host
 
     importlib.import_module("vllm.v1.kv_offload.tiering.manager")  # a subclass of vLLM's, which stays
     of_host.CPUOffloadingManager = make_manager
-    scripted = ("lookup", "prepare_store", "complete_load", "complete_store", "touch", "on_new_request", "take_events")
+    scripted: tuple[str, ...] = (
+        "lookup",
+        "prepare_store",
+        "complete_load",
+        "complete_store",
+        "touch",
+        "on_new_request",
+        "take_events",
+    )
     scripted += ("on_request_finished", "on_schedule_end", "has_pending_work", "reset_cache", "get_stats", "shutdown")
 
     class MockOffloadingSpec(utils.MockOffloadingSpec):  # type: ignore[misc]
