@@ -14,11 +14,13 @@ its error.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import DEFAULT, MagicMock
@@ -71,6 +73,19 @@ class Outcomes:
             MANAGERS.pop().store.host.check()
 
 
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 768,
+    "word_embed_proj_dim": 768,
+    "ffn_dim": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "torch_dtype": "float16",
+}
+"""The sizes of the model whose configuration the tests of the connector would ask a hub for."""
 MANAGERS: list[Any] = []
 NUM_PLACES = 100_000
 
@@ -111,12 +126,20 @@ class Followed(MagicMock):
 
 def put_manager_inside() -> None:
     """Let kvarts' manager follow those that the tests script, and be the one that they make of vLLM."""
-    from tests.v1.kv_connector.unit.offloading_connector import utils
+    utils: Any = importlib.import_module(f"{CONNECTOR.replace('/', '.')}.utils")
     from vllm.v1.kv_offload.cpu import manager as of_host
 
     importlib.import_module("vllm.v1.kv_offload.tiering.manager")  # a subclass of vLLM's, which stays
     of_host.CPUOffloadingManager = make_manager
-    scripted = ("lookup", "prepare_store", "complete_load", "complete_store", "touch", "on_new_request", "take_events")
+    scripted: tuple[str, ...] = (
+        "lookup",
+        "prepare_store",
+        "complete_load",
+        "complete_store",
+        "touch",
+        "on_new_request",
+        "take_events",
+    )
     scripted += ("on_request_finished", "on_schedule_end", "has_pending_work", "reset_cache", "get_stats", "shutdown")
 
     class MockOffloadingSpec(utils.MockOffloadingSpec):  # type: ignore[misc]
@@ -129,6 +152,9 @@ def put_manager_inside() -> None:
                 setattr(self.manager, name, method)
 
             def prepare_load(keys: Any, req_context: Any) -> Any:
+                keys = list(keys)
+                real.store.host.place(keys)  # those that a script found
+                real.store.host.settle(keys)
                 real.prepare_load(keys, req_context)
                 return utils.MockLoadStoreSpec(keys)
 
@@ -168,23 +194,31 @@ def put_files_inside() -> None:
     manager.FileSystemTierManager = FileSystemTierManager
 
 
+def run_tests(path: str, inside: str) -> None:
+    """Run the tests of a file of the current directory, and print how many pass."""
+    outcomes = Outcomes(inside)
+    options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--no-header", "--tb=short"]
+    if path.startswith(CONNECTOR):
+        options += ["-p", f"{CONNECTOR.replace('/', '.')}.conftest"]  # for its fixture only
+    pytest.main([*options, "--rootdir", str(Path.cwd()), path], plugins=[outcomes])
+    print(f"@ {outcomes.counts['passed']} of {sum(outcomes.counts.values())}")
+    for line in outcomes.failed:
+        print(f"@   {line}")
+
+
 def main() -> None:
     """Run the tests; with two arguments, those of one file in this process."""
     root = Path(sys.argv[1]).resolve()
     if len(sys.argv) > 2:
         path, inside = sys.argv[2], sys.argv[3]
-        importlib.import_module("vllm")  # the installed one, before the sources beside the tests can be found
-        os.chdir(root)
-        sys.path.insert(0, str(root))
-        outcomes = Outcomes(inside)
-        options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--no-header", "--tb=short"]
-        if path.startswith(CONNECTOR):
-            options += ["-p", f"{CONNECTOR.replace('/', '.')}.conftest"]  # for its fixture only
-        pytest.main([*options, "--rootdir", str(root), path], plugins=[outcomes])
-        passed, total = outcomes.counts["passed"], sum(outcomes.counts.values())
-        print(f"@ {passed} of {total}")
-        for line in outcomes.failed:
-            print(f"@   {line}")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        with TemporaryDirectory() as folder:  # the tests without the sources of vLLM, which is installed
+            os.chdir(folder)
+            Path("tests").symlink_to(root / "tests")
+            Path("facebook/opt-125m").mkdir(parents=True)
+            Path("facebook/opt-125m/config.json").write_text(json.dumps(OPT))
+            sys.path.insert(0, folder)
+            run_tests(path, inside)
         return
     for path, inside in FILES.items():
         for each in ("", inside):
