@@ -86,7 +86,6 @@ REFUSED = (
     Refusal(("files", "kv_groups"), "files keep whole pages", WHOLE),
     Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
-    Refusal(("layers", "kv_groups"), "parts of pages are loaded whole", WHOLE),
     Refusal(("layers", "store"), "its links are shared, and a load that others slow down ends later than planned"),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),
     Refusal(("bus", "layers"), "a load that others slow down ends later than planned"),

@@ -18,7 +18,7 @@ from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
 from kvarts.kv.part_account import Listed, Spot
 from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import PartRun, RunHolding
-from kvarts.kv.transfer import TransferReport
+from kvarts.kv.transfer import Offer, TransferReport
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_offloader import PartOffloader
 from kvarts.offload.part_policy import EagerParts
@@ -73,6 +73,14 @@ class Load:
     holding: PartHolding
     sequence: NaiveSequence
     parts: list[NaiveBelow]
+    front: NaiveSequence | None = None
+    """What computes the pages before those that are loaded, up to `front_end`."""
+    front_end: int = 0
+    num_good: int = -1
+    """How many of `parts` arrived; -1 before the transfer has ended."""
+
+    def has_front(self, page_size: int) -> bool:
+        return self.front is not None and self.front.num_tokens < self.front_end * page_size
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -313,6 +321,7 @@ class TieredMachine(RuleBasedStateMachine):
         is_forgotten=st.sampled_from([False, False, False, True]),
         is_cleared=st.booleans(),
         ends=st.booleans(),
+        has_front=st.booleans(),
     )
     def load(
         self,
@@ -322,6 +331,7 @@ class TieredMachine(RuleBasedStateMachine):
         is_forgotten: bool,
         is_cleared: bool,
         ends: bool,
+        has_front: bool,
     ) -> None:
         if self.served and data.draw(st.sampled_from([True, True, False])):
             tokens, tenant = [*data.draw(st.sampled_from(self.served)), 1], None
@@ -337,6 +347,12 @@ class TieredMachine(RuleBasedStateMachine):
             return
         parts = self.model.offer(tokens, tenant, length)
         assert offer.num_bytes == (sum(map(self.model.size, parts)),)
+        assert sum((end - start) * size for _, start, end, size in offer.runs) == sum(offer.num_bytes)
+        assert offer.most_front == self.most_front(tokens, tenant, on_device, length)
+        if has_front and not is_forgotten and not self.cache.memory.has_states and offer.most_front:
+            most = min(offer.most_front, offer.num_pages - 1)
+            if most and self.load_with_front(data.draw(st.integers(1, most)), content, tokens, tenant, offer, parts):
+                return
         sequence = None if is_forgotten else self.model.begin_load(tokens, tenant, length)
         if sequence is None:
             self.offloader.forget(self.num_owners)
@@ -349,10 +365,80 @@ class TieredMachine(RuleBasedStateMachine):
         if ends:
             self.end_load_as(self.loads.pop(), len(parts))
 
-    @precondition(lambda self: self.loads)
+    def most_front(self, tokens: list[int], tenant: str | None, on_device: int, length: int) -> int:
+        """The pages that the device lacks before the first that it has of a load."""
+        keys = [key for key in self.model.needs(tokens, tenant, length) if key in self.model.copies]
+        pages = [page for page in map(self.model.page_of, keys) if page >= on_device]
+        return min(pages, default=length) - on_device
+
+    def load_with_front(
+        self,
+        num_front: int,
+        content: Content,
+        tokens: list[int],
+        tenant: str | None,
+        offer: Offer,
+        parts: list[NaiveBelow],
+    ) -> bool:
+        page_size, request = self.cache.page_size, self.num_owners
+        found = self.offloader.offered(request)
+        length = found.num_pages
+        on_device = length - offer.num_pages
+        front_end = on_device + num_front
+        begun = self.model.begin_front(tokens, tenant, length, parts, on_device, front_end)
+        if begun is None:
+            return False
+        number = self.offloader.num_transfers
+        match = self.cache.match(content, (len(tokens) - 1) // page_size)
+        assert match.num_pages == on_device
+        holding = self.cache.open_with_front(match, found, front_end, 0)
+        num_loaded = offer.num_pages - num_front
+        self.offloader.start_load(request, content, front_end, num_loaded, holding, num_front)
+        parts = [part for part in parts if self.model.page_of(part.key) >= front_end]
+        self.loads.append(Load(number, request, content, holding, begun[1], parts, begun[0], front_end))
+        return True
+
+    @precondition(lambda self: any(load.has_front(self.cache.page_size) for load in self.loads))
+    @rule(data=st.data(), num_new=st.integers(1, 8))
+    def compute_front(self, data: st.DataObject, num_new: int) -> None:
+        page_size = self.cache.page_size
+        load = data.draw(st.sampled_from([load for load in self.loads if load.has_front(page_size)]))
+        front = load.front
+        assert front is not None
+        start = front.num_tokens
+        end = min(load.front_end * page_size, start + num_new)
+        self.cache.begin_front(load.holding, start, 0)
+        fits = self.model.advance(front, end - start)
+        if fits:
+            self.cache.extend_front(load.holding, end)
+            self.model.note(front, is_end=False)
+        self.cache.count()
+        if not load.has_front(page_size) and load.num_good >= 0:
+            self.loads.remove(load)
+            self.end_front(load)
+
+    @precondition(lambda self: any(load.num_good >= 0 for load in self.loads))
+    @rule(data=st.data())
+    def give_front_up(self, data: st.DataObject) -> None:
+        load = data.draw(st.sampled_from([load for load in self.loads if load.num_good >= 0]))
+        self.loads.remove(load)
+        self.end_front(load, goes_on=False)
+
+    def end_front(self, load: Load, *, goes_on: bool = True) -> None:
+        self.cache.join_front(load.holding)
+        assert load.front is not None
+        self.model.join(load.front, load.sequence)
+        holder = Holder(load.content, load.holding.parts, load.sequence)
+        if goes_on and load.num_good == len(load.parts):
+            self.holders.append(holder)
+        else:
+            self.end(holder)
+
+    @precondition(lambda self: any(load.num_good < 0 for load in self.loads))
     @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
     def end_load(self, data: st.DataObject, is_good: bool) -> None:
-        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        load = data.draw(st.sampled_from([load for load in self.loads if load.num_good < 0]))
+        self.loads.remove(load)
         self.end_load_as(load, len(load.parts) if is_good else data.draw(st.integers(0, len(load.parts) - 1)))
 
     def end_load_as(self, load: Load, num_good: int) -> None:
@@ -363,6 +449,13 @@ class TieredMachine(RuleBasedStateMachine):
         (loaded,) = self.offloader.take_loaded()
         assert loaded.request == load.request
         assert loaded.num_pages == (load.holding.num_pages if is_good else 0)
+        if load.front is not None:
+            load.num_good = num_good
+            if load.has_front(self.cache.page_size):
+                self.loads.append(load)
+            else:
+                self.end_front(load)
+            return
         holder = Holder(load.content, load.holding.parts, load.sequence)
         if is_good:
             self.holders.append(holder)
@@ -375,6 +468,7 @@ class TieredMachine(RuleBasedStateMachine):
             return
         cache, model, tier = self.parts, self.model, self.tier
         holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
+        holdings += [load.holding.tail for load in self.loads if load.holding.tail is not None]
         holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
         cache.check(holdings)
         self.offloader.check()
@@ -420,7 +514,9 @@ class TieredMachine(RuleBasedStateMachine):
             self.end_transfer(number, None)
         while self.loads:
             load = self.loads.pop()
-            self.end_transfer(load.transfer, 0)
+            if load.num_good < 0:
+                self.end_transfer(load.transfer, 0)
+            self.cache.join_front(load.holding)
             self.close_parts(load.holding.parts, load.holding.parts.num_tokens)
         for holder in self.holders:
             self.close_parts(holder.holding, holder.sequence.num_tokens)

@@ -206,9 +206,52 @@ class NaiveTieredGroups(NaiveGroups):
                 elif not part.pins and self.here.get(part.key) is part:
                     self.recent.append(part)
 
-    def begin_load(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence | None:
-        """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
-        needs = self.needs(tokens, salt, length)
+    def begin_front(
+        self, tokens: list[int], salt: str | None, length: int, parts: list[NaiveBelow], on_device: int, first: int
+    ) -> tuple[NaiveSequence, NaiveSequence] | None:
+        """Do as `begin_load`, but compute the pages from `on_device` up to `first` meanwhile.
+
+        Return the sequence that does, and the other; None if they do not fit. Of `parts`, those that are not loaded are
+        unpinned.
+        """
+        front = self.found(tokens, salt, on_device)
+        idle = [part for parts in front.parts for part in parts.values() if part.refs == part.stores == 0]
+        room = self.free_bytes() - sum(map(self.bytes_of, idle))
+        if room < 0 or not self.fits_from(tokens, salt, length, first, room):
+            return None
+        self.hold(front)
+        for group, (layer, _) in enumerate(self.groups):
+            if layer.kind in ("window", "chunk"):
+                self.wanted += [(group, self.name(tokens, salt, page)) for page in sorted(front.parts[group])]
+        tail = self.begin_load(tokens, salt, length, first)
+        assert tail is not None
+        self.unpin([part for part in parts if self.page_of(part.key) < first])
+        return front, tail
+
+    def page_of(self, key: Key) -> int:
+        return len(key[1][1]) // self.page_size - 1
+
+    def fits_from(self, tokens: list[int], salt: str | None, length: int, first: int, room: int) -> bool:
+        """Return whether `room` bytes suffice for what a sequence needs after `length` pages, from page `first` on."""
+        needs = [key for key in self.needs(tokens, salt, length) if self.page_of(key) >= first]
+        held = [key for key in needs if key in self.copies and (part := self.copies[key][0]).refs + part.stores]
+        return sum(self.groups[key[0]][1] for key in needs if key not in held) <= room
+
+    def join(self, front: NaiveSequence, tail: NaiveSequence) -> None:
+        """Go on after what was loaded; of the pages before, those that are not full are given up."""
+        for mine, others in zip(tail.parts, front.parts, strict=True):
+            for page, part in others.items():
+                if part.name is None:
+                    self.release(part)
+                else:
+                    mine[page] = part
+
+    def begin_load(self, tokens: list[int], salt: str | None, length: int, first: int = 0) -> NaiveSequence | None:
+        """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit.
+
+        Pages before `first` are left out.
+        """
+        needs = [key for key in self.needs(tokens, salt, length) if self.page_of(key) >= first]
         found = {key: self.copies[key][0] for key in needs if key in self.copies}
         idle = sum(self.bytes_of(part) for part in found.values() if part.refs == part.stores == 0)
         if idle + sum(self.groups[key[0]][1] for key in needs if key not in found) > self.free_bytes():
@@ -221,7 +264,7 @@ class NaiveTieredGroups(NaiveGroups):
         for key in needs:
             part = found[key] if key in found else self.take(key[0])
             part.is_kept = part.is_kept or key not in found
-            sequence.parts[key[0]][len(key[1][1]) // self.page_size - 1] = part
+            sequence.parts[key[0]][self.page_of(key)] = part
         return sequence
 
     def end_load(self, sequence: NaiveSequence, parts: list[NaiveBelow], num_good: int) -> None:
@@ -230,7 +273,7 @@ class NaiveTieredGroups(NaiveGroups):
         length = sequence.num_tokens // self.page_size
         for number, below in enumerate(parts):
             if number < num_good:
-                part = sequence.parts[below.key[0]][len(below.key[1][1]) // self.page_size - 1]
+                part = sequence.parts[below.key[0]][self.page_of(below.key)]
                 NaiveGroups.publish(self, part, below.key[1])
             elif self.here.get(below.key) is below:
                 del self.here[below.key]

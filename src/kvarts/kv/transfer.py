@@ -77,12 +77,16 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
 class Offer(msgspec.Struct, frozen=True, gc=False):
     """The pages that the tiers below have for a request: from each tier in turn, after those of the device.
 
-    `num_bytes`: the bytes to move from each, if these are not whole pages.
+    `num_bytes`: the bytes to move from each, if these are not whole pages; then `runs` lists the runs of pages: the
+    place of the tier, pages [start, end) of the sequence, and the bytes of each. `most_front`: how many of the first
+    pages may be computed while the others are loaded; None: any number.
     """
 
     num_pages: int
     by_tier: tuple[int, ...]
     num_bytes: tuple[int, ...] = ()
+    runs: tuple[tuple[int, int, int, int], ...] = ()
+    most_front: int | None = None
 
 
 class Coming(msgspec.Struct, frozen=True, gc=False):

@@ -16,7 +16,7 @@ from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
@@ -25,7 +25,7 @@ from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
-from kvarts.offload.transfers import Transfers
+from kvarts.offload.transfers import NEVER_NS, Transfers
 from kvarts.offload.under_way import ALL, UnderWay
 from kvarts.offload.weigher import Weigher
 
@@ -41,12 +41,14 @@ is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_ID
 class PartsUnderWay(UnderWay, kw_only=True):
     """A running transfer of parts. `below`: its pins in the tier. `above`: the runs that a store holds on the device.
 
-    `loading`: the parts that a load fills, so that its request begins with the `num_loaded` pages from its first on.
+    `loading`: the parts that a load fills, so that its request begins with the `num_loaded` pages from its first on;
+    None once it uses them. `content`: that of its request.
     """
 
     below: RunHolding
     above: Sequence[RunHolding] = ()
     loading: RunHolding | None = None
+    content: Content = NOTHING
     num_loaded: int = 0
     num_idle: int = 0
     """Blocks of `above` that were unused when their store began."""
@@ -94,6 +96,8 @@ class PartOffloader(Transfers):
         read: Channel,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
+        num_layers: int = 1,
+        step_tokens: int = 1,
         copy_slowdown: float = 0.0,
         bus: Bus | None = None,
         deadline_ns: int = ALL,
@@ -104,7 +108,15 @@ class PartOffloader(Transfers):
     ) -> None:
         super().__init__(
             [read],
-            Weigher([read], cache.memory.page_bytes, prefill),
+            Weigher(
+                [read],
+                cache.memory.page_bytes,
+                prefill,
+                # A state at the end of the first pages would have to be replaced by that at the end of the others.
+                splits=prefill is not None and not (with_page_ids or cache.memory.has_states),
+                num_layers=num_layers,
+                step_tokens=step_tokens,
+            ),
             copying=(write, read),
             copy_slowdown=copy_slowdown,
             bus=bus,
@@ -274,7 +286,17 @@ class PartOffloader(Transfers):
         pin = self.tier.pin(match.pieces)
         self._offered[request] = Offered(match, pin)
         num_pages = match.num_pages - start
-        return Offer(num_pages, (num_pages,), (self._num_blocks(pin) * self._block_bytes,))
+        sizes = self.tier.part_bytes
+        runs = tuple((0, run.start, run.end, sizes[group]) for group, held in enumerate(pin.held) for run in held)
+        # The first pages are computed up to the first of which the device has a part already.
+        on_device = [
+            max(begin, start)
+            for group, pieces in enumerate(match.pieces)
+            for run, begin, end in pieces
+            if run.list_index == group and end > start
+        ]
+        most_front = min(on_device, default=match.num_pages) - start
+        return Offer(num_pages, (num_pages,), (self._num_blocks(pin) * self._block_bytes,), runs, most_front)
 
     def offered(self, request: int) -> RunMatch:
         """Return how far every group can resume with the parts offered to `request`."""
@@ -283,7 +305,7 @@ class PartOffloader(Transfers):
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
     ) -> Weighed:
-        """Return whether to load all of `offer`, see LowerTiers.
+        """Return whether to load `offer`, all of it or its last pages, see LowerTiers.
 
         Only the gain of the request itself counts: while it waits it holds memory, which is usually what later requests
         wait for.
@@ -306,13 +328,14 @@ class PartOffloader(Transfers):
         num_front: int = 0,
         wait_ns: int | None = None,
     ) -> int:
-        """Begin to load the offer to `request` into `holding`, which was opened for it.
+        """Begin to load the offer to `request` from page `start` on into `holding`, which was opened for it.
 
-        Return when that should end.
+        Return when that should end. `wait_ns`: see Weighed.
         """
-        assert not num_front, "parts of pages are loaded whole"
         pin = self._offered.pop(request).pin
-        loading = cast(PartHolding, holding).parts
+        if num_front:
+            self.tier.unpin_before(pin, start)
+        loading = cast(PartHolding, holding).loading
         read = self.channels[1]
         num_blocks = self._num_blocks(pin)
         num_bytes = num_blocks * self._block_bytes
@@ -322,12 +345,20 @@ class PartOffloader(Transfers):
         under_way = PartsUnderWay(
             Direction.LOAD, num_blocks, self._workers(), below=pin, loading=loading, request=request, start_page=start
         )
-        under_way.num_loaded = num_pages
+        under_way.num_loaded, under_way.content = num_pages, content
         expected_ns = self._now_ns + read.within_ns(self._now_ns, num_bytes)
         end_ns = read.submit(self._now_ns, num_bytes)
         under_way.lane, under_way.since_ns, under_way.lanes = read.name, [self._now_ns], ((read, num_bytes),)
-        self._submit(under_way, end_ns, moves)
+        self._submit(under_way, end_ns, moves, (), NEVER_NS if wait_ns is None else self._now_ns + wait_ns)
         return end_ns if self._bus is None else expected_ns
+
+    def use_early(self, transfer: int) -> None:
+        """Make the parts of a load under way findable: the planned step uses them, and ends after the load."""
+        super().use_early(transfer)
+        under_way = self._under_way[transfer]
+        assert isinstance(under_way, PartsUnderWay) and under_way.loading is not None
+        arrive(self._parts, under_way.loading, [ALL] * len(self.tier.groups))
+        under_way.loading = None
 
     def reset(self) -> None:
         """Drop all parts, below and of those to be stored.
@@ -364,19 +395,27 @@ class PartOffloader(Transfers):
     def _end_load(self, transfer_id: int, under_way: PartsUnderWay) -> None:
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
         loading, pin = under_way.loading, under_way.below
-        assert loading is not None
         is_whole = under_way.num_good_pages >= under_way.num_pages
         num_pages = under_way.num_loaded if is_whole else 0
         self._tell_ended(transfer_id, under_way, num_pages)
         ends = self._good_ends(pin, under_way.num_good_pages)
-        arrive(self._parts, loading, ends)
+        if loading is not None:
+            arrive(self._parts, loading, ends)
         self.tier.drop(pin, ends)
         # The request used its whole prefix, including the part on the device.
+        last = under_way.start_page + under_way.num_loaded
+        spans, _ = self._parts.tree.walk(under_way.content, last)
         self.tier.unpin(pin)
-        self.tier.touch(self._parts.tree.last_of(loading), loading.num_named)
+        if spans:
+            self.tier.touch(spans[-1], last)
         self._count_load(under_way, is_whole=is_whole)
         end = under_way.start_page + num_pages if is_whole else 0
         self._loaded.append(Loaded(under_way.request, end, (num_pages,)))
+
+    def _all_loaded(self, under_way: UnderWay) -> Loaded:
+        assert isinstance(under_way, PartsUnderWay)
+        num_pages = under_way.num_loaded
+        return Loaded(under_way.request, under_way.start_page + num_pages, (num_pages,), is_under_way=True)
 
     def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
         """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""

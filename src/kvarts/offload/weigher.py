@@ -89,7 +89,7 @@ class Weigher:
             if num_pages:
                 position += num_pages
                 hidden_ns = self._hidden_ns((start + position) * page_size, num_known)
-                load_ns = self._wait_ns(now_ns, offer, 0, position, hidden_ns)
+                load_ns = self._wait_ns(now_ns, offer, start, 0, position, hidden_ns)
                 worth = worth_ns(position)
                 if worth - load_ns >= best_gain_ns:
                     best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
@@ -98,12 +98,14 @@ class Weigher:
 
                 # Where the wait for the last pages takes no longer than the computation of those before them.
                 def is_enough(count: int, end: int = position, hidden_ns: int = hidden_ns) -> bool:
-                    return front_ns(count) >= self._wait_ns(now_ns, offer, count, end, hidden_ns)
+                    return front_ns(count) >= self._wait_ns(now_ns, offer, start, count, end, hidden_ns)
 
                 num_front = bisect_left(range(position), True, key=is_enough)
+                if offer.most_front is not None:
+                    num_front = min(num_front, offer.most_front)
                 if 0 < num_front < position:
                     took_ns = front_ns(num_front)
-                    tail_ns = self._wait_ns(now_ns, offer, num_front, position, hidden_ns)
+                    tail_ns = self._wait_ns(now_ns, offer, start, num_front, position, hidden_ns)
                     rest_ns = prefill.prefill_ns((start + position) * page_size, num_known) or 0
                     both_ns, either_ns = max(took_ns, tail_ns) + rest_ns, min(load_ns + rest_ns, compute_ns)
                     gain_ns = (compute_ns - took_ns - rest_ns) * (1 + num_behind) * num_good // num_loads
@@ -131,23 +133,27 @@ class Weigher:
         step_ns = self._prefill.prefill_ns(start, min(num_known, start + self._step_tokens)) or 0
         return step_ns * (self.num_layers - 1) // self.num_layers
 
-    def _wait_ns(self, now_ns: int, offer: Offer, start: int, end: int, hidden_ns: int) -> int:
+    def _wait_ns(self, now_ns: int, offer: Offer, first: int, start: int, end: int, hidden_ns: int) -> int:
         """Return how long pages [start, end) of `offer` keep a request waiting that computes `hidden_ns` meanwhile.
 
-        It waits at least for the first of their layers.
+        It waits at least for the first of their layers. `first`: the page at which the offer begins.
         """
         wait_ns = 0
-        whole = self._bytes_of(offer) if offer.num_bytes else ()
         for place, (lane, num_pages) in enumerate(zip(self._lanes, _between(offer.by_tier, start, end), strict=True)):
             if num_pages:
-                num_bytes = whole[place] if whole else num_pages * self._page_bytes
+                num_bytes = num_pages * self._page_bytes
+                if offer.num_bytes:
+                    num_bytes = offer.num_bytes[place] - _bytes_before(offer, place, first + start)
                 wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
                 if hidden_ns:
                     wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
         return wait_ns
 
-    def _bytes_of(self, offer: Offer) -> Sequence[int]:
-        return offer.num_bytes or [num_pages * self._page_bytes for num_pages in offer.by_tier]
+
+def _bytes_before(offer: Offer, place: int, page: int) -> int:
+    """Return the bytes of what a tier has of an offer before `page`."""
+    runs = [run for run in offer.runs if run[0] == place and run[1] < page]
+    return sum((min(end, page) - start) * num_bytes for _, start, end, num_bytes in runs)
 
 
 def _between(by_tier: Sequence[int], start: int, end: int) -> tuple[int, ...]:
