@@ -174,7 +174,7 @@ class PartOffloader(Transfers):
 
     def begin_step(self, now_ns: int) -> None:
         """Take note that what became complete in the last step is computed."""
-        self._now_ns = now_ns
+        super().begin_step(now_ns)
         self._policy.begin_step()
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
@@ -349,7 +349,8 @@ class PartOffloader(Transfers):
         expected_ns = self._now_ns + read.within_ns(self._now_ns, num_bytes)
         end_ns = read.submit(self._now_ns, num_bytes)
         under_way.lane, under_way.since_ns, under_way.lanes = read.name, [self._now_ns], ((read, num_bytes),)
-        self._submit(under_way, end_ns, moves, (), NEVER_NS if wait_ns is None else self._now_ns + wait_ns)
+        early_ns = NEVER_NS if wait_ns is None else self._now_ns + wait_ns
+        self._submit(under_way, end_ns, moves, (), early_ns, expected_ns)
         return end_ns if self._bus is None else expected_ns
 
     def use_early(self, transfer: int) -> None:
