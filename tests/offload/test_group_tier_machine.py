@@ -366,10 +366,11 @@ class TieredMachine(RuleBasedStateMachine):
             self.end_load_as(self.loads.pop(), len(parts))
 
     def most_front(self, tokens: list[int], tenant: str | None, on_device: int, length: int) -> int:
-        """The pages that the device lacks before the first that it has of a load."""
+        """The pages that the device lacks before the first that it has of a load, or the last that is loaded."""
         keys = [key for key in self.model.needs(tokens, tenant, length) if key in self.model.copies]
         pages = [page for page in map(self.model.page_of, keys) if page >= on_device]
-        return min(pages, default=length) - on_device
+        below = [key for key in self.model.needs(tokens, tenant, length) if key not in self.model.copies]
+        return min([max(map(self.model.page_of, below)), *pages]) - on_device
 
     def load_with_front(
         self,

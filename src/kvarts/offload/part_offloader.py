@@ -288,14 +288,14 @@ class PartOffloader(Transfers):
         num_pages = match.num_pages - start
         sizes = self.tier.part_bytes
         runs = tuple((0, run.start, run.end, sizes[group]) for group, held in enumerate(pin.held) for run in held)
-        # The first pages are computed up to the first of which the device has a part already.
+        # The first pages are computed up to the first that the device has a part of; some are left to be loaded.
         on_device = [
             max(begin, start)
             for group, pieces in enumerate(match.pieces)
             for run, begin, end in pieces
             if run.list_index == group and end > start
         ]
-        most_front = min(on_device, default=match.num_pages) - start
+        most_front = min([max(end for _, _, end, _ in runs) - 1, *on_device]) - start
         return Offer(num_pages, (num_pages,), (self._num_blocks(pin) * self._block_bytes,), runs, most_front)
 
     def offered(self, request: int) -> RunMatch:
