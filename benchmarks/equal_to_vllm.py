@@ -132,6 +132,7 @@ class Step(msgspec.Struct):
     when the step was planned. `stored` and `removed`: hashes that became findable, sorted, and that were evicted, in
     order; with the group of each. With asynchronous scheduling, a step is a plan and what the step before it did to the
     memory when it ended, which is after the plan was made; `num_free` are the blocks that are free after both.
+    `num_uncomputed` is not compared: full pages that preempted requests can be found by and have not computed (vLLM).
     """
 
     tokens: dict[int, int] = {}
@@ -141,6 +142,7 @@ class Step(msgspec.Struct):
     ended: list[int] = []
     stored: list[tuple[int, str]] = []
     removed: list[tuple[int, str]] = []
+    num_uncomputed: int = 0
 
 
 # Workloads ------------------------------------------------------------------------------------------------
@@ -387,7 +389,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     config.scheduler_config.watermark = workload.watermark
     config.kv_events_config.enable_kv_cache_events = workload.with_events
     kv = cache_config(workload.groups, num_blocks, page_size)
-    make = AsyncScheduler if workload.is_async else Scheduler
+    make = _WatchedAsync if workload.is_async else _Watched
     scheduler = make(config, kv, StructuredOutputManager(config), block_size=page_size)
     hasher = get_request_block_hasher(page_size, sha256)
     requests: dict[str, Any] = {}
@@ -415,7 +417,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             scheduler.add_request(request)
             num_arrived += 1
         done = Step()
+        scheduler.num_uncomputed = 0
         plan = scheduler.schedule()
+        done.num_uncomputed = scheduler.num_uncomputed
         done.tokens = {int(name): number for name, number in plan.num_scheduled_tokens.items()}
         done.admitted = {int(new.req_id): new.num_computed_tokens for new in plan.scheduled_new_reqs}
         resumed = plan.scheduled_cached_reqs
@@ -438,6 +442,31 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             del requests[name]
         yield done
         step += 1
+
+
+class Watched:
+    """Counts full pages of preempted requests that vLLM finds and has not computed.
+
+    vLLM makes a page findable when it plans the token that fills it. A request of a lower priority that is preempted
+    later in the same step never computes that token.
+    """
+
+    num_uncomputed = 0
+
+    def _preempt_request(self, request: Any, *args: Any, **more: Any) -> None:
+        manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
+        for blocks in manager.get_blocks(request.request_id).blocks:
+            planned = blocks[request.num_computed_tokens // manager.block_pool.hash_block_size :]
+            self.num_uncomputed += sum(block.block_hash is not None for block in planned)
+        super()._preempt_request(request, *args, **more)  # type: ignore[misc]
+
+
+class _Watched(Watched, Scheduler):  # type: ignore[misc]
+    pass
+
+
+class _WatchedAsync(Watched, AsyncScheduler):  # type: ignore[misc]
+    pass
 
 
 class Publisher:
@@ -506,6 +535,17 @@ def in_one_form(step: Step | None) -> Step | None:
     return step
 
 
+COMPARED = tuple(name for name in Step.__struct_fields__ if name != "num_uncomputed")
+
+
+def is_same(ours: Step | None, theirs: Step | None) -> bool:
+    """Return whether all that is compared is the same; brings both into one form."""
+    ours, theirs = in_one_form(ours), in_one_form(theirs)
+    if ours is None or theirs is None:
+        return ours is theirs
+    return all(getattr(ours, name) == getattr(theirs, name) for name in COMPARED)
+
+
 class Difference(msgspec.Struct):
     """The first step that differs. A side that has no more steps has None."""
 
@@ -513,35 +553,23 @@ class Difference(msgspec.Struct):
     kvarts: Step | None
     vllm: Step | None
 
-    def is_of_uncomputed_page(self, workload: Workload) -> bool:
-        """Return whether all that differs is a page of a preempted request that vLLM finds though it is not computed.
-
-        vLLM makes a page findable when it plans the token that fills it. A request of a lower priority that is
-        preempted later in the same step never computes that token.
-        """
-        ours, theirs = self.kvarts, self.vllm
-        if ours is None or theirs is None or set(self.fields()) - {"stored", "removed"}:
-            return False
-        names: set[str] = set()
-        for index in theirs.preempted:
-            ask = workload.asks[index]
-            content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
-            names.update(key.hex() for key in BlockKeys(content))
-        extra = set(theirs.stored) - set(ours.stored)
-        return bool(extra) and not set(ours.stored) - set(theirs.stored) and {key for _, key in extra} <= names
+    @property
+    def is_of_uncomputed_page(self) -> bool:
+        """Whether vLLM finds a page that it has not computed, and only what can be found differs."""
+        return bool(self.vllm and self.vllm.num_uncomputed) and not set(self.fields()) - {"stored", "removed"}
 
     def fields(self) -> list[str]:
         """Return the names of what differs."""
         if self.kvarts is None or self.vllm is None:
             return ["number of steps"]
-        return [name for name in Step.__struct_fields__ if getattr(self.kvarts, name) != getattr(self.vllm, name)]
+        return [name for name in COMPARED if getattr(self.kvarts, name) != getattr(self.vllm, name)]
 
 
 def compare(workload: Workload, config: Any, counts: Counter[str]) -> Difference | None:
     """Run both; return the first difference, None without one. `counts`: what was compared."""
     asks = workload.asks
     for number, (ours, theirs) in enumerate(zip_longest(run_kvarts(workload), run_vllm(workload, config))):
-        if in_one_form(ours) != in_one_form(theirs):
+        if not is_same(ours, theirs):
             return Difference(number, ours, theirs)
         counts["steps"] += 1
         counts["preemptions"] += len(ours.preempted)
@@ -630,7 +658,7 @@ def main() -> None:
         for seed in range(args.seed, args.seed + args.workloads):
             workload = draw_workload(row, seed)
             difference = compare(workload, config, counts)
-            if difference is not None and difference.is_of_uncomputed_page(workload):
+            if difference is not None and difference.is_of_uncomputed_page:
                 num_uncomputed += 1
             elif difference is not None:
                 differing += 1

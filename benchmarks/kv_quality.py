@@ -1,4 +1,4 @@
-"""What KV in int8 costs a real model in quality: perplexity, and agreement of the likeliest tokens.
+"""What KV in 8 bits costs a real model in quality: perplexity, and agreement of the likeliest tokens.
 
     python benchmarks/kv_quality.py
 
@@ -42,27 +42,23 @@ def main() -> None:
     engines = {name: LLM(first._model, first.tokenizer, config, kv_dtype=name) for name in KV_DTYPES}
     for name, llm in engines.items():
         print(f"{name}: {llm.host().token_bytes:,} bytes of KV per token")
-    print(
-        f"{'text':20}{'tokens':>8}" + "".join(f"{name:>10}" for name in engines) + f"{'ratio':>10}{'same':>8}{'s':>14}"
-    )
+    print(f"{'text':20}{'tokens':>8}{'format':>8}{'perplexity':>12}{'ratio':>9}{'same':>9}{'CPU s':>8}")
     for text in args.texts:
         tokens = list(first.tokenizer((ROOT / text).read_text())["input_ids"])
         pieces = [tokens[start : start + args.length] for start in range(0, len(tokens), args.length)]
-        scores, seconds = {}, {}
+        plain, likeliest = 0.0, []
         for name, llm in engines.items():
             start = process_time()
-            scores[name] = scored(llm, [piece for piece in pieces if len(piece) > 1])
-            seconds[name] = process_time() - start
-        perplexities = [exp(-sum(values) / len(values)) for values, _ in scores.values()]
-        tops = [best for _, best in scores.values()]
-        same = sum(one == other for one, other in zip(*tops, strict=True)) / len(tops[0])
-        print(
-            f"{text:20}{len(tokens):8,}"
-            + "".join(f"{value:10.4f}" for value in perplexities)
-            + f"{perplexities[1] / perplexities[0]:10.5f}{same:8.2%}"
-            + "".join(f"{value:7.1f}" for value in seconds.values()),
-            flush=True,
-        )
+            values, best = scored(llm, [piece for piece in pieces if len(piece) > 1])
+            seconds, perplexity = process_time() - start, exp(-sum(values) / len(values))
+            if not plain:
+                plain, likeliest = perplexity, best
+            same = sum(one == other for one, other in zip(likeliest, best, strict=True)) / len(best)
+            print(
+                f"{text:20}{len(tokens):8,}{name:>8}"
+                f"{perplexity:12.4f}{perplexity / plain:9.4f}{same:9.2%}{seconds:8.1f}",
+                flush=True,
+            )
 
 
 def scored(llm: Any, pieces: list[list[int]]) -> tuple[list[float], list[int]]:

@@ -4,7 +4,9 @@
 
 Conversations of several turns go through the router, streamed and not, at the same time; each has an opening of its
 own. Prints one JSON object per policy: requests answered, the share of prompt tokens that were cache hits, and the
-requests of each worker. `--disaggregated` adds the router's mode with separate prefill and decode workers.
+requests of each worker. `--disaggregated` adds the router's mode with separate prefill and decode workers. `--fleet`
+runs that mode, with several policies, in front of the workers of one `kvarts mock --fleet`, which send KV to each other
+by `kv_transfer_params`, and then the same conversations through the fleet's own router.
 """
 
 from __future__ import annotations
@@ -34,7 +36,24 @@ POLICIES = (
     "consistent_hash",
     "sticky_least_loaded",
 )
+FLEET_POLICIES = ("round_robin", "cache_aware", "power_of_two", "consistent_hash")
 MODEL = "mock"
+FLEET = """
+pages = 4096
+cost = "linear:step_ms=2,chunk_token_ms=0.02"
+
+[transfer]
+rate = "1GB/s"
+token_bytes = 131072
+
+[[pool]]
+role = "prefill"
+replicas = 2
+
+[[pool]]
+role = "decode"
+replicas = 2
+"""
 
 
 def main() -> None:
@@ -46,7 +65,13 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=12)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--disaggregated", action="store_true")
+    parser.add_argument("--fleet", action="store_true")
     options = parser.parse_args()
+    if options.fleet:
+        for policy in ("", *FLEET_POLICIES):
+            if options.only in policy:
+                print(json.dumps(of_fleet(options, policy)), flush=True)
+        return
     for policy in POLICIES:
         if options.only in policy:
             print(json.dumps(outcome(options, policy)), flush=True)
@@ -104,6 +129,56 @@ def outcome(options: argparse.Namespace, policy: str, *, is_disaggregated: bool 
             "warnings": len(warned),
             "first warnings": [line[-200:] for line in warned[:2]],
         }
+
+
+def of_fleet(options: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """Return the outcome with a fleet's workers behind vllm-router; without a policy, behind the fleet's own router."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "fleet.toml").write_text(FLEET)
+        command = [sys.executable, "-m", "kvarts", "mock", "--port", "0", "--served-model-name", MODEL, "--fleet"]
+        fleet = subprocess.Popen([*command, str(folder / "fleet.toml")], stderr=subprocess.PIPE, text=True)
+        stack.callback(stop, fleet)
+        assert fleet.stderr is not None
+        url, *urls = [re.findall(r"http://[\d.:]+", fleet.stderr.readline())[0] for _ in range(5)]
+        log = stack.enter_context(tempfile.TemporaryFile("w+"))
+        result: dict[str, Any] = {"policy": policy or "the fleet's own, round-robin"}
+        if policy:
+            port = free_port()
+            workers = ["--prefill", urls[0], "--prefill", urls[1], "--decode", urls[2], "--decode", urls[3]]
+            ports = ["--port", str(port), "--prometheus-port", str(free_port())]
+            options_of = ["--vllm-pd-disaggregation", *workers, "--policy", policy, "--log-level", "warning", *ports]
+            router = subprocess.Popen([options.router, *options_of], stdout=log, stderr=log)
+            stack.callback(stop, router)
+            url = f"http://127.0.0.1:{port}"
+            if not is_up(f"{url}/health", router):
+                log.seek(0)
+                return {**result, "error": "it did not start", "log": log.read().splitlines()[-4:]}
+        with ThreadPoolExecutor(options.users) as pool:
+            ends = list(pool.map(lambda user: converse(url, user, options.turns), range(options.users)))
+        hits, prompts, requests = zip(*map(counts, urls), strict=True)
+        log.seek(0)
+        warned = [line for line in log.read().splitlines() if "WARN" in line or "ERROR" in line]
+        return {
+            **result,
+            "answered": sum(answered for answered, _ in ends),
+            "of": options.users * options.turns,
+            "errors": sorted({error for _, errors in ends for error in errors})[:3],
+            "hits where prompts are computed": round(sum(hits[:2]) / max(1, sum(prompts[:2])), 3),
+            "requests": requests,
+            "tokens received": [
+                metric(one, "vllm:prompt_tokens_by_source_total", "external_kv_transfer") for one in urls
+            ],
+            "pages in use at the end": [metric(one, "kvarts:pages", "used") for one in urls],
+            "warnings": len(warned),
+            "first warnings": [line[-200:] for line in warned[:2]],
+        }
+
+
+def metric(url: str, name: str, label: str) -> float:
+    """Return the value of a metric with a label."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    return sum(map(float, re.findall(rf'^{name}\{{.*"{label}".*\}} (\S+)$', text, re.MULTILINE)))
 
 
 def converse(url: str, user: int, turns: int) -> tuple[int, list[str]]:

@@ -4,6 +4,8 @@
     VLLM_VENV/bin/python benchmarks/upstream_vllm.py vllm-0.32.0
 
 No test is changed: a plugin of pytest puts kvarts' class where vLLM's factory, or the test's module, has vLLM's. The
+tests of the connector script what its manager answers; kvarts' manager gets every call, answers those that are not
+scripted, and its tier must hold its laws after each test. A page that a script finds is put into the tier first. The
 tests of the file tier look into vLLM's own file names, threads and lookups; of these, the plugin gives the names of
 files, the events, and what the tests wait for. Those that look further in fail. Every test that fails is printed with
 its error.
@@ -11,6 +13,7 @@ its error.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -18,11 +21,13 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, MagicMock
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 
+CONNECTOR = "tests/v1/kv_connector/unit/offloading_connector"
 FILES = {
     "tests/v1/kv_offload/cpu/test_manager.py": "KvartsCachePolicy",
     "tests/v1/kv_offload/cpu/policies/test_factory.py": "KvartsCachePolicy",
@@ -30,6 +35,9 @@ FILES = {
     "tests/v1/kv_offload/tiering/test_tiering_offloading.py": "KvartsCachePolicy",
     "tests/v1/kv_offload/tiering/test_factory.py": "KvartsFiles",
     "tests/v1/kv_offload/tiering/test_metrics.py": "KvartsCachePolicy",
+    f"{CONNECTOR}/test_scheduler.py": "KvartsManager",
+    f"{CONNECTOR}/test_events.py": "KvartsManager",
+    f"{CONNECTOR}/test_metrics.py": "KvartsManager",
 }
 """Files of tests, and what takes the place of vLLM's class in each."""
 
@@ -44,6 +52,8 @@ class Outcomes:
             put_policy_inside()
         elif inside == "KvartsFiles":
             put_files_inside()
+        elif inside == "KvartsManager":
+            put_manager_inside()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count a test that has ended, or whose fixture failed."""
@@ -54,6 +64,76 @@ class Outcomes:
             if report.outcome == "failed":
                 crash = getattr(report.longrepr, "reprcrash", None)
                 self.failed.append(f"{report.nodeid.partition('::')[2]}: {str(crash and crash.message)[:160]!r}")
+
+    def pytest_runtest_teardown(self) -> None:
+        """Check the tiers of the managers that the test had."""
+        while MANAGERS:
+            MANAGERS.pop().store.host.check()
+
+
+MANAGERS: list[Any] = []
+NUM_PLACES = 100_000
+
+
+def make_manager(num_chunks: int = NUM_PLACES, **_: Any) -> Any:
+    """Return a manager of kvarts, with host memory only."""
+    from kvarts.connect.vllm.manager import KvartsManager
+    from kvarts.connect.vllm.store import KeyStore
+    from kvarts.offload.keyed import KeyedTier
+
+    region = SimpleNamespace(unlink=lambda: None)
+    MANAGERS.append(KvartsManager(KeyStore(KeyedTier(num_chunks)), region, with_events=True))  # type: ignore[arg-type]
+    return MANAGERS[-1]
+
+
+class Followed(MagicMock):
+    """A method of a manager that a test may script; kvarts' manager gets the same call, and else answers it."""
+
+    def _get_child_mock(self, /, **more: Any) -> Any:
+        return MagicMock(**more)
+
+    def _mock_call(self, /, *args: Any, **more: Any) -> Any:
+        name, real = self.followed
+        if self._mock_return_value is DEFAULT and self.side_effect is None:
+            super()._mock_call(*args, **more)  # counts the call
+            return getattr(real, name)(*args, **more)
+        answer = super()._mock_call(*args, **more)
+        if name == "lookup" and getattr(answer, "name", "") == "HIT":
+            real.store.host.settle(real.store.host.place(args[:1])[0])
+        elif name == "prepare_store":
+            if answer is not None:
+                stored = real.prepare_store(list(answer.keys_to_store), *args[1:], **more)
+                assert set(stored.keys_to_store) <= set(answer.keys_to_store)
+        else:
+            getattr(real, name)(*args, **more)
+        return answer
+
+
+def put_manager_inside() -> None:
+    """Let kvarts' manager follow those that the tests script, and be the one that they make of vLLM."""
+    from tests.v1.kv_connector.unit.offloading_connector import utils
+    from vllm.v1.kv_offload.cpu import manager as of_host
+
+    of_host.CPUOffloadingManager = make_manager
+    scripted = ("lookup", "prepare_store", "complete_load", "complete_store", "touch", "on_new_request", "take_events")
+    scripted += ("on_request_finished", "on_schedule_end", "has_pending_work", "reset_cache", "get_stats", "shutdown")
+
+    class MockOffloadingSpec(utils.MockOffloadingSpec):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            real = make_manager()
+            for name in scripted:
+                method = Followed()
+                method.followed = name, real
+                setattr(self.manager, name, method)
+
+            def prepare_load(keys: Any, req_context: Any) -> Any:
+                real.prepare_load(keys, req_context)
+                return utils.MockLoadStoreSpec(keys)
+
+            self.manager.prepare_load = prepare_load
+
+    utils.MockOffloadingSpec = MockOffloadingSpec
 
 
 def put_policy_inside() -> None:
@@ -92,6 +172,7 @@ def main() -> None:
     root = Path(sys.argv[1]).resolve()
     if len(sys.argv) > 2:
         path, inside = sys.argv[2], sys.argv[3]
+        importlib.import_module("vllm")  # the installed one, before the sources beside the tests can be found
         os.chdir(root)
         sys.path.insert(0, str(root))
         outcomes = Outcomes(inside)

@@ -43,7 +43,7 @@ ALL = "all"
 
 ROOMS = {
     "plan": ("plan",),
-    "fleet": ("fleet",),
+    "fleet": ("fleet", "openai_api/fleet"),
     "sharing": ("sharing", "openai_api/several"),
     "workers": ("openai_api/workers",),
     "connect_vllm": ("connect/vllm",),
@@ -71,6 +71,7 @@ NEEDED_BY = {
 
 COMMANDS = {
     "connect": ("watch",),
+    "fleet": ("mock_fleet",),
     "openai_api": ("http", "mock", "serve_model", "workers"),
     "plan": ("sweep",),
     "session": ("serve_sessions", "sessions", "chat", "soak"),

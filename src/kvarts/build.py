@@ -147,7 +147,9 @@ def build_engine(
         num_blocks = memory.num_blocks(config.num_pages)
     num_below = 0 if memory is None or offload is None else len(offload.group_tiers(memory, config.page_size))
     is_lazy = bool(num_below) and offload is not None and offload.is_lazy
-    if audit and cache is None and not hands_over:
+    # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
+    knows_handoffs = memory is None and offload is None and config.profile == "default" and not plans_ahead
+    if audit and cache is None and (knows_handoffs or not hands_over):
         auditor = from_room("audit.auditor", "Auditor", field="audit")(
             config.num_pages if memory is None else num_blocks,
             config.page_size,

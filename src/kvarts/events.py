@@ -23,6 +23,7 @@ __all__ = [
     "Blocked",
     "Cancelled",
     "ChunkComputed",
+    "ChunkPlanned",
     "CopiesRemoved",
     "DecodesStalled",
     "DraftJudged",
@@ -303,6 +304,17 @@ class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     num_known_tokens: int
 
 
+class ChunkPlanned(msgspec.Struct, frozen=True, gc=False):
+    """A request takes the pages of its tokens up to `end` at its turn, and computes these tokens later in this step.
+
+    It can be preempted before, for a request whose turn is later. Then the pages were taken, and evicted others, for a
+    chunk that is not computed. Not emitted where a chunk is computed at once.
+    """
+
+    request: int
+    end: int
+
+
 class DecodesStalled(msgspec.Struct, frozen=True, gc=False):
     """Decodes that were admitted after `request`, whose prefill goes on, compute their token as a chunk in this step.
 
@@ -505,6 +517,7 @@ Event = (
     | HeadBlocked
     | Admitted
     | ChunkComputed
+    | ChunkPlanned
     | DecodesStalled
     | DraftTaken
     | DraftJudged

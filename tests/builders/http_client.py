@@ -31,6 +31,8 @@ class Reply:
         assert set(error) == {"message", "type", "param", "code"}, error
         assert error["code"] == self.status
         assert "Traceback" not in error["message"]
+        if error["param"] and "maximum context length" not in error["message"]:  # those are vLLM's words
+            assert error["param"] in error["message"], error  # many clients show the message alone
         return dict(error)
 
 

@@ -95,6 +95,31 @@ def test_what_made_the_points_is_found() -> None:
     assert worth["layer_us"] > worth["exchange_us"]
 
 
+def test_a_point_says_how_experts_are_divided() -> None:
+    split = Point(model="qwen3-30b-a3b", gpu="h100", load="closed", level=4, tp=4, **SHORT)
+    assert split.cost.expert_parallel == 1
+    assert msgspec.structs.replace(split, ep=4).cost.expert_parallel == 4
+    assert msgspec.structs.replace(split, ep=2).cost.expert_parallel == 1  # groups of devices are not modelled
+
+
+def test_a_sweep_that_is_slow_as_a_whole_says_less(courses: list[Course]) -> None:
+    """A common factor on all points of a sweep moves constants less than the same errors of separate sweeps."""
+    prior = shipped_constants()
+    slower = {**prior.values, "layer_us": 2 * prior.values["layer_us"]}
+    closed = [course for course in courses if course.point.load == "closed"]
+    moved = []
+    for is_one in (True, False):
+        slow = []
+        for number, course in enumerate(closed):
+            tpot_ms = course.predicted(with_constants(course.cost, slower))["tpot_ms"]
+            version = "" if is_one else str(number)
+            point = Point(model="a", gpu="a", load="closed", level=1, version=version, tpot_ms=tpot_ms, **SHORT)
+            slow.append(course._replace(point=point))
+        found = fit_points(slow, prior, weigh=False)
+        moved.append(np.log(found.constants.values["layer_us"] / prior.values["layer_us"]))
+    assert 0.0 < moved[0] < moved[1]
+
+
 def test_halves_are_told_apart_by_a_field() -> None:
     half = halves_of(POINTS, "gpu")
     assert len({(point.gpu, side) for point, side in zip(POINTS, half, strict=True)}) == len({p.gpu for p in POINTS})

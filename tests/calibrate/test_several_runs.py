@@ -18,6 +18,7 @@ from kvarts.calibrate.coefficients import names_of
 from kvarts.calibrate.design import CANDIDATES, design
 from kvarts.calibrate.replayed import load_replayed, replayed_of
 from kvarts.calibrate.run import FittedRun
+from kvarts.calibrate.writing import cost_toml
 from kvarts.cli.main import cli
 from kvarts.errors import InputError, KvartsError
 from kvarts.executor.constants import shipped_constants
@@ -99,6 +100,10 @@ def test_what_a_run_does_not_say_stays_guessed() -> None:
     for name, share in found.uncertainty.items():
         assert share < 1.05 * found.guessed[name]
     assert found.overall.mean < 0.01
+    assert found.cost.uncertainty is not None
+    for name, value in found.cost.uncertainty.elsewhere.items():  # a third of the way, after one run
+        moved = np.log(value / run.cost.coefficient(name))
+        assert moved == pytest.approx(found.moves[name] / 3, abs=1e-9)
 
 
 @pytest.mark.long
@@ -207,9 +212,54 @@ def test_alternatives_have_the_covariance() -> None:
     assert RooflineCost(llm="llama-3.1-8b", device="l40s").alternatives() == []
 
 
+def fitted_on(llm: str, device: str, **ways: int) -> RooflineCost:
+    """A roofline as a calibration writes it: fitted to one run, and with other constants for what was not measured."""
+    on = MeasuredOn(llm=llm, device=device, **ways)
+    uncertainty = Uncertainty(
+        coefficients=("step_us", "link_us"),
+        covariance=((0.01, 0.0), (0.0, 0.04)),
+        measured=(on,),
+        elsewhere={"step_us": 300.0, "link_us": 40.0},
+        deviations={"step_us": 0.4, "link_us": 0.2},
+    )
+    return RooflineCost(llm=llm, device=device, step_us=500.0, link_us=70.0, uncertainty=uncertainty, **ways)
+
+
+def test_constants_of_a_fit_hold_for_what_was_measured_and_in_part_elsewhere(tmp_path: Path) -> None:
+    cost = fitted_on("llama-3.1-8b", "l40s", tensor_parallel=2)
+    assert cost.placed(kv_dtype="fp8").step_us == 500.0
+    for changes in ({"llm": "qwen3-8b"}, {"tensor_parallel": 1}, {"device": "a10"}):
+        other = cost.placed(**changes)
+        assert (other.step_us, other.link_us) == (300.0, 40.0)
+    over_nvlink = cost.placed(device="h100-80gb")
+    assert over_nvlink.step_us == 300.0
+    assert over_nvlink.link_us is None  # measured over PCIe
+    path = tmp_path / "cost.toml"
+    path.write_text(cost_toml(cost, {"step_us": 0.1}, ["a run"]))
+    assert parse_cost(str(path)) == cost
+    own, other = (make_config({"cost": str(path), "model": model}).cost for model in ("llama-3.1-8b", "qwen3-8b"))
+    assert (own.step_us, other.step_us) == (500.0, 300.0)
+
+
+def test_what_was_not_measured_is_less_certain() -> None:
+    cost = fitted_on("llama-3.1-8b", "l40s", tensor_parallel=2)
+    other = cost.placed(llm="qwen3-8b")
+    moves = [
+        [np.log(above.coefficient(name) / other.coefficient(name)) for name in ("step_us", "link_us")]
+        for above, _ in other.alternatives()
+    ]
+    total = np.array(moves).T @ np.array(moves)
+    apart = np.diag([0.01 + 0.4**2, 0.04 + 0.2**2])
+    assert total == pytest.approx(apart + NEAR**2, abs=2e-5)
+
+
 @pytest.mark.parametrize(
     ("posterior", "says"),
     [
+        (
+            "coefficients = ['step_us']\ncovariance = [[1.0]]\nelsewhere = {link_us = 3.0}",
+            "posterior.elsewhere: 'link_us' was not fitted",
+        ),
         ("coefficients = ['step_us']\ncovariance = [[-1.0]]", "posterior.covariance: is no covariance"),
         ("coefficients = ['step_us']\ncovariance = [[1.0, 2.0]]", "posterior.covariance: must have 1 rows"),
         ("coefficients = ['step_ms']\ncovariance = [[1.0]]", "posterior.coefficients: 'step_ms' is not one"),

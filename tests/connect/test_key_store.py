@@ -31,12 +31,12 @@ class Opened:
 
     def put(self, keys: list[bytes]) -> bool:
         """Store pages, each of bytes of its own; return whether there was room for one."""
-        placed = self.store.prepare_store(keys, keys)
+        placed = self.store.prepare_store(keys, keys, keys)
         if placed is None:
             return False
         for key, place in placed[0].items():
             self.region.write(place, payload_of(key))
-        self.store.complete_store(placed[0], keys)
+        self.store.complete_store(placed[0], keys, keys)
         self.settle()
         return True
 

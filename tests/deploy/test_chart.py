@@ -1,4 +1,4 @@
-"""The chart and the image: what they start is what kvarts accepts. No cluster is here, and no Helm."""
+"""The chart and the image: what they start is what kvarts accepts. No cluster is here; Helm's library may be."""
 
 from __future__ import annotations
 
@@ -96,6 +96,22 @@ def test_objects_refer_to_each_other(settings: dict[str, Any]) -> None:
         assert monitor["spec"]["endpoints"][0]["port"] in {each["name"] for each in services[0]["spec"]["ports"]}
         assert ("authorization" in monitor["spec"]["endpoints"][0]) is bool(settings.get("keysSecret"))
     assert len(of_kind(documents, "ServiceMonitor")) == bool(settings.get("serviceMonitor"))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_helm_itself_has_no_complaint_and_makes_the_same_objects(settings: dict[str, Any]) -> None:
+    """With Helm's own library, which is on PyPI for Linux: `pip install helm-python-sdk kubernetes-validate`."""
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk")
+    linted = helm.lint(CHART, settings, strict=True)
+    assert not linted["errors"] and {each["error"] for each in linted["messages"]} <= {"icon is recommended"}
+    texts = helm.Chart.load(CHART).render(settings, name="my")
+    documents = [each for text in texts.values() for each in yaml.safe_load_all(text) if each is not None]
+    by_name = {(each["kind"], each["metadata"]["name"]): each for each in documents}
+    assert by_name == {(each["kind"], each["metadata"]["name"]): each for each in rendered(settings)}
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    for document in documents:
+        if document["kind"] != "ServiceMonitor":  # not of Kubernetes itself
+            kubernetes.validate(document, kubernetes.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"tlsSecret": "a"}, {"tlsSecret": "a", "keysSecret": "b", "kvEvents": True}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from builders.case import Case, cases
 from builders.laws import assert_fast_as_slow
 
 MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3", "gpt-oss-120b", "mistral-7b"]
-MODELS += ["gemma-4-26b-a4b", "gemma-3n-e4b", "qwen3-next-80b-a3b", "llama-4-maverick"]
+MODELS += ["gemma-4-26b-a4b", "gemma-3n-e4b", "qwen3-next-80b-a3b", "llama-4-maverick", "deepseek-v3.2"]
 
 rooflines = st.builds(
     RooflineCost,
@@ -51,6 +52,8 @@ rooflines = st.builds(
     fp4_bandwidth=st.floats(0.3, 1.1),
     eager_layer_us=st.sampled_from([0.0, 200.0, 2000.0]),
     eager_expert_layer_us=st.sampled_from([0.0, 500.0]),
+    attention_compute=st.floats(0.3, 1.1),
+    sparse_layer_us=st.floats(0.0, 100.0),
     separate_passes=st.booleans(),
 )
 rooflines = rooflines.flatmap(
@@ -75,6 +78,10 @@ def chunks(draw: st.DrawFn) -> Chunk:
     count = draw(st.integers(1, 400))
     known = start + count + draw(st.sampled_from([0, 0, 7]))
     return Chunk(start, count, known, known)
+
+
+BUSIEST = {1: 0.0, **{count: NormalDist().inv_cdf((count - 3 / 8) / (count + 1 / 4)) for count in range(2, 25)}}
+"""How far the largest of so many normal numbers is above the mean, on average: Blom's approximation."""
 
 
 def padded(num_tokens: int, largest: int) -> int:
@@ -137,9 +144,13 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
                 saturation = held_bytes / (held_bytes + cost.expert_half_mb * 1e6)
                 rate = read_bytes_per_s(geometry.expert_dtype) * cost.expert_efficiency * saturation
                 missed = (1 - experts.per_token / experts.count) ** (num_routed / parts)
-                read_s += experts.count * (1 - missed) * one_bytes / ranks / min(rate, bandwidth)
+                groups = cost.expert_parallel  # devices that have whole experts: all wait for the busiest
+                held, above = experts.count / groups, BUSIEST[groups]
+                active = held * (1 - missed) + above * (held * (1 - missed) * missed) ** 0.5
+                read_s += min(active, held) * groups * one_bytes / ranks / min(rate, bandwidth)
                 expert_flops = flops(geometry.expert_dtype) * cost.expert_efficiency
-                work_s += 2 * one * experts.per_token * num_routed / expert_flops
+                processed = experts.per_token * num_routed / groups
+                work_s += 2 * one * (processed + above * processed**0.5) * groups / expert_flops
             rest -= numbers
             read_s += numbers * bits[geometry.weight_dtype] / 8 / read_bytes_per_s(geometry.weight_dtype)
             work_s += 2 * numbers * num_tokens / flops(geometry.weight_dtype)
@@ -171,14 +182,24 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
                 operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim) / ways
                 decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim) / ways
             kv_s = token_bytes / bandwidth / cost.attention_efficiency
-            for chunk in batch.chunks:
-                pairs = sum(min(end, window or end) for end in range(chunk.start + 1, chunk.end + 1))
-                read = min(chunk.end, (window or chunk.end) + chunk.num_tokens)
-                seconds += max(pairs * operations / flops(geometry.dtype), read * kv_s) / parts
-            if batch.num_decodes:
-                each = batch.decode_known_tokens / batch.num_decodes
-                seen = batch.num_decodes * min(each, window or each)
-                seconds += seen * max(verified * decode_operations / flops(geometry.dtype), kv_s) / parts
+            prompt_flops = flops(geometry.dtype) * cost.attention_compute
+            kinds = [(window, operations / prompt_flops, decode_operations / flops(geometry.dtype), kv_s)]
+            sparse = geometry.sparse
+            if sparse is not None:
+                kinds = [(sparse.top_tokens, *kinds[0][1:])]
+                if attending.head_numbers > latent.kv_rank + latent.rope_dim:  # an indexer looks at all tokens
+                    score_s = 2 * sparse.num_heads * sparse.key_dim / flops("fp8")
+                    key_bytes = sparse.key_dim * bits[cost.kv_dtype or geometry.dtype] / 8
+                    kinds.append((None, score_s, score_s, key_bytes / bandwidth / cost.attention_efficiency))
+            for span, pair_s, decode_pair_s, token_s in kinds:
+                for chunk in batch.chunks:
+                    pairs = sum(min(end, span or end) for end in range(chunk.start + 1, chunk.end + 1))
+                    read = min(chunk.end, (span or chunk.end) + chunk.num_tokens)
+                    seconds += max(pairs * pair_s, read * token_s) / parts
+                if batch.num_decodes:
+                    each = batch.decode_known_tokens / batch.num_decodes
+                    seen = batch.num_decodes * min(each, span or each)
+                    seconds += seen * max(verified * decode_pair_s, token_s) / parts
         state_s = 2 * geometry.state_bytes / ways / bandwidth / cost.bandwidth_efficiency
         slowest = max(slowest, seconds + sequences * (cost.sequence_us / 1e6 + state_s))
     # Collectives: what each device sends and receives of the activations, and a constant time.
@@ -187,6 +208,8 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
     exchanged = layers = launched = constants = 0.0
     for layer in range(geometry.num_layers):
         layers += cost.layer_us
+        if geometry.sparse is not None:
+            layers += cost.sparse_layer_us
         launched += cost.eager_layer_us
         if experts is not None and layer >= geometry.num_layers - experts.num_layers:
             layers += cost.expert_layer_us
@@ -212,7 +235,7 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
         exchanged += cost.speculative_tokens * head_bytes / ways / read_bytes_per_s("bfloat16")
         exchanged += cost.speculative_tokens / geometry.num_layers * (layers / 1e6 + constants)
     ms = (slowest + exchanged) * 1e3 + (cost.step_us + layers) / 1e3
-    return max(ms, (cost.eager_us + launched) / 1e3) if largest > cost.graph_tokens else ms
+    return max(ms + launched / 1e3, cost.eager_us / 1e3) if largest > cost.graph_tokens else ms
 
 
 @given(rooflines, st.lists(chunks(), max_size=3), st.integers(0, 200), st.integers(1, 6000))

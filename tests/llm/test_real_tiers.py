@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,14 +13,15 @@ pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
 from kvarts.errors import ConfigError
-from kvarts.events import LoadStarted
+from kvarts.events import LoadStarted, StepDone
 from kvarts.executor.torch.loading import load_model
 from kvarts.executor.torch.tiny import write_tiny
 from kvarts.offload.config import OffloadConfig
+from kvarts.sampling import SamplingParams
 
 from builders.guessing import Oracle, answers_of, guessing
 from builders.kept import Kept
-from builders.real_models import GREEDY, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import GREEDY, PAGE_SIZE, engine_of, prompts_with_prefixes, undisturbed
 from builders.windowed_models import forgetting
 
 
@@ -38,6 +40,32 @@ def test_pages_that_went_through_host_memory_say_the_same(
         assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
     loads = [event for event in kept.events if isinstance(event, LoadStarted)]
     assert loads, "nothing ever came back from host memory"
+
+
+def test_preempted_requests_come_back_with_their_generated_tokens(
+    models: Callable[[str], tuple[Any, Any]],
+) -> None:
+    """Pages that only a victim has, of tokens that it generated, are loaded and not computed again."""
+    model, reference = models("qwen3")
+    random = Random(4)
+    prompts = [[random.randrange(250) for _ in range(9)] for _ in range(4)]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    computed, loaded = [], []
+    for offload in (None, OffloadConfig(host_pages=200)):
+        kept = Kept()
+        engine = engine_of(model, num_pages=36, budget=64, offload=offload, readers=[kept])
+        told = engine.generate(prompts, params)
+        for prompt, one in zip(prompts, told, strict=True):
+            assert list(one.tokens) == undisturbed(reference, prompt, 60)
+        steps = [event for event in kept.events if isinstance(event, StepDone)]
+        assert sum(len(step.preemptions) for step in steps) > 1
+        computed.append(sum(step.num_tokens for step in steps))
+        loads = [event for event in kept.events if isinstance(event, LoadStarted)]
+        loaded.append(sum(count for load in loads for _, count in load.by_tier) * PAGE_SIZE)
+    assert loaded[0] == 0
+    assert loaded[1] > 9, "more than a prompt"
+    assert computed[1] <= computed[0] - loaded[1] // 2
+    engine.check()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

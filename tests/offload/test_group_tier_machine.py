@@ -19,8 +19,9 @@ from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
 from kvarts.kv.part_account import Listed, Spot
 from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import PartRun, RunHolding
-from kvarts.kv.transfer import TransferReport
+from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.offload.channel import Channel
+from kvarts.offload.part_files import PartFiles
 from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
 from kvarts.offload.part_policy import EagerParts
 from kvarts.offload.part_tier import PartTier
@@ -100,6 +101,7 @@ class TieredMachine(RuleBasedStateMachine):
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
         has_ids=st.booleans(),
+        is_files=st.booleans(),
     )
     def build(
         self,
@@ -112,6 +114,7 @@ class TieredMachine(RuleBasedStateMachine):
         limit: int,
         keeps: Retention,
         has_ids: bool,
+        is_files: bool,
     ) -> None:
         memory = GroupMemory((first, *others), keeps)
         self.has_ids = has_ids
@@ -130,6 +133,9 @@ class TieredMachine(RuleBasedStateMachine):
             PartTier(name, num_blocks, memory, self.parts.tree, place=place, with_slots=has_ids)
             for place, (name, num_blocks) in enumerate(zip(("host", "disk"), sizes, strict=False))
         ]
+        self.files: set[bytes] = set()
+        if has_ids and is_files and file_blocks is not None:
+            self.tiers[1] = PartFiles("disk", file_blocks, memory, self.parts.tree, place=1)
         rate = memory.block_bytes * 10**9 // NS_A_BLOCK
         self.offloader = PartOffloader(
             self.cache,
@@ -322,6 +328,11 @@ class TieredMachine(RuleBasedStateMachine):
             self.stores[number] = chosen
             number += 1
         assert self.offloader.num_transfers == number
+        for transfer in self.offloader.take_planned():
+            self.files -= set(transfer.dropped_keys)
+            if transfer.direction is Direction.SPILL:
+                targets = [key for move in transfer.moves for key in move.target_ids]
+                self.files.update(key for key in targets if isinstance(key, bytes))
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
@@ -568,6 +579,10 @@ class TieredMachine(RuleBasedStateMachine):
             assert self.listed(cache.entries()) == [
                 (part.group, part.name) for part in model.released if not part.stores
             ]
+        if self.files:
+            keys = set(self.tiers[1]._keys.values())
+            assert keys <= self.files, "a part has no file"
+            assert self.files - keys <= set(self.tiers[1]._dropped), "a file stays for ever"
         for tier, naive in zip(self.tiers, model.below, strict=True):
             assert self.listed(tier.entries()) == [part.key for part in naive.idle()]
             for group in range(len(cache.groups)):

@@ -50,13 +50,13 @@ class KeyedMachine(RuleBasedStateMachine):
         self.loads: list[list[bytes]] = []
         self.places: dict[bytes, int] = {}
 
-    @rule(sequence=st.sampled_from(SEQUENCES), length=st.integers(1, 6), start=st.integers(0, 5))
-    def store(self, sequence: list[bytes], length: int, start: int) -> None:
+    @rule(sequence=st.sampled_from(SEQUENCES), length=st.integers(1, 6), start=st.integers(0, 5), touches=st.booleans())
+    def store(self, sequence: list[bytes], length: int, start: int, touches: bool) -> None:
         path = sequence[:length]
-        self.tier.touch(path)
-        self.naive.touch(path)
-        places, evicted = self.tier.place(path[start:], path)
+        places, evicted = self.tier.place(path[start:], path, path if touches else None)
         assert (list(places), evicted) == self.naive.place(path[start:], path)
+        if touches:
+            self.naive.touch(path)
         self.places |= places
 
     @rule(data=st.data(), is_stored=st.booleans())
@@ -88,10 +88,14 @@ class KeyedMachine(RuleBasedStateMachine):
         self.tier.touch(sequence[:length])
         self.naive.touch(sequence[:length])
 
+    @rule()
+    def look(self) -> None:
+        assert list(self.tier) == self.naive.keys
+
     @invariant()
     def same(self) -> None:
         self.tier.check()
-        assert list(self.tier) == self.naive.keys
+        assert len(self.tier) == len(self.naive.keys)
         for sequence in SEQUENCES:
             for key in sequence:
                 expected = KeyState.MISSING

@@ -32,6 +32,7 @@ STEADY = {
     "layer_us": 0.0,
     "graph_tokens": 0,
     "eager_layer_us": 0.0,
+    "attention_compute": 1.0,
 }
 """Constants that do not change with those that ship: where a pool holds a third of the sessions, other step times alone
 move the mean TTFT by a third, with and without a tier."""

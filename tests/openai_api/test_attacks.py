@@ -517,15 +517,24 @@ def page_server() -> Iterator[Server]:
 
 
 def test_pages_of_an_origin_that_is_allowed_may_ask_and_read(page_server: Server) -> None:
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # of OpenAI's SDK in a browser
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": asked}
     for origin, is_allowed in (("http://friend.example", True), ("http://evil.example", False)):
         headers = {"origin": origin, "host": "friend.example"}
         reply = page_server.call(COMPLETIONS, None, {**headers, **asks}, method="OPTIONS")
         assert reply.status == (200 if is_allowed else 405)
         assert reply.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+        assert reply.headers.get("access-control-allow-headers") == (asked if is_allowed else None)
         reply = page_server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers)
         assert reply.status == (200 if is_allowed else 403)
         assert reply.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+        exposed = "x-request-id, retry-after" if is_allowed else None
+        assert reply.headers.get("access-control-expose-headers") == exposed
+    asks["access-control-request-headers"] = "x-good; x-bad=1"
+    reply = page_server.call(
+        COMPLETIONS, None, {"origin": "http://friend.example", "host": "friend.example", **asks}, method="OPTIONS"
+    )
+    assert reply.status == 200 and "bad" not in reply.headers["access-control-allow-headers"]
 
 
 @pytest.mark.parametrize(

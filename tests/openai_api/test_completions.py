@@ -306,6 +306,32 @@ def test_a_stop_text_is_in_the_answer_where_that_is_asked_for(server: RunningSer
     assert "".join(event["choices"][0]["text"] for event in streamed(server, COMPLETIONS, body)) == told["text"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"top_logprobs": 3}),
+        (CHAT, {"stream_options": {"include_usage": True}}),
+        (CHAT, {"tool_choice": "required"}),
+        (CHAT, {"tools": [{"type": "function"}]}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}),
+        (CHAT, {"max_tokens": 0}),
+        (CHAT, {"temperature": -1}),
+        (CHAT, {"audio": {"voice": "alloy", "format": "wav"}, "modalities": ["text", "audio"]}),
+        (CHAT, {"web_search_options": {"search_context_size": "low"}}),
+        (COMPLETIONS, {"prompt": [[]]}),
+        (COMPLETIONS, {"logprobs": 99}),
+        (COMPLETIONS, {"stop": ["a"] * 99}),
+        (COMPLETIONS, {"n": 0}),
+    ],
+    ids=str,
+)
+def test_the_message_of_a_refusal_names_the_field(server: RunningServer, path: str, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a"}
+    error = call(server.url, path, {**body, **fields}).error  # which compares message and param
+    assert error["code"] == 400 and error["param"].partition("[")[0] in fields
+
+
 @pytest.mark.parametrize("prompt", ["the " * 5000, [1] * 3000])
 def test_a_request_that_is_too_long_is_refused_in_words_that_clients_look_for(start: Start, prompt: Any) -> None:
     server = start(max_model_len=4000)

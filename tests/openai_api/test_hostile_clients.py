@@ -41,8 +41,8 @@ def hello(**fields: Any) -> dict[str, Any]:
     return {"prompt": "hello", "max_tokens": 3, **fields}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
     assert condition()
@@ -303,6 +303,34 @@ def test_a_head_that_does_not_come_is_not_waited_for(start: Start, monkeypatch: 
     assert statuses(answer) == [200]  # an answer may take as long as it likes
 
 
+def test_a_connection_that_is_kept_and_not_used_is_closed_without_an_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvarts.openai_api.server.HEAD_TIMEOUT_S", 0.3)
+    server = start()
+    with connect(server.url) as client:
+        client.settimeout(5.0)
+        answer = b""
+        for _ in range(3):  # longer than the limit in all, but used
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            time.sleep(0.15)
+            answer += client.recv(65536)
+        assert statuses(answer) == [200] * 3
+        assert client.recv(65536) == b""
+    with connect(server.url) as client:  # refused by its head; its body never comes
+        client.settimeout(5.0)
+        client.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\nabc")
+        assert statuses(client.recv(65536)) == [404]
+        assert client.recv(65536) == b""
+    with connect(server.url) as client:  # the next head begins, and does not end
+        client.settimeout(5.0)
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /heal")
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+        assert statuses(answer) == [200, 408]
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -358,6 +386,6 @@ def test_answers_that_hold_too_much_are_ended_the_largest_first(start: Start, mo
     with connect(server.url) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(request(hello(max_tokens=1500, ignore_eos=True, logprobs=1, stream=True, n=32)))
-        wait_for(lambda: any(choice.is_over for choice in list(served_model._live)))
+        wait_for(lambda: any(choice.is_over for choice in list(served_model._live)), 30)
         assert call(server.url, COMPLETIONS, hello()).status == 200
-    wait_for(lambda: served_model.num_live == 0)
+    wait_for(lambda: served_model.num_live == 0, 30)

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -408,8 +408,44 @@ def test_other_grammars_and_what_is_none(url: str) -> None:
         {"structured_outputs": {}},
     ):
         reply = call(url, COMPLETIONS, {"prompt": "say", **wanted})
-        assert reply.status == 400 and "structured_outputs" in reply.error["param"], reply.payload
+        field = "structured_outputs" if len(wanted) > 1 else next(iter(wanted))
+        assert reply.status == 400 and field in reply.error["param"], reply.payload
     assert call(url, "/health").status == 200
+
+
+AMBIGUOUS = """start: s
+s: (s s) | (s "a" s) | "a" | "b" | ("a" s "b") | ""
+"""
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("field", ["guided_grammar", "structured_outputs"])
+def test_a_grammar_that_becomes_too_complex_ends_its_own_request_with_its_name(
+    url: str, monkeypatch: pytest.MonkeyPatch, field: str, streams: bool
+) -> None:
+    """As an error of the request, not of the server; and another request is answered as it is alone."""
+    pytest.importorskip("llguidance")
+    from kvarts.executor.torch import grammars
+
+    monkeypatch.setattr(grammars, "MOST_ITEMS", 60)
+    other = {"prompt": "another", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    alone = complete(url, **other)["choices"]
+    wanted = {"guided_grammar": AMBIGUOUS} if field == "guided_grammar" else {field: {"grammar": AMBIGUOUS}}
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(complete, url, **other)
+        body = {"prompt": "say", "max_tokens": 100, "min_tokens": 100, "seed": 3, "stream": streams, **wanted}
+        reply = call(url, COMPLETIONS, body)
+        assert beside.result()["choices"] == alone
+    if streams:
+        assert reply.status == 200
+        pieces = events_of(reply.payload)
+        assert len(pieces) > 2
+        error = pieces[-1]["error"]
+    else:
+        assert reply.status == 400, reply.payload
+        error = reply.error
+    assert (error["code"], error["param"], error["type"]) == (400, field, "BadRequestError")
+    assert error["message"].startswith(f"{field}: cannot be kept to: ") and "tokens" in error["message"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import pytest
 
 from kvarts.clock import PacedClock
 from kvarts.openai_api.running import RunningServer
+from kvarts.openai_api.served import Ask
+from kvarts.sampling import SamplingParams
 
 from builders.http_client import OpenStream, call, raw
 
@@ -371,3 +374,26 @@ def test_a_model_of_which_nothing_is_known_may_be_meant_as_a_name(
 ) -> None:
     assert run_command("mock", "--model", "gpt-4o", "--port", "0") == 3
     assert "To serve a mock by this name: --served-model-name gpt-4o." in capsys.readouterr().err
+
+
+def test_a_request_that_is_aborted_in_the_turn_in_which_it_came_is_answered(
+    start: Callable[..., RunningServer],
+) -> None:
+    server = start()
+    served = server.opened.served
+
+    async def both() -> str | None:
+        ask = Ask(tokens=[1, 2, 3], params=SamplingParams(max_tokens=500, temperature=1.0))
+        answer, choices = served.start([ask])
+        served.abort_all()
+        try:
+            async with asyncio.timeout(10):
+                while True:
+                    for piece in await answer.take():
+                        if piece[3] is not None:
+                            return piece[3]
+        finally:
+            served.finish(choices)
+
+    assert server._loop is not None
+    assert asyncio.run_coroutine_threadsafe(both(), server._loop).result(20) == "cancelled"

@@ -177,6 +177,15 @@ class NaiveGroupEngine(NaiveEngine):
         self.groups.grow(sequence, end - sequence.num_tokens, is_end=is_end)
         self.count_computed(request, end)
 
+    def take_pages_of(self, request: NaiveRequest, want: int) -> None:
+        """A chunk takes its parts at the request's turn, before it is certain that they are computed."""
+        sequence = self.sequences[request.seq]
+        pages = {(request.computed + each) // self.page_size for each in range(want)}
+        for group, (layer, _) in enumerate(self.layers):
+            for page in sorted(pages - set(sequence.parts[group])) if layer.kind != "state" else ():
+                if page >= -(-request.computed // self.page_size):
+                    sequence.parts[group][page] = self.groups.take(group)
+
     def begin_page(self, request: NaiveRequest) -> None:
         """A decode takes parts for the page of its next token."""
         page = request.computed // self.page_size
@@ -239,19 +248,17 @@ class NaiveGroupEngine(NaiveEngine):
             mark = seen if seen[0] > mark[0] else mark
 
         took: dict[int, tuple[NaiveRequest, int]] = {}
-        planned: dict[int, int] = {}
-        """The bytes that the chunks of this step take."""
+        chunks: set[int] = set()
 
         def compute_planned() -> None:
             for request, want in took.values():
                 if request.seq in before:
                     continue
                 before[request.seq] = request.computed
-                if request.seq in planned:
+                if request.seq in chunks:
                     self.compute_chunk(request, want)
                 else:
                     self.fill(request)
-            planned.clear()
 
         for request in list(self.running):
             if budget == 0:
@@ -259,18 +266,17 @@ class NaiveGroupEngine(NaiveEngine):
             if request not in self.running:
                 continue
             want = min(request.known - request.computed, budget, self.most_tokens)
-            self.settle(request)
             is_decode = request.seq in self.decoding
-            missing = self.groups.missing(self.sequences[request.seq], want)
             priorities = [other.priority for other in self.running]
-            if missing + sum(planned.values()) > self.groups.free_bytes() and priorities == sorted(priorities)[::-1]:
+            if not is_decode and priorities == sorted(priorities)[::-1]:
                 compute_planned()  # none of these can be preempted any more
-            while (asked := missing + sum(planned.values())) > self.groups.free_bytes():
-                if self.others_make_way(request, asked):
+            self.settle(request)
+            missing = self.groups.missing(self.sequences[request.seq], want)
+            while missing > self.groups.free_bytes():
+                if self.others_make_way(request, missing):
                     break
                 look()
                 victim = self.victim()
-                planned.pop(victim.seq, None)
                 if victim.seq in took:
                     budget += took.pop(victim.seq)[1]
                 self.preempt(victim, request, now_ns)
@@ -284,7 +290,8 @@ class NaiveGroupEngine(NaiveEngine):
                 self.continued |= stalled
                 break
             if not is_decode:
-                planned[request.seq] = missing
+                chunks.add(request.seq)
+                self.take_pages_of(request, want)
             elif request.computed % self.page_size == 0:
                 self.begin_page(request)
             took[request.seq] = (request, want)

@@ -219,7 +219,7 @@ class NaiveGroups:
                 if index not in sequence.states:
                     sequence.states[index] = self.take(index)
                 continue
-            for page in sorted(new):
+            for page in sorted(new - set(sequence.parts[index])):  # others were taken before
                 sequence.parts[index][page] = self.take(index)
         for page in range(sequence.num_tokens // self.page_size):
             for index, (layer, _) in enumerate(self.groups):

@@ -407,7 +407,9 @@ class NaiveLane:
             waiting_for_turn.remove(tenant)
             waiting_for_turn.append(tenant)
             last_start = now
+            num_steps = len(tenant.steps)
             end = tenant.turn(now, device.total_tokens, arrive)
-            slice_start[tenant] = min(slice_start[tenant], Fraction(now)) + (end - now) / shares[tenant]
+            if len(tenant.steps) > num_steps:  # a turn in which nothing was done leaves the slice as it was
+                slice_start[tenant] = min(slice_start[tenant], Fraction(now)) + (end - now) / shares[tenant]
             now = end
         assert not any(tenant.has_work() for tenant in tenants)

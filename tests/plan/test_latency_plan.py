@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -75,9 +76,30 @@ def test_longer_steps_never_make_the_answer_cheaper(
         summary = replayed(asked, answer["command"])
         assert summary["config"]["cost_factor"] == factor
         assert summary["goodput"]["ratio"] == answer["slo_ratio"]
-    assert len(cheapest["would_change"]) == 5
+    assert len(cheapest["would_change"]) == 6
     assert [option["name"] for option in latency["options"]] == ["cheapest", "knee", "best"]
     assert all(option["would_change"] and option["limited_by"] for option in latency["options"])
+
+
+def test_worlds_are_counted_by_replays(
+    tmp_path: Path, asked: Callable[..., Any], run_command: Callable[..., int]
+) -> None:
+    """The SLO is kept in five of ten worlds for certain, and in each slower one whose replay keeps it."""
+    trace = tmp_path / "trace.jsonl"
+    assert run_command("trace", "slice", SAMPLE, "--count", 100, "-o", trace) == 0
+    setting = ["--cost", COST, "--page-size", 512, "--slo-ttft-ms", 3000, "--slo-share", 0.9, "--speedup", 2]
+    for error in (0.1, 0.5):
+        latency = asked("plan", trace, *setting, "--pages", 400, "--cost-error", error, "--at", 400, "--json")[
+            "latency"
+        ]
+        step, worlds = latency["options"][0], latency["sensitivity"]["worlds"]
+        kept = 5
+        for middle in (0.55, 0.65, 0.75, 0.85, 0.95):
+            factor = (1 + error) ** (NormalDist().inv_cdf(middle) / NormalDist().inv_cdf(0.9))
+            summary = replayed(asked, f"{step['command']} --cost-factor {factor:.3f}")
+            kept += summary["goodput"]["ratio"] >= 0.9
+        assert worlds == {"kept": kept, "of": 10}
+        assert any(text.startswith(f"it keeps the SLO in {kept} of 10 worlds") for text in step["would_change"])
 
 
 def _answers(latency: dict[str, Any]) -> list[dict[str, Any]]:

@@ -41,7 +41,16 @@ SETTINGS = st.fixed_dictionaries(
         "eos_token_ids": st.lists(TOKENS, min_size=1, max_size=4).map(tuple),
         "label": LABELS.filter(bool),
     },
-) | st.fixed_dictionaries({"window": st.none(), "positions": st.just("global")})
+)
+SETTINGS |= st.fixed_dictionaries({"window": st.none(), "positions": st.just("global")})
+SETTINGS |= st.fixed_dictionaries(
+    {
+        "window": st.integers(1, 2**32 - 1),
+        "positions": st.just("global"),
+        "keep": st.sampled_from(["h2o", "snapkv"]),
+        "heavy": st.integers(1, 2**32 - 1),
+    }
+)
 
 
 @given(SETTINGS, SETTINGS)
@@ -51,6 +60,10 @@ def test_settings_that_are_given_replace_the_servers(given_settings: dict[str, A
         given_settings.setdefault("window", 5)
     if given_settings.get("window", 1) is None or served.window is None:
         given_settings["positions"] = "global"
+    if given_settings.get("positions", served.positions) == "cache" or given_settings.get("window", 1) is None:
+        given_settings |= {"keep": "window", "heavy": 0}
+    if given_settings.get("heavy") and served.window is None:
+        given_settings["window"] = 5
     request = parsed(added.CreateSessionRequest, create_request(given_settings).SerializeToString())  # type: ignore[arg-type]
     assert settings_of(request, served) == msgspec.structs.replace(served, **given_settings)
 

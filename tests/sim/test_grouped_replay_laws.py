@@ -77,6 +77,23 @@ def test_a_head_that_lacked_memory_needs_less_once_another_runs_with_its_prefix(
     assert_grouped_as_in_naive(case, (PartGroup(FULL, 1),), "all")
 
 
+def test_a_page_is_taken_before_a_later_turn_releases_parts() -> None:
+    """One of a low priority was admitted first, so that chunks may be withdrawn; they take parts at their turns."""
+    begin = [2, 1, 1, 1, 0, 1]
+    rows = [
+        Row(0, begin, 24, 23, None, 0, "a"),
+        Row(41, [*begin, 2, 3], 27, 1, None, 0, None),
+        Row(281, [*begin, 0, 0], 27, 1, None, 1, None),
+        Row(281, begin, 22, 4, None, 1, None),
+    ]
+    groups = (
+        PartGroup(FULL, 3),
+        PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=6), 1),
+        PartGroup(KvLayer(kind="window", num_heads=1, head_numbers=2, span=3, sink=3), 1),
+    )
+    assert_grouped_as_in_naive(Case(rows, 4, 4, 20, 16, 4, "default", 1, 2, 0.5), groups, "tails")
+
+
 def test_requests_that_begin_to_decode_give_back_in_the_order_of_admission() -> None:
     """Two hold a prefix, and who gives it back last decides what a third finds: one that passed a page was first."""
     prefix = [1] * 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from builders.case import Case, cases
+from builders.case import Case, Row, cases
 from builders.laws import assert_as_in_naive, assert_fast_as_slow, assert_tokens_counted_once
 from builders.outcome import run_kvarts
 
@@ -37,3 +37,37 @@ def test_every_token_is_counted_once(case: Case) -> None:
         if not request.rejected:
             total = len(request.tokens) + request.num_output - 1
             assert request.others_hit_tokens + request.computed_first == total
+
+
+def prompts(*rows: tuple[int, int, int, int]) -> list[Row]:
+    """Prompts that share nothing: arrival in ms, tokens, tokens to generate, priority."""
+    return [
+        Row(at, [9 - place] * size, size, out, None, which, None) for place, (at, size, out, which) in enumerate(rows)
+    ]
+
+
+def assert_is_as_in_naive(case: Case) -> None:
+    requests, naive_engines = case.naive()
+    assert naive_engines[0].preempted or len(case.rows) == 3
+    assert_as_in_naive(case, run_kvarts(case), requests, naive_engines)
+
+
+def test_a_chunk_that_is_withdrawn_has_evicted_pages() -> None:
+    """It took its pages at its turn, and a more important request with a later turn preempted its request."""
+    rows = prompts((0, 2, 1, 0), (101, 3, 4, -1), (102, 3, 3, 0), (103, 5, 2, 1))
+    assert_is_as_in_naive(Case(rows, 1, 2, 6, 64, 8, "default", 1, 2))
+    rows = prompts((0, 5, 1, 0), (101, 5, 4, -1), (102, 14, 1, 1), (103, 10, 1, 1))
+    assert_is_as_in_naive(Case(rows, 1, 1, 21, 64, 8, "default", 1, 4))
+
+
+def test_the_token_of_a_preempted_decode_is_for_chunks_after_it() -> None:
+    """It was taken from the budget of the step; as in vLLM, later requests can compute it."""
+    rows = prompts((0, 6, 1, 0), (101, 5, 4, -1), (102, 7, 3, 1), (103, 4, 3, 0))
+    assert_is_as_in_naive(Case(rows, 1, 2, 7, 5, 4, "default", 1, 3))
+
+
+def test_of_equal_pages_that_of_the_request_admitted_first_is_found() -> None:
+    """A chunk and a decode, which was admitted later and ends sooner, fill them in the same step."""
+    for at_ms in (80, 100, 200):
+        rows = [Row(0, [1] * 24, 24, 2, [7, 7], 0, None), Row(0, [1] * 3, 3, 7, [1] * 7, 0, None)]
+        assert_is_as_in_naive(Case([*rows, Row(at_ms, [1] * 9, 9, 1, [5], 0, None)], 1, 4, 40, 64, 8, "default", 1, 1))

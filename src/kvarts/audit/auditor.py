@@ -9,6 +9,7 @@ the page events of the engine, one by one, with the counts of each step, and wit
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -27,6 +28,7 @@ from kvarts.events import (
     CacheCleared,
     Cancelled,
     ChunkComputed,
+    ChunkPlanned,
     CopiesRemoved,
     DecodesStalled,
     DraftJudged,
@@ -44,6 +46,8 @@ from kvarts.events import (
     PagesUnpinned,
     PartsGivenBack,
     Preemption,
+    PromptHeld,
+    PromptReleased,
     StepDone,
     StepEnded,
     StepStarted,
@@ -56,6 +60,7 @@ __all__ = ["Account", "AuditError", "Auditor", "Finding"]
 OF_A_REQUEST = (
     Admitted,
     ChunkComputed,
+    ChunkPlanned,
     DecodesStalled,
     DraftTaken,
     DraftJudged,
@@ -66,8 +71,12 @@ OF_A_REQUEST = (
     LoadStarted,
     LoadUsed,
     LoadWeighed,
+    PromptHeld,
+    PromptReleased,
 )
 """Events that only a request between its arrival and its end can have."""
+WORKER = "worker"
+"""The medium of prompts that another engine sends."""
 WHOLE_PAGES = (LedgerGroup("full", 1),)
 WORDS = {LOST: "removed while a transfer kept it"}
 
@@ -137,6 +146,10 @@ class Auditor:
         """Requests with a load that has ended since the last step began."""
         self._used: dict[int, int] = {}
         """Transfers under way that the last step used, and their pages: they must end before the next one begins."""
+        self._copies: dict[int, int] = {}
+        """Requests whose prompt another engine sends, by the number of the copy, until it has arrived."""
+        self._received: set[int] = set()
+        """Requests that wait with the pages of a prompt that another engine has sent."""
         self._with_own_pages: set[int] = set()
         """Requests that bring their own pages, which are reserved."""
         self._requests: dict[int, KnownRequest] = {}
@@ -148,6 +161,8 @@ class Auditor:
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
         self._lags = int(plans_ahead)
+        self._filled: deque[tuple[int, KnownRequest]] = deque()
+        """Decodes that fill a page in this step and have not published it, with the tokens that they compute."""
         self._stalled: list[KnownRequest] = []
         """Decodes of the last step that compute nothing in this one, if pages are published late."""
         self._ended: list[int] = []
@@ -219,7 +234,7 @@ class Auditor:
             case _:
                 self._expect_nothing()
         match event:
-            case DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
+            case ChunkPlanned() | DraftJudged() | Finished() | Cancelled() | Preemption() | TransferEnded():
                 pass
             case _:
                 self._look_at_held()
@@ -257,6 +272,9 @@ class Auditor:
             case Preemption():
                 self._serve()
                 self._preempt(event)
+            case ChunkPlanned():
+                self._serve()
+                self._held.take_pages(self._requests[event.request], event.end)
             case DecodesStalled():
                 self._stall_after(self._requests[event.request])
             case DraftJudged():
@@ -269,6 +287,12 @@ class Auditor:
                 self._finish(event.request)
             case Cancelled():
                 self._cancel(event.request)
+            case PromptHeld():
+                self._hold(event.request)
+            case PromptReleased():
+                self._close(event.request, self._requests.pop(event.request))
+            case TransferEnded() if event.transfer in self._copies:
+                self._receive(event)
             case PagesUnpinned():
                 # In a step: for a decode that found no free page, or for requests planned after the decodes.
                 self._serve()
@@ -311,6 +335,9 @@ class Auditor:
             case LoadAwaited() if not self._has_groups:
                 self._settle()
                 self._await(event)
+            case LoadStarted() if [medium for medium, _ in event.by_tier] == [WORKER]:
+                self._settle()
+                self._reserve(event)
             case LoadStarted() if self._has_groups:
                 self._settle()
                 self._below.begin_load(self._requests[event.request], event)
@@ -324,7 +351,9 @@ class Auditor:
                 self._settle()
                 self._use(event)
             case ChunkComputed():
-                self._settle()
+                self._count_decodes()
+                known = self._requests[event.request]
+                self._name_filled(known.admission if known.is_running else None)
                 self._compute(event)
             case DraftTaken():
                 self._settle()
@@ -346,7 +375,8 @@ class Auditor:
 
     def _hear_stored(self, event: PagesStored) -> None:
         if not self.ledger.happened:
-            self._settle()
+            self._count_decodes()
+            self._name_filled(until_stored=True)
         if not self.ledger.happened:
             self._name_stalled()
         content, start = event.content, event.start_page
@@ -500,7 +530,23 @@ class Auditor:
         self._serve_takers(known.admission if known is not None and is_decoding else None)
 
     def _settle(self) -> None:
-        """Count the token that each decode of this step computes."""
+        """Count the token that each decode of this step computes, and publish all pages that they fill."""
+        self._count_decodes()
+        self._name_filled()
+
+    def _name_filled(self, before: int | None = None, *, until_stored: bool = False) -> None:
+        """Publish the pages that decodes fill, in the order of admission: of those admitted before `before`.
+
+        `until_stored`: only until the ledger has stored something.
+        """
+        filled = self._filled
+        while filled and (before is None or filled[0][1].admission < before):
+            if until_stored and self.ledger.happened:
+                return
+            num_computed, known = filled.popleft()
+            self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
+
+    def _count_decodes(self) -> None:
         if self._is_settled:
             return
         self._serve()
@@ -520,9 +566,7 @@ class Auditor:
             if (known.computed - self._lags) % self._page_size == 0:
                 filled.append((known.computed, known))
         # Requests that fill a page publish it in the order of admission, as in vLLM.
-        filled.sort(key=lambda each: each[1].admission)
-        for num_computed, known in filled:
-            self._held.name(known, num_unread=self._lags - (num_computed - known.computed))
+        self._filled.extend(sorted(filled, key=lambda each: each[1].admission))
 
     def _name_stalled(self) -> None:
         """Publish the pages that stalled requests had filled, at the end of the plan: their tokens are known then."""
@@ -572,6 +616,9 @@ class Auditor:
             self._find("was admitted, and runs already", event.request)
         known.admission = self._num_admitted
         self._num_admitted += 1
+        if event.request in self._received:
+            self._join(known, event)
+            return
         if self._has_groups and event.by_tier is not None:
             self._admit_loaded(known, event)
             return
@@ -717,6 +764,8 @@ class Auditor:
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
+        self._received.discard(request)
+        self._copies = {copy: other for copy, other in self._copies.items() if other != request}
         known = self._requests.pop(request)
         if self._below.cancel(request):
             self._holders.pop(known.content.owner, None)
@@ -728,6 +777,46 @@ class Auditor:
         self._held.close(known, num_unread=num_unread)
         if request not in self._requests:
             self._holders.pop(known.content.owner, None)
+
+    # Requests that another engine begins or continues -------------------------------------------------------
+
+    def _hold(self, request: int) -> None:
+        """Let a request that has computed its prompt keep its parts, until another engine has copied them."""
+        known = self._requests[request]
+        if request not in self._decoding:
+            self._find(f"is held with {known.computed} of {known.known} known tokens computed", request)
+        self._decoding.pop(request, None)
+        known.is_running = False
+
+    def _reserve(self, event: LoadStarted) -> None:
+        """Take the pages of a prompt that another engine sends; resident ones are shared, the last page included."""
+        known = self._requests[event.request]
+        num_pages = known.known // self._page_size
+        longest, _ = self.ledger.reach(self._digests.upto(known.content, num_pages)[:num_pages], self._page_size)
+        if event.num_hit_pages != longest:
+            what = f"shares {event.num_hit_pages} pages of its prompt, and {longest} are resident"
+            self._find(what, event.request, event.num_hit_pages)
+        self._held.hit(known, event.num_hit_pages)
+        self._held.take_pages(known, event.num_held_pages * self._page_size)
+        known.computed = event.num_hit_pages * self._page_size
+        self._copies[event.transfer] = event.request
+
+    def _receive(self, event: TransferEnded) -> None:
+        """Publish the pages of a prompt that has arrived."""
+        request = self._copies.pop(event.transfer)
+        known = self._requests[request]
+        known.computed = known.known
+        self._held.name(known)
+        self._received.add(request)
+
+    def _join(self, known: KnownRequest, event: Admitted) -> None:
+        """Let a request run whose prompt has arrived: its last token is computed again."""
+        self._received.remove(event.request)
+        num_pages = known.known // self._page_size
+        if event.num_hit_pages != num_pages:
+            self._find(f"has received {num_pages} pages, and {event.num_hit_pages} were hit", event.request)
+        known.computed = known.known - 1
+        known.is_running = True
 
     # Transfers --------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "fp8_bandwidth": (0.4, 1.2),
     "fp4_compute": (0.1, 1.2),
     "fp4_bandwidth": (0.3, 1.2),
+    "attention_compute": (0.1, 1.2),
+    "sparse_layer_us": (1.0, 500.0),
 }
 OF_STEPS = COEFFICIENTS[:8]
 """Constants fitted to recorded steps of one model."""

@@ -58,6 +58,9 @@ POINTS = 10
 """Number of points in each of these measurements, per coefficient."""
 DEPENDENT = 2.0
 """Number of correlated statistics of one run that carry as much information as an independent one."""
+OWN_PART = 2.0
+"""Variance of a constant between models and devices of one engine, relative to that between engines. A fit to n of them
+then moves a constant for others by n / (n + OWN_PART) of what it moves for these."""
 KNOWN = 0.7
 """If the posterior keeps more than this share of the prior's standard deviation, the data do not identify a
 coefficient."""
@@ -206,8 +209,14 @@ def calibrate_runs(
     best = search.run(seed)
     covariance = search.covariance(best)
     measured_on = tuple(dict.fromkeys(MeasuredOn.of(cost) for cost in costs))
+    carried = len(measured_on) / (len(measured_on) + OWN_PART)
+    elsewhere = np.exp(search.guess + carried * (best - search.guess))
     uncertainty = Uncertainty(
-        coefficients=search.names, covariance=tuple(map(tuple, covariance.tolist())), measured=measured_on
+        coefficients=search.names,
+        covariance=tuple(map(tuple, covariance.tolist())),
+        measured=measured_on,
+        elsewhere=dict(zip(search.names, elsewhere.tolist(), strict=True)),
+        deviations=dict(zip(search.names, (np.sqrt(1.0 - carried) * search.widths).tolist(), strict=True)),
     )
     of_runs = []
     for each, was in zip(fitted, before, strict=True):

@@ -88,6 +88,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         }
         if self.dp > 1:
             settings["data_parallel"] = self.dp
+        if self.ep > 1 and self.ep == self.tp * self.dp:
+            settings["expert_parallel"] = self.ep
         if self.weight is not None and self.weight != load_geometry(self.model).expert_dtype:
             settings["weight_dtype"] = self.weight
         if self.engine:

@@ -2,8 +2,10 @@
 
 Each point is replayed once; its course (`course.py`) then prices the same batches under other constants, so that a fit
 of hundreds of points takes a minute. The residuals are logarithms of predicted over measured times, with a loss that
-limits the weight of outliers (soft L1), because the conditions of published measurements are never stated in full. The
-distances of the constants from a prior are added. Points under an open load are replayed again after the first fit.
+limits the weight of outliers (soft L1), because the conditions of published measurements are never stated in full.
+Points of one version of an engine with one model on one device share an unknown factor: a sweep that is slow as a whole
+says less about the constants than how its times grow with the load. The distances of the constants from a prior are
+added. Points under an open load are replayed again after the first fit.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kvarts.calibrate.coefficients import BOUNDS, needs_scipy
 from kvarts.calibrate.course import Course, course_of
 from kvarts.calibrate.points import Point
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, Constants, HeldOut
+from kvarts.executor.constants import COEFFICIENTS, LINKS, Constants, HeldOut
 from kvarts.executor.roofline import RooflineCost
 
 __all__ = ["HALVES", "Errors", "PointsFit", "Worth", "errors_of", "fit_points", "record", "test_halves"]
@@ -30,8 +32,11 @@ SIGMA = 0.1
 """Relative error at which the loss changes from quadratic to linear."""
 DEPENDENT = 3.0
 """Number of points that carry as much information as an independent one, since sweeps measure one engine repeatedly."""
+COMMON = 0.2
+"""Variance of the logarithm of the factor that a sweep shares, as a share of that of a single point."""
 ROUNDS = 8
-LINKS = ("link_efficiency", "link_us", "exchange_us")
+STEP = 1e-2
+"""Difference of logarithms for slopes."""
 LEAST_OF_WIDTH = 0.5
 """Smallest posterior deviation, as a share of the prior's: engines differ by more than a table of points shows."""
 
@@ -103,7 +108,9 @@ def with_constants(cost: RooflineCost, values: Mapping[str, float]) -> RooflineC
     """Return `cost` with constants; those of links only if the device has NVLink, for which they were fitted."""
     is_fitted_link = cost.hardware.link_kind == "nvlink"
     changes = {name: value for name, value in values.items() if is_fitted_link or name not in LINKS}
-    return msgspec.structs.replace(cost, **changes)
+    changed = msgspec.structs.replace(cost, **changes)
+    vars(changed).update(geometry=cost.geometry, hardware=cost.hardware)  # these take longest, and do not change
+    return changed
 
 
 class _Objective:
@@ -117,6 +124,15 @@ class _Objective:
         self.guess = np.log([prior.values[name] for name in self.names])
         self.widths = np.array([prior.deviations[name] for name in self.names])
         self._fixed = {name: value for name, value in prior.values.items() if name not in self.names}
+        self._active = [frozenset(course.cost.active_coefficients) for course in courses]
+        self._fitted = [_fitted(course.point) for course in courses]
+        self._owner = np.repeat(np.arange(len(courses)), [len(each) for each in self._fitted])
+        of_sweep = [
+            (_sweep(course.point), name) for course, each in zip(courses, self._fitted, strict=True) for name in each
+        ]
+        places = {sweep: place for place, sweep in enumerate(dict.fromkeys(of_sweep))}
+        self._sweep = np.array([places[sweep] for sweep in of_sweep], np.int64)
+        self._size = np.bincount(self._sweep)
 
     def values(self, logs: Values) -> dict[str, float]:
         """Return all constants."""
@@ -124,14 +140,44 @@ class _Objective:
 
     def residuals(self, logs: Values) -> Values:
         """Return the residuals. The sum of their squares is twice the objective."""
+        return self._weighed(self._errors(logs, range(len(self._courses))), logs)
+
+    def jacobian(self, logs: Values) -> Values:
+        """Return the slopes of the residuals. Only points that depend on a constant are predicted again for it."""
+        errors = self._errors(logs, range(len(self._courses)))
+        here = self._weighed(errors, logs)
+        slopes = np.empty((len(here), len(logs)))
+        for place, name in enumerate(self.names):
+            moved = logs.copy()
+            moved[place] += STEP
+            again = [number for number, active in enumerate(self._active) if name in active]
+            there = errors.copy()
+            there[np.isin(self._owner, again)] = self._errors(moved, again)
+            slopes[:, place] = (self._weighed(there, moved) - here) / STEP
+        return slopes
+
+    def _errors(self, logs: Values, places: Sequence[int]) -> Values:
+        """Return the logarithms of predicted over measured times of the courses at `places`."""
         values = self.values(logs)
         errors = []
-        for course in self._courses:
+        for place in places:
+            course = self._courses[place]
             predicted = course.predicted(with_constants(course.cost, values))
-            errors += [_log_error(metric, predicted[metric], value) for metric, value in _fitted(course.point).items()]
-        scaled = np.array(errors) / SIGMA
+            errors += [_log_error(metric, predicted[metric], value) for metric, value in self._fitted[place].items()]
+        return np.array(errors)
+
+    def _weighed(self, errors: Values, logs: Values) -> Values:
+        """Return the residuals of `errors`: independent for the points of a sweep, and limited for outliers."""
+        means = np.bincount(self._sweep, errors) / self._size
+        left = 1.0 - 1.0 / np.sqrt(1.0 + COMMON * self._size)
+        scaled = (errors - (left * means)[self._sweep]) / SIGMA
         soft = np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0)) / math.sqrt(DEPENDENT)
         return np.concatenate([soft, (logs - self.guess) / self.widths])
+
+
+def _sweep(point: Point) -> tuple[object, ...]:
+    """Return the key of the sweep that a point belongs to."""
+    return (point.source, point.engine, point.version, point.model, point.gpu, point.weight)
 
 
 def _fitted(point: Point) -> dict[str, float]:
@@ -201,8 +247,8 @@ def _fit(courses: Sequence[Course], prior: Constants, start: Constants) -> tuple
     found = least_squares(
         objective.residuals,
         first,
+        jac=objective.jacobian,
         bounds=(low, high),
-        diff_step=np.asarray(1e-2),
         max_nfev=ROUNDS,
         x_scale=objective.widths,
     )

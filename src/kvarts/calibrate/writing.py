@@ -69,6 +69,9 @@ def cost_toml(cost: RooflineCost, uncertainty: Mapping[str, float], measured: Se
         lines.append("]")
         for each in posterior["measured"]:
             lines += ["", "[[posterior.measured]]", *(f"{name} = {_toml(value)}" for name, value in each.items())]
+        for table in ("elsewhere", "deviations"):
+            if values := posterior[table]:
+                lines += ["", f"[posterior.{table}]", *(f"{name} = {value!r}" for name, value in values.items())]
     return "\n".join(lines) + "\n"
 
 

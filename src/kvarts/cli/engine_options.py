@@ -57,7 +57,7 @@ def engine_options(command: Command, **attributes: Any) -> Command:
             {
                 "metavar": "NAME",
                 "default": "auto",
-                "help": "KV in pages: auto, in the model's numbers, or int8, which changes tokens.",
+                "help": "KV in pages: auto, in the model's numbers, or int8 or fp8, which change tokens.",
             },
         ),
         (

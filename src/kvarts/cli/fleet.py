@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from kvarts.cli import (
     kv_events,
     record,
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from kvarts.fleet.report import FleetReport
     from kvarts.traffic.trace import Trace
 
-__all__ = ["PART", "FleetRun"]
+__all__ = ["PART", "FleetRun", "with_eviction"]
 
 
 class FleetPart(CommandPart):
@@ -68,7 +70,22 @@ class FleetRun:
         from kvarts.cli.sample import load_traffic
 
         trace = load_traffic(self._given, self._trace)
+        self.config = with_eviction(self.config, self._given, trace)
         return trace, [trace]
+
+
+def with_eviction(config: FleetConfig, given: Given, trace: Trace | None) -> FleetConfig:
+    """Return `config` with the eviction policy that was given for all workers, if any. Raise ConfigError.
+
+    `trace`: the requests, where they are known beforehand.
+    """
+    if "eviction" not in given:
+        return config
+    from kvarts.rooms import from_room
+
+    with_policy = from_room("plan.policy", "with_policy", field="eviction")
+    pools = (replace(pool, each=with_policy(pool.each, given, trace)) for pool in config.pools)
+    return replace(config, pools=tuple(pools))
 
 
 class FleetOutputs:

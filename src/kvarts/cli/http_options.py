@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
     from kvarts.openai_api.access_log import AccessLog
     from kvarts.openai_api.opening import Opened
+    from kvarts.openai_api.server import HttpDoors, Lifecycle
     from kvarts.owners.keys import Keys
 
 __all__ = [
+    "DoorsBehind",
     "address_of",
     "door_settings",
     "failure_options",
@@ -62,6 +64,21 @@ class OneOfSeveral(Protocol):
 
     def say(self, line: str) -> None:
         """Print a line."""
+
+
+class DoorsBehind(Protocol):
+    """Servers of workers behind the server of a router, which are opened and closed together."""
+
+    @property
+    def front(self) -> Opened:
+        """The server of the router."""
+
+    @property
+    def urls(self) -> list[tuple[str, str]]:
+        """The name and the URL of each worker, once they are open."""
+
+    def open(self, address: Any) -> tuple[HttpDoors, Lifecycle]:
+        """Return all servers, the router's at `address`, and their models. Raise ConfigError."""
 
 
 AT_LEAST_ZERO = click.FloatRange(min=0.0)
@@ -251,19 +268,42 @@ def say(line: str) -> None:
 
 
 def serve_http(
-    opened: Opened, address: Any, values: dict[str, Any], *, what: str, worker: OneOfSeveral | None = None
+    opened: Opened,
+    address: Any,
+    values: dict[str, Any],
+    *,
+    what: str,
+    worker: OneOfSeveral | None = None,
+    fleet: DoorsBehind | None = None,
 ) -> None:
-    """Serve until a signal arrives, then write the recorded requests. `worker`: the process, if there are several."""
+    """Serve until a signal arrives, then write the recorded requests.
+
+    `worker`: the process, if there are several. `fleet`: the servers behind `opened`, if it is a router's.
+    """
     from kvarts.openai_api.server import OpenAIServer, serve_until_signal
     from kvarts.report.run_directory import named
 
+    def ready(url: str) -> None:
+        if worker is not None:
+            worker.report_ready(what)
+            return
+        say(f"{what} on {url}/v1")
+        for name, of_worker in () if fleet is None else fleet.urls:
+            say(f"{name} on {of_worker}/v1")
+
     async def serve() -> None:
-        server = OpenAIServer(opened.app, opened.models, address, None if worker is None else worker.listening)
+        server: HttpDoors
+        models: Lifecycle
+        if fleet is None:
+            listening = None if worker is None else worker.listening
+            server, models = OpenAIServer(opened.app, opened.models, address, listening), opened.models
+        else:
+            server, models = fleet.open(address)
         async with nullcontext() if worker is None else worker.joined(opened):
             await serve_until_signal(
                 server,
-                opened.models,
-                lambda url: say(f"{what} on {url}/v1") if worker is None else worker.report_ready(what),
+                models,
+                ready,
                 startup_delay_s=values["startup_delay"],
                 drain_s=values["drain"],
                 drain_delay_s=values["drain_delay"],

@@ -82,9 +82,9 @@ def server_readers(
             of_model = _with_groups(of_model, kv_groups[name])
         taken = {source[key] for source in sources for key in ("endpoint", "replay_endpoint")}
         for field, endpoint in (("kv_events", of_model.endpoint), ("kv_events_replay", of_model.replay_endpoint)):
-            if endpoint in taken:
+            if endpoint is not None and endpoint in taken:
                 raise ConfigError(
-                    f"{endpoint} would be of two models: each has the next port",
+                    f"{endpoint} would be of two engines: each has the next port",
                     field=field,
                     hint="Let --kv-events and --kv-events-replay be further apart: tcp://127.0.0.1:5557 and :5657.",
                 )

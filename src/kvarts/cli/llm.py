@@ -110,6 +110,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     latent = ""
     if llm.latent_token_bytes is not None:
         expanded = llm.kv_bytes() // (config.num_pages * config.page_size)
+    if llm.latent_token_bytes is not None and expanded > llm.latent_token_bytes:
         latent = f"; its latent is kept as keys and values, {expanded:,} bytes a token, not {llm.latent_token_bytes:,}"
     click.echo(
         f"kvarts: on {llm.device} in {llm.dtype}, attention by {llm.attention}, layers by {llm.layers} "

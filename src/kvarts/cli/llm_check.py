@@ -94,6 +94,8 @@ def check_command(
 def _of_latent(check: ModelCheck) -> str:
     if check.latent_bytes_per_token is None:
         return ""
+    if check.kv_bytes_per_token <= check.latent_bytes_per_token:
+        return " of latents"
     return f" of keys and values; the latent that they come from would be {check.latent_bytes_per_token:,}"
 
 

@@ -12,6 +12,7 @@ import msgspec
 from kvarts.cli import (
     http_sessions,
     kv_events,
+    mock_fleet,
     mock_sharing,
     workers,
 )
@@ -33,7 +34,7 @@ from kvarts.rooms import from_room
 from kvarts.settings import Given
 
 if TYPE_CHECKING:
-    from kvarts.cli.http_options import OneOfSeveral
+    from kvarts.cli.http_options import DoorsBehind, OneOfSeveral
     from kvarts.event_log import EventReader
     from kvarts.openai_api.opening import Opened
     from kvarts.openai_api.recordings import RecordedAnswers
@@ -89,6 +90,7 @@ def _options() -> list[click.Parameter]:
     options += kv_events.server_options()
     options += http_sessions.server_options()
     options += workers.server_options()
+    options += mock_fleet.server_options()
     return options
 
 
@@ -104,6 +106,7 @@ def mock_command(**params: Any) -> None:
     speedup = params["speedup"]
     if not 0.0 < speedup < float("inf"):
         raise ConfigError(f"must be a finite number above 0, got {speedup}", field="speedup")
+    given = mock_fleet.over_file(params, given, sections)
     if "model" in given:
         _check_model(str(given["model"]))
     given = _over_default(given, sections)
@@ -145,12 +148,22 @@ def mock_command(**params: Any) -> None:
     sources: list[dict[str, Any]] = []
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
-        opened: Opened | None = None
+        opened: Opened
+        fleet: DoorsBehind | None = None
         readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
-        opened = mock_sharing.open_if_several(
+        fleet = mock_fleet.open_if_given(
+            given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
+            readers_of=readers_of, sources=sources, kv_groups=kv_groups,
+        )  # fmt: skip
+        sharing: Opened | None = None
+        sharing = None if fleet is not None else mock_sharing.open_if_several(
             given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
-        )
-        if opened is None:
+        )  # fmt: skip
+        if fleet is not None:
+            opened = fleet.front
+        elif sharing is not None:
+            opened = sharing
+        else:
             asked = {"windows": "session_window"} if params["session_window"] else {}
             config = resolve_replay(given, sections, asked=asked)
             if not rank:
@@ -164,9 +177,10 @@ def mock_command(**params: Any) -> None:
                 kv_groups[served_name] = config.memory.to_builtins()["kv_groups"]
             readers = readers_of(served_name)
             opened = open_mock(config, door, model=name, speedup=speedup, token_bytes=token_bytes, readers=readers)
-        opened.routes.event_sources += sources
-        http_sessions.open_sessions_of(opened, params, keys)
-        serve_http(opened, address, params, what=_told(opened), worker=worker)
+        if fleet is None:
+            opened.routes.event_sources += sources
+            http_sessions.open_sessions_of(opened, params, keys)
+        serve_http(opened, address, params, what=_told(opened), worker=worker, fleet=fleet)
 
 
 def _family(given: Given) -> str:

@@ -181,7 +181,7 @@ def _rows(
     rows.append(("KV a token", f"{numbers} x {kv_dtype or geometry.dtype} = {token_bytes:,} bytes"))
     expanded = geometry.expanded_kv_bytes_per_token(kv_dtype)
     if expanded is not None:
-        rows.append(("", f"as a latent; a model that runs in kvarts keeps keys and values, {expanded:,} bytes"))
+        rows.append(("", f"as a latent; {expanded:,} bytes if it is expanded to keys and values"))
     rows.append(("KV a page", f"{page_size} tokens = {page_size * token_bytes:,} bytes"))
     if geometry.has_spans:
         long = 131_072

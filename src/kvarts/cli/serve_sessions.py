@@ -42,6 +42,10 @@ of_address = grouped("Address")
             help="Keep the KV of the first N tokens,")  # fmt: skip
 @of_session("--window", metavar="N", type=WINDOW, default=64, show_default=True,
             help="and of the last N; all: of all tokens.")  # fmt: skip
+@of_session("--keep", type=click.Choice(["window", "h2o", "snapkv"]), default="window", show_default=True,
+            help="Also keep pages of --heavy tokens between these, by the attention that they receive.")  # fmt: skip
+@of_session("--heavy", metavar="N", type=click.IntRange(min=0), default=0, show_default=True,
+            help="With --keep h2o or snapkv: as many tokens.")  # fmt: skip
 @of_session("--positions", type=click.Choice(["global", "cache"]), default="global", show_default=True,
             help="Count positions in the history, or among the tokens that are kept.")  # fmt: skip
 @of_session("--past-max-positions", is_flag=True, help="Go on beyond the positions that the model was trained for.")
@@ -135,6 +139,8 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
     settings["defaults"] = SessionSettings(
         sink=values["sink"],
         window=values["window"] or None,
+        keep=values["keep"],
+        heavy=values["heavy"],
         positions=values["positions"],
         past_max_positions=values["past_max_positions"],
         retention=values["retention"],

@@ -70,6 +70,7 @@ def start_if_several(params: dict[str, Any], given: Given, rules: Sequence[Rule]
         return None
     asked = {
         "workers": "workers",
+        **({"live_fleet": "fleet"} if params["fleet"] is not None else {}),
         **({"several": "--model"} if given.names("models") else {}),
         **({"record": "record"} if params["record"] is not None else {}),
         **({"scripts": "fail"} if params["fail"] else {}),

@@ -13,6 +13,7 @@ from kvarts.sampling import SamplingParams
 from kvarts.session.errors import SessionValueError
 from kvarts.session.values import (
     Done,
+    Keep,
     Positions,
     Retention,
     SessionInfo,
@@ -49,6 +50,8 @@ class Settings(TypedDict, total=False):
     ttl_s: float | None
     eos_token_ids: tuple[int, ...]
     label: str
+    keep: Keep
+    heavy: int
 
 
 class Sampling(TypedDict, total=False):
@@ -135,6 +138,8 @@ def info_of(message: added.SessionInfo) -> SessionInfo:
             ttl_s=settings.ttl_s if settings.HasField("ttl_s") else None,
             eos_token_ids=tuple(settings.eos_token_ids),
             label=settings.label,
+            keep=settings.keep or "window",  # type: ignore[arg-type]  # empty from older servers
+            heavy=settings.heavy,
         ),
         state=message.state,
         history_length=message.history_length,

@@ -15,7 +15,7 @@ import msgspec
 from kvarts.errors import InputError, parts_of
 from kvarts.files import read_toml
 
-__all__ = ["COEFFICIENTS", "Constants", "HeldOut", "load_constants", "shipped_constants"]
+__all__ = ["COEFFICIENTS", "LINKS", "Constants", "HeldOut", "load_constants", "shipped_constants"]
 
 COEFFICIENTS = (
     "compute_efficiency",
@@ -36,6 +36,8 @@ COEFFICIENTS = (
     "fp8_bandwidth",
     "fp4_compute",
     "fp4_bandwidth",
+    "attention_compute",
+    "sparse_layer_us",
 )
 """The names of all constants. `RooflineCost.active_coefficients` lists those that a step's time depends on."""
 
@@ -46,6 +48,9 @@ OTHER_LINKS = {
     "pcie-peer": {"link_efficiency": 0.5, "link_us": 10.0, "exchange_us": 10.0},
 }
 """Unfitted values for the kinds of link other than NVLink."""
+
+LINKS = ("link_efficiency", "link_us", "exchange_us")
+"""The constants that depend on the kind of link."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=100)]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvarts.kv.sink_window import SinkWindow
 
-__all__ = ["ALL", "ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "TableBatch"]
+__all__ = ["ALL", "ChunkMetadata", "DecodeMetadata", "FlatBatch", "Ints", "Observed", "TableBatch"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -81,8 +81,9 @@ class DecodeMetadata(msgspec.Struct):
         begins = np.maximum(0, self.positions - self.windows)
         if window is not None:
             begins = np.maximum(begins, self.positions + 1 - window)
-        begins = np.maximum(begins, np.minimum(self.sinks, self.positions))
-        return begins - self.gaps, self.positions + 1 - self.gaps
+        # A sink of whole pages has no dropped tokens in it, so that it ends at the same place as position.
+        begins = np.maximum(begins - self.gaps, np.minimum(self.sinks, self.positions))
+        return begins, self.positions + 1 - self.gaps
 
     def sink_spans(self, window: int | None) -> tuple[Ints, Ints]:
         """Return, per decode, the places [begin, end) of its sink that it attends to; usually empty."""
@@ -103,6 +104,21 @@ class TableBatch(msgspec.Struct):
     chunks: list[ChunkMetadata]
 
 
+class Observed(msgspec.Struct):
+    """Tokens [start, end) of a sequence in this step. The attention of some is scored: [first, last) of the batch.
+
+    `places`: of these tokens, in the sequence's page table. `page_ids`: the pages up to that of the last token.
+    """
+
+    row: int
+    start: int
+    end: int
+    first: int
+    last: int
+    places: Ints
+    page_ids: Ints
+
+
 class FlatBatch(msgspec.Struct):
     """The tokens of a step: decodes, drafted tokens, then chunks. `tokens` and `positions` have shape [tokens].
 
@@ -110,7 +126,7 @@ class FlatBatch(msgspec.Struct):
     token in each block of its page. `sampled_rows`: the rows that sample a token; `requests`: their request indexes.
     `sampled_at`: the tokens after which one is sampled: the last of each of these rows, and for a row with drafts also
     its decode's token and each earlier drafted one. `drafts`: the drafted tokens of each of these rows; empty if the
-    step has none.
+    step has none. `observed`: the sequences that keep pages by the attention that these receive.
     """
 
     tokens: Ints
@@ -121,6 +137,7 @@ class FlatBatch(msgspec.Struct):
     sampled_at: list[int]
     requests: list[int]
     drafts: list[list[int]] = []
+    observed: list[Observed] = []
 
     @property
     def rotated_positions(self) -> Ints:

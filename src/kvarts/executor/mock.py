@@ -22,14 +22,16 @@ from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.page_tables import PageTables
 from kvarts.executor.rotation import NoRotation
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.sampling import Logprobs, SamplingParams
+from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 from kvarts.sched.plan import StepPlan, StepResult
 
-__all__ = ["MockExecutor", "next_tokens"]
+__all__ = ["MockExecutor", "even_logprobs", "next_token", "next_tokens", "seed_of"]
 
 Tokens = npt.NDArray[np.uint64]
 
-_ODD = tuple(np.uint64(word) for word in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
+_WORDS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15)
+_MASK = 2**64 - 1
+_ODD = tuple(map(np.uint64, _WORDS))
 
 
 def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int | Tokens, vocab_size: int) -> Tokens:
@@ -46,6 +48,29 @@ def next_tokens(tokens: Tokens, positions: Tokens, *, seed: int | Tokens, vocab_
         words *= _ODD[1]
         words ^= words >> np.uint64(33)
     return words % np.uint64(vocab_size)
+
+
+def next_token(token: int, position: int, *, seed: int, vocab_size: int) -> int:
+    """Return what `next_tokens` returns for one token, without arrays."""
+    first, second, third = _WORDS
+    word = ((token + third) * first ^ (position + seed) * second) & _MASK
+    word ^= word >> 33
+    word = word * first & _MASK
+    word ^= word >> 33
+    word = word * second & _MASK
+    word ^= word >> 33
+    return word % vocab_size
+
+
+def seed_of(seed: int, request_seed: int | None) -> int:
+    """Return the seed of the tokens of a request, of a mock with `seed`."""
+    return seed if request_seed is None else (seed * 1_000_003 + request_seed) % 2**64
+
+
+def even_logprobs(token: int, num_top: int, vocab_size: int) -> TopLogprobs:
+    """Return the `num_top` likeliest tokens in place of `token`, where all of a vocabulary are equally likely."""
+    logprob = -log(vocab_size)
+    return tuple(((token + place) % vocab_size if place else token, logprob) for place in range(num_top))
 
 
 class _Mocked(msgspec.Struct):
@@ -124,7 +149,7 @@ class MockExecutor:
         if params.forced_tokens:
             self._forced[request_index] = _Forced(params.forced_tokens)
         if params.seed is not None:
-            self._seeds[request_index] = (self._seed * 1_000_003 + params.seed) % 2**64
+            self._seeds[request_index] = seed_of(self._seed, params.seed)
         if params.logprobs:
             self._counted[request_index] = params.top_logprobs, Logprobs([], [])
         if params.prompt_logprobs is not None:
@@ -212,8 +237,7 @@ class MockExecutor:
             if counted is not None:
                 num_top, told = counted
                 told.values.append(self._logprob)
-                others = ((token + place) % self._vocab_size if place else token for place in range(num_top))
-                told.top.append(tuple((other, self._logprob) for other in others))
+                told.top.append(even_logprobs(token, num_top, self._vocab_size))
             watched = self._watched.get(request)
             if watched is not None:
                 watched.num_tokens += 1

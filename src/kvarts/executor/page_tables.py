@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, TableBatch
+from kvarts.executor.flat_batch import ALL, ChunkMetadata, DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
 from kvarts.kv.sink_window import PageTable, SinkWindow
 from kvarts.sched.plan import Chunk, DecodeRows, DraftRows, StepPlan
 
@@ -74,6 +74,8 @@ class PageTables:
         self._gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
         self._before_gaps = np.zeros((num_blocks, max_num_seqs), np.int64)
         self._is_late = np.zeros(max_num_seqs, np.bool_)
+        self._scored: dict[int, SinkWindow] = {}
+        """The rows whose sequences keep pages by the attention that these receive."""
 
     def flatten(self, plan: StepPlan) -> FlatBatch | None:
         """Record the plan's changes, and return the tokens of the step; None if there are none."""
@@ -126,6 +128,9 @@ class PageTables:
                 else:
                     at, size = places[block], self._page_size // len(layer_table.blocks)
                     slots.append(table[np.arange(len(rows)), at // size] * size + at % size)
+            for row in sorted(self._scored.keys() & {*rows.tolist()}) if self._scored else ():
+                at = int(np.flatnonzero(rows == row)[0])
+                self._observe(step, row, at + step.num_tokens, where[at : at + 1])
             step.add(tokens, where, block_slots)
         if has_late:
             for place in np.flatnonzero(late).tolist():
@@ -140,6 +145,9 @@ class PageTables:
         self._requests[row] = chunk.request_index
         self._prompts[row] = chunk.num_prompt_tokens
         was_bounded = self._keeps[row] is not None
+        self._scored.pop(row, None)
+        if chunk.keeps is not None and chunk.keeps.is_scored:
+            self._scored[row] = chunk.keeps
         self._keeps[row] = chunk.keeps
         if chunk.keeps is not None:
             self._is_late[row] = chunk.keeps.rotates_late
@@ -190,7 +198,19 @@ class PageTables:
                 chunk.keeps = SinkWindow(sink, window, keeps.rotates_late)
                 chunk.gap, chunk.num_before_gap = int(gaps[block]), int(self._before_gaps[block, row])
             one.chunks.append(chunk)
+        if row in self._scored:
+            self._observe(step, row, first, where)
         step.add(tokens, where, block_slots)
+
+    def _observe(self, step: _Step, row: int, first: int, where: Ints) -> None:
+        """Note that the attention of tokens at `where`, from `first` of the batch on, is scored as the row asks."""
+        start, end = int(where[0]), int(where[-1]) + 1
+        seen = self._scored[row].observed(start, end)
+        if seen:
+            places = np.arange(seen.start, seen.stop) - self._gaps[0, row]
+            page_ids = self._ids[0, row, : int(places[-1]) // self._page_size + 1].copy()
+            begin = first + seen.start - start
+            step.observed.append(Observed(row, start, end, begin, begin + len(seen), places, page_ids))
 
     def _slots(self, page_ids: Ints, places: Ints) -> Ints:
         """Return the slots of tokens at `places`, which are in the pages `page_ids` [blocks, tokens]."""
@@ -222,6 +242,7 @@ class _Step:
         self.sampled_rows: list[int] = []
         self.sampled_at: list[int] = []
         self.drafts: list[list[int]] = []
+        self.observed: list[Observed] = []
         self.num_tokens = 0
 
     def add(self, tokens: npt.NDArray[Any], positions: Ints, block_slots: Ints) -> None:
@@ -244,6 +265,7 @@ class _Step:
             self.sampled_at,
             requests[self.sampled_rows].tolist(),
             self.drafts + [[] for _ in self.sampled_rows[len(self.drafts) :]] if self.drafts else [],
+            self.observed,
         )
 
 

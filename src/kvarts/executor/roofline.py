@@ -16,7 +16,7 @@ import msgspec
 
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, HeldOut, shipped_constants
+from kvarts.executor.constants import COEFFICIENTS, LINKS, HeldOut, shipped_constants
 from kvarts.executor.step_parts import StepParts, format_of
 from kvarts.executor.uncertainty import Uncertainty
 from kvarts.limits import MOST_COUNT, MOST_DRAFTED, MOST_MS, MOST_REPLICAS, check_number, check_whole
@@ -53,13 +53,15 @@ class RooflineCost(
     `llm` and `device`: names as load_geometry and load_device take them. `weight_dtype` and `kv_dtype`: by default
     those of the model. `compute_efficiency`, `bandwidth_efficiency` and `attention_efficiency`: the shares of the
     device's peaks that arithmetic, reading weights and reading KV reach in 16 bits. `fp8_compute`, `fp8_bandwidth`,
-    `fp4_compute` and `fp4_bandwidth`: factors on the first two for narrower weights. `expert_efficiency`: the factor on
-    the first two for large experts; `expert_half_mb`: the megabytes of one expert on a device at which it reaches half
-    of that bandwidth. `link_efficiency`: the share of the link's rate that collectives reach; `link_us`: the constant
-    time of an all-reduce; `exchange_us`: the constant time of a gather or a scatter of all ranks' tokens. The defaults
-    of these three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per
-    layer; `expert_layer_us`: extra per layer with experts; `sequence_us`: per sequence. The defaults are the constants
-    that ship (constants.py); `kvarts calibrate` fits them.
+    `fp4_compute` and `fp4_bandwidth`: factors on the first two for narrower weights. `attention_compute`: the factor on
+    the first for the attention of prompts. `expert_efficiency`: the factor on the first two for large experts;
+    `expert_half_mb`: the megabytes of one expert on a device at which it reaches half of that bandwidth.
+    `link_efficiency`: the share of the link's rate that collectives reach; `link_us`: the constant time of an
+    all-reduce; `exchange_us`: the constant time of a gather or a scatter of all ranks' tokens. The defaults of these
+    three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per layer;
+    `expert_layer_us`: extra per layer with experts; `sparse_layer_us`: extra per layer with an indexer of sparse
+    attention; `sequence_us`: per sequence. The defaults are the constants that ship (constants.py); `kvarts calibrate`
+    fits them.
 
     Arithmetic: 2 operations per token and matrix element; attention: 4 per token, head, element of the head and token
     attended to; the output head is computed only for sequences that sample. With E experts and k per token, T tokens
@@ -69,14 +71,14 @@ class RooflineCost(
     move 2 (n - 1) / n of the activations over the link. With data parallelism, each rank serves different requests; the
     experts of a model that has them are divided over all ranks, which then run in lock step: each such layer gathers
     the tokens of all ranks and scatters the results, instead of an all-reduce. `expert_parallel`: 1 if each expert is
-    split into parts, or the number of devices of all ranks, over which whole experts are distributed. With pipeline
-    parallelism, a step is a round of as many micro-batches as there are stages: matrices are read once per micro-batch,
-    and all other work is divided over them.
+    split into parts, or the number of devices of all ranks, over which whole experts are distributed; all then wait for
+    the device whose experts are chosen most often. With pipeline parallelism, a step is a round of as many
+    micro-batches as there are stages: matrices are read once per micro-batch, and all other work is divided over them.
 
     `graph_tokens`: steps of up to this many tokens run as CUDA graphs, which vLLM captures for 1, 2, 4, multiples of 8
-    up to 256, and of 16 above; tokens are padded to the next size; 0 disables graphs. A step without a graph takes at
-    least as long as launching its kernels: `eager_us`, plus `eager_layer_us` per layer and `eager_expert_layer_us` more
-    per layer with experts. Decodes with a sliding window are treated as if all had the mean length.
+    up to 256, and of 16 above; tokens are padded to the next size; 0 disables graphs. A step without a graph takes
+    `eager_layer_us` longer per layer, plus `eager_expert_layer_us` per layer with experts, and at least `eager_us`.
+    Decodes with a sliding window are treated as if all had the mean length.
 
     `separate_passes`: a step computes prompts and decodes in two passes, one after the other, as SGLang schedules them.
     `speculative_tokens`: tokens drafted after each decode and verified in its step, by layers such as MTP; each costs
@@ -114,6 +116,8 @@ class RooflineCost(
     eager_us: float = 0.0
     eager_layer_us: float = _shipped("eager_layer_us")
     eager_expert_layer_us: float = _shipped("eager_expert_layer_us")
+    attention_compute: float = _shipped("attention_compute")
+    sparse_layer_us: float = _shipped("sparse_layer_us")
     separate_passes: bool = False
     speculative_tokens: int = 0
     acceptance: tuple[float, ...] = ()
@@ -227,6 +231,8 @@ class RooflineCost(
             unused |= {"link_efficiency", "link_us"}
         if self.num_ranks == 1:
             unused.add("exchange_us")
+        if geometry.sparse is None:
+            unused.add("sparse_layer_us")
         unused |= {f"{narrow}{what}" for narrow in ("fp8", "fp4") if narrow not in formats for what in SHARES[1:]}
         return tuple(name for name in COEFFICIENTS if name not in unused)
 
@@ -238,6 +244,20 @@ class RooflineCost(
             if getattr(self, name) not in (None, shipped.values[name]):
                 return {}
         return shipped.held_out_of("dense" if self.geometry.experts is None else "experts")
+
+    def placed(self, **changes: Any) -> RooflineCost:
+        """Return the cost with `changes`: another model, device or division, with the constants that hold for it.
+
+        After a calibration these are its own only for what was measured. Constants of links hold for one kind of link.
+        """
+        cost = msgspec.structs.replace(self, **changes)
+        known = self.uncertainty
+        if known is None or known.has_measured(cost):
+            return cost
+        values: dict[str, float | None] = dict(known.elsewhere)
+        if cost.hardware.link_kind != self.hardware.link_kind:
+            values |= dict.fromkeys(LINKS)
+        return msgspec.structs.replace(cost, **values)
 
     def alternatives(self) -> list[tuple[RooflineCost, RooflineCost]]:
         """Return pairs of costs that span this one's uncertainty (Uncertainty.alternatives); empty if it is not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvarts.executor.layer_cost import LayerCost
@@ -11,6 +12,7 @@ from kvarts.sched.plan import Batch, Chunk
 
 if TYPE_CHECKING:
     from kvarts.executor.roofline import RooflineCost
+    from kvarts.hardware import Sparse
 
 __all__ = ["StepParts", "format_of", "graph_size"]
 
@@ -41,9 +43,13 @@ class StepParts:
         self._composes = self._separates or self._num_drafted > 0
         expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
         launch_us = geometry.num_layers * cost.eager_layer_us + expert_layers * cost.eager_expert_layer_us
-        self._eager_ms = (cost.eager_us + (0.0 if device.is_cpu else launch_us)) / 1e3
+        self._eager_ms = cost.eager_us / 1e3
         layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
+        if geometry.sparse is not None:
+            layers_us += geometry.sparse.num_indexers * cost.sparse_layer_us
         self.step_ms = (cost.step_us + layers_us) / 1e3
+        self._launched_ms = self.step_ms + (0.0 if device.is_cpu else launch_us / 1e3)
+        """The constant time of a step without a CUDA graph."""
         self.sequence_ms = cost.sequence_us / 1e3
         # A state is read and written once per step, however many tokens of the sequence the step has.
         self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
@@ -61,6 +67,8 @@ class StepParts:
             reached = of_experts.bandwidth * cost.expert_efficiency / (1 + cost.expert_half_mb / local_mb)
             self._expert_read_ms = numbers * expert_bytes / (peak * min(reached, 1.0))
             self._expert_token_ms = 2 * numbers * self._experts.per_token / (expert_flops * cost.expert_efficiency)
+        self._expert_devices = cost.expert_parallel
+        self._above = busiest_of(cost.expert_parallel)
         # Communication. One all-reduce follows attention, and another the rest of the layer, unless experts are
         # divided over ranks: then all tokens are gathered before the experts, and the results scattered after them.
         self._reduce_token_ms = self._exchange_token_ms = self._pass_token_ms = 0.0
@@ -92,7 +100,7 @@ class StepParts:
             # A prompt expands keys and values; a decode computes on the latents.
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
-        self._pair_ms = prompt_operations / ways / attention_flops
+        self._pair_ms = prompt_operations / ways / (attention_flops * cost.attention_compute)
         decode_operations *= self._num_verified
         self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
         self._layers: list[LayerCost] = []
@@ -105,14 +113,34 @@ class StepParts:
                 slowest_ms = max(work * decode_operations / ways / attention_flops, read * self._kv_read_ms)
                 decode = slowest_ms / self._decode_pair_ms
             self._layers.append(LayerCost(layer.span, group.num_layers, work, read, decode * group.num_layers))
+        if geometry.sparse is not None:
+            self._layers = self._sparse_layers(cost, geometry.sparse, first.head_numbers, decode_operations / ways)
         # A drafted token takes a layer like those of the model, and the output head.
         self._draft_share = cost.speculative_tokens / geometry.num_layers
         self._draft_ms = cost.speculative_tokens * self._head_read_ms
         self._draft_ms += self._draft_share * (layers_us / 1e3 + self._collectives_ms)
-        self.has_windows = geometry.has_spans
+        self.has_windows = geometry.has_spans or geometry.sparse is not None
         self.context_token_ms = self._decode_pair_ms * sum(layer.decode for layer in self._layers)
         self._is_linear = not (self.has_windows or self._stages > 1)
         """Whether the time of decodes in a CUDA graph is linear in their known tokens."""
+
+    def _sparse_layers(
+        self, cost: RooflineCost, sparse: Sparse, head_numbers: int, decode_operations: float
+    ) -> list[LayerCost]:
+        """Return the attention to chosen tokens, and the indexers, which score all tokens in fp8 on every device."""
+        chosen = (head_numbers - sparse.key_dim * (sparse.num_indexers > 0)) / head_numbers
+        flops = cost.hardware.flops_per_s(cost.geometry.dtype) * cost.compute_efficiency / 1e3
+        decode_ms = max(decode_operations / flops, chosen * self._kv_read_ms)
+        num_layers = cost.geometry.num_attending_layers
+        layers = [LayerCost(sparse.top_tokens, num_layers, 1.0, chosen, decode_ms / self._decode_pair_ms * num_layers)]
+        if sparse.num_indexers:
+            score_ms = 2 * sparse.num_heads * sparse.key_dim / (flops * cost.fp8_compute)
+            score_ms *= cost.hardware.flops_per_s(cost.geometry.dtype) / cost.hardware.flops_per_s("fp8")
+            read = 1.0 - chosen
+            decode_ms = max(score_ms * self._num_verified, read * self._kv_read_ms) / self._decode_pair_ms
+            of_all = decode_ms * sparse.num_indexers
+            layers.append(LayerCost(None, sparse.num_indexers, score_ms / self._pair_ms, read, of_all))
+        return layers
 
     def step_ns(self, batch: Batch) -> int:
         """Return the duration of a step. With several ranks, the others are idle."""
@@ -198,8 +226,15 @@ class StepParts:
         if experts is not None:
             of_part = num_routed / num_parts if num_parts > 1 else num_routed
             share = 1.0 - (1.0 - experts.per_token / experts.count) ** of_part
-            read_ms += self._expert_read_ms * experts.count * share
-            work_ms += self._expert_token_ms * num_routed
+            active = experts.count * share
+            busiest = float(num_routed)
+            if self._expert_devices > 1:
+                # All wait for the device whose experts are chosen most often.
+                active += self._above * sqrt(active * (1.0 - share) * self._expert_devices)
+                active = min(active, experts.count)
+                busiest += self._above * sqrt(num_routed * self._expert_devices / experts.per_token)
+            read_ms += self._expert_read_ms * active
+            work_ms += self._expert_token_ms * busiest
         if num_parts > 1:
             work_ms /= num_parts
         return read_ms if read_ms > work_ms else work_ms
@@ -220,7 +255,7 @@ class StepParts:
         ms = self._linear_ms(num_tokens, num_samples, num_tokens, parts)
         if self.num_collectives:
             ms += self._exchanged_ms(num_tokens, num_tokens, parts)
-        return ms + self.step_ms
+        return ms + (self._launched_ms if num_tokens > self._graph_tokens else self.step_ms)
 
     def fixed_ms(self, num_decodes: int) -> float:
         """Return the time of a step of decodes without attention."""
@@ -246,7 +281,7 @@ class StepParts:
         return self._is_linear and (num_decodes * self._num_verified <= self._graph_tokens or not self._eager_ms)
 
     def at_least(self, ms: float, num_tokens: int) -> float:
-        """Return `ms`, or the time to launch the kernels of a step without a CUDA graph, if that is longer."""
+        """Return `ms`, or for a step without a CUDA graph the least time that such a step takes, if that is longer."""
         if ms < self._eager_ms and num_tokens > self._graph_tokens:
             return self._eager_ms
         return ms
@@ -272,7 +307,11 @@ class StepParts:
                 ms += self.context_ms(num_decodes, batch.decode_known_tokens)
             slowest_ms = max(slowest_ms, ms)
         largest = max(counts, default=0)
-        ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        ms = (
+            slowest_ms
+            + self._exchanged_ms(largest, num_routed, 1)
+            + (self._launched_ms if largest > self._graph_tokens else self.step_ms)
+        )
         if num_drafting and self._num_drafted:
             ms += self._drafting_ms(max(batch.num_decodes for batch in batches), num_drafting)
         return self.at_least(ms, largest)
@@ -283,7 +322,9 @@ class StepParts:
         num_drafting = sum(num_decodes for num_decodes, _ in decodes)
         num_routed = num_drafting * verified
         largest = max(num_decodes for num_decodes, _ in decodes) * verified
-        after_ms = self._exchanged_ms(largest, num_routed, 1) + self.step_ms
+        after_ms = self._exchanged_ms(largest, num_routed, 1) + (
+            self._launched_ms if largest > self._graph_tokens else self.step_ms
+        )
         if self._num_drafted:
             after_ms += self._drafting_ms(largest // verified, num_drafting)
         fixed = []
@@ -345,6 +386,15 @@ def _reached(cost: RooflineCost, dtype: str) -> Reached:
     if narrow == "fp4":
         return Reached(compute * cost.fp4_compute, bandwidth * cost.fp4_bandwidth)
     return Reached(compute, bandwidth)
+
+
+def busiest_of(num_devices: int) -> float:
+    """Return how far the largest of so many normal numbers is above their mean, in standard deviations (Blom, 1958)."""
+    if num_devices == 1:
+        return 0.0
+    from statistics import NormalDist
+
+    return NormalDist().inv_cdf((num_devices - 0.375) / (num_devices + 0.25))
 
 
 def graph_size(num_tokens: int, largest: int) -> int:

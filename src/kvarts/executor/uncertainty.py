@@ -37,6 +37,7 @@ SLOWER = {
     "expert_layer_us": 1.0,
 }
 Finite = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,13 +59,16 @@ class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The covariance of the logarithms of `coefficients`, in their order, after a fit to the runs in `measured`.
 
-    Coefficients that are not listed were not fitted, and are treated as certain. Raises ConfigError if the matrix is
-    not a covariance.
+    Coefficients that are not listed were not fitted, and are treated as certain. `elsewhere`: the coefficients for what
+    was not measured, between those of the fit and those of its prior; `deviations`: how far those of another model may
+    be from them, in addition to `covariance`. Raises ConfigError if the matrix is not a covariance.
     """
 
     coefficients: tuple[str, ...]
     covariance: tuple[tuple[Finite, ...], ...]
     measured: tuple[MeasuredOn, ...] = ()
+    elsewhere: dict[str, Positive] = {}
+    deviations: dict[str, Positive] = {}
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -74,18 +78,24 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in self.coefficients:
             if name not in COEFFICIENTS or self.coefficients.count(name) > 1:
                 raise ConfigError(f"{name!r} is not one coefficient", field="uncertainty.coefficients")
+        for field in ("elsewhere", "deviations"):
+            if strange := sorted(set(getattr(self, field)) - set(self.coefficients)):
+                raise ConfigError(f"{strange[0]!r} was not fitted", field=f"uncertainty.{field}")
         matrix = np.array([*self.covariance], np.float64) if self.covariance else np.zeros((0, 0))
         if any(len(row) != count for row in self.covariance) or len(self.covariance) != count:
             raise ConfigError(f"must have {count} rows of {count} numbers", field="uncertainty.covariance")
         if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12) or np.linalg.eigvalsh(matrix).min() < -1e-9:
             raise ConfigError("is no covariance: not symmetric, or negative", field="uncertainty.covariance")
 
+    def has_measured(self, cost: RooflineCost) -> bool:
+        """Return whether the model, device and parallelism of `cost` were measured; True if nothing is known."""
+        return not self.measured or MeasuredOn.of(cost) in self.measured
+
     def share_of(self, cost: RooflineCost) -> float:
         """Return the relative model error of steps of `cost`, beyond its coefficients: OWN, NEAR or FAR."""
-        wanted = MeasuredOn.of(cost)
-        if not self.measured or wanted in self.measured:
+        if self.has_measured(cost):
             return OWN
-        return NEAR if any(each.device == wanted.device for each in self.measured) else FAR
+        return NEAR if any(each.device == cost.device for each in self.measured) else FAR
 
     def alternatives(self, cost: RooflineCost) -> list[tuple[RooflineCost, RooflineCost]]:
         """Return pairs of costs, one standard deviation to either side of `cost` along each axis of the uncertainty.
@@ -100,6 +110,8 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         matrix = np.array([[0.0 if a is None or b is None else known[a, b] for b in places] for a in places])
         slower = np.array([SLOWER.get(name, 0.0) for name in active])
         matrix += self.share_of(cost) ** 2 * np.outer(slower, slower)
+        if not self.has_measured(cost):
+            matrix += np.diag([self.deviations.get(name, 0.0) ** 2 for name in active])
         variances, directions = np.linalg.eigh(matrix)
         pairs = []
         for variance, direction in zip(variances[::-1], directions.T[::-1], strict=True):

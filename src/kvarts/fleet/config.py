@@ -39,7 +39,7 @@ __all__ = [
 ]
 __all__ += ["resolve_fleet"]
 
-MOST_STARTUP_S = 86_400.0
+MOST_STARTUP_S = MOST_HOLD_S = 86_400.0
 TOKEN_BYTES = 131_072
 """Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
@@ -86,9 +86,17 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         int | None,
         setting("Bytes of KV of a token on a link.", metavar="N", default="those of the model"),
     ] = None
+    hold_s: Annotated[
+        float,
+        setting(
+            "Seconds that a worker of a mock holds the pages of a prompt until a request names them.",
+            flag=None,
+        ),
+    ] = 30.0
 
     def __post_init__(self) -> None:
         check_number(self.latency_ms, "latency_ms", most=MOST_MS)
+        check_number(self.hold_s, "hold_s", most=MOST_HOLD_S)
         if self.mode not in get_args(TransferMode):
             raise SettingError(f"must be 'full-prompt' or 'missing', got {self.mode!r}", "mode")
         if self.sharing not in get_args(Sharing):
@@ -381,6 +389,7 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
             transfer=transfer.mode,
             sharing=transfer.sharing,
             least_remote=transfer.least_remote,
+            hold_s=transfer.hold_s,
             token_bytes=token_bytes or 0,
             scaler=None if policy is None else partial(parse_scaler, policy),
             scaling=policy or "",
@@ -475,7 +484,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
     `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`.
-    `least_remote`: a worker that generates computes prompts of which it lacks fewer tokens itself. `scaler`:
+    `least_remote`: a worker that generates computes prompts of which it lacks fewer tokens itself. `hold_s`: how long a
+    worker holds a prompt that its client has left there, until another request fetches it. `scaler`:
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
     scaler's name, for reports. `startup_s`: time from adding a worker until it is ready. `store`: the
     store that all workers share below their own tiers, if any. `faults`: failures and their times.
@@ -487,6 +497,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferMode = "full-prompt"
     sharing: Sharing = "none"
     least_remote: int | None = None
+    hold_s: float = 30.0
     token_bytes: int = 0
     scaler: Callable[[], Scaler] | None = None
     scaling: str = ""

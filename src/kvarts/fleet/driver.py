@@ -14,14 +14,13 @@ from heapq import heappop, heappush
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.links import Links, StoreTransfer
-from kvarts.fleet.moves import Moves, StoreUse
+from kvarts.fleet.moves import HOLD_NS, Incoming, Moves, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.scaling import FleetState, Scaler
 from kvarts.fleet.worker import Worker
 from kvarts.report.requests import FAILED
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sim.arrivals import Arrivals
 
 __all__ = ["FleetDriver"]
 
@@ -35,7 +34,7 @@ class FleetDriver(Moves):
 
     def __init__(
         self,
-        arrivals: Arrivals,
+        arrivals: Incoming,
         first: Front,
         second: Front,
         links: Links,
@@ -43,6 +42,7 @@ class FleetDriver(Moves):
         token_bytes: int,
         only_missing: bool,
         least_remote: int | None = None,
+        hold_ns: int = HOLD_NS,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
@@ -58,6 +58,7 @@ class FleetDriver(Moves):
             token_bytes=token_bytes,
             only_missing=only_missing,
             least_remote=least_remote,
+            hold_ns=hold_ns,
             is_mocker=is_mocker,
             tier_names=tier_names,
             store=store,
@@ -78,6 +79,8 @@ class FleetDriver(Moves):
         """Workers whose step has ended now and that have interrupts to run, or lose their requests."""
         self._starting_rank = 0
         """The rank of the worker that starts a step."""
+        self.under_way: dict[int, Handoff] | None = None
+        """Requests that have arrived, by index, for a caller that removes those that have ended."""
         self._caught_up: list[Worker] = []
         """Workers that have become idle while others start their steps."""
         if store is not None:
@@ -86,41 +89,55 @@ class FleetDriver(Moves):
     def run(self) -> None:
         """Run until every request has ended."""
         while True:
-            now_ns = self._next_ns()
-            if now_ns == NEVER_NS:
-                if not (self._fail_stranded() or self._break_deadlock()):
-                    break
-                now_ns = self.now_ns
-            self.now_ns = now_ns
-            if self._store is not None:
-                self._store.links.now_ns = now_ns
-            self._finish_steps(now_ns)
-            for front in self._polled:
-                if front.poll_ns(now_ns) == now_ns:
-                    self._poll(front, now_ns)
-            if self._scaler is not None:
-                for pool in self._pools:
-                    pool.make_ready(now_ns)
-            for handoff in self._links.take_ended(now_ns):
-                self._activate(handoff, now_ns)
-            if self._store is not None:
-                for transfer in self._store.links.take_ended(now_ns):
-                    self._end_of_store(transfer, now_ns)
-            if self._scaler is not None:
-                self._scale(now_ns)
-            self._take_in(now_ns)
-            self._act(now_ns)
-            if self._scaler is not None:
-                for pool in self._pools:
-                    pool.remove_drained(now_ns)
-            self._start_steps(now_ns)
+            self.run_until(NEVER_NS)
+            if not self.resolve():
+                break
         for worker in self.workers:
             worker.replica.flush()
         assert not self._of and not any(worker.replica.has_work for worker in self.workers), (
             "L8: the replay ended with requests left over"
         )
 
-    def _next_ns(self) -> int:
+    def resolve(self) -> bool:
+        """Fail requests that cannot go on, when nothing else will happen; return whether there were any."""
+        if not (self._fail_stranded() or self._break_deadlock()):
+            return False
+        self._advance(self.now_ns)
+        return True
+
+    def run_until(self, until_ns: int) -> None:
+        """Carry out everything that happens before `until_ns`."""
+        while (now_ns := self.next_ns()) < until_ns:
+            self._advance(now_ns)
+
+    def _advance(self, now_ns: int) -> None:
+        """Carry out everything that happens at `now_ns`, which is next."""
+        self.now_ns = now_ns
+        if self._store is not None:
+            self._store.links.now_ns = now_ns
+        self._finish_steps(now_ns)
+        for front in self._polled:
+            if front.poll_ns(now_ns) == now_ns:
+                self._poll(front, now_ns)
+        if self._scaler is not None:
+            for pool in self._pools:
+                pool.make_ready(now_ns)
+        for handoff in self._links.take_ended(now_ns):
+            self._activate(handoff, now_ns)
+        if self._store is not None:
+            for transfer in self._store.links.take_ended(now_ns):
+                self._end_of_store(transfer, now_ns)
+        if self._scaler is not None:
+            self._scale(now_ns)
+        self._take_in(now_ns)
+        self._act(now_ns)
+        if self._scaler is not None:
+            for pool in self._pools:
+                pool.remove_drained(now_ns)
+        self._start_steps(now_ns)
+
+    def next_ns(self) -> int:
+        """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
         if self._roused:
             return self.now_ns
         ends = self._ends
@@ -132,11 +149,14 @@ class FleetDriver(Moves):
         next_ns = min(ends[0][0] if ends else NEVER_NS, wakes[0][0] if wakes else NEVER_NS, self._links.next_ns())
         if self._store is not None:
             next_ns = min(next_ns, self._store.links.next_ns())
+        is_quiet = next_ns == NEVER_NS
         arrival_ns = self._source.next_ns()
         if arrival_ns is not None:
             next_ns = min(next_ns, max(arrival_ns, self.now_ns))
         if self._deadlines:
             next_ns = min(next_ns, self._next_deadline_ns())
+        if self._leases:
+            next_ns = min(next_ns, self._next_lease_ns())
         if next_ns == NEVER_NS and not any(front.stranded for front in self._fronts):
             return next_ns
         is_idle = next_ns == NEVER_NS
@@ -146,7 +166,10 @@ class FleetDriver(Moves):
             return self._next_for_stranded_ns(next_ns)
         for front in self._polled:
             staleness_ns = front.router.staleness_ns
-            next_ns = min(next_ns, (self.now_ns // staleness_ns + 1) * staleness_ns)
+            tick_ns = (self.now_ns // staleness_ns + 1) * staleness_ns
+            if is_quiet:
+                tick_ns = max(tick_ns, next_ns - next_ns % staleness_ns)  # all ticks before it read the same metrics
+            next_ns = min(next_ns, tick_ns)
         if self._scaler is None:
             return next_ns
         self._ticked_in_vain = False
@@ -218,6 +241,9 @@ class FleetDriver(Moves):
 
     def _finish(self, worker: Worker, now_ns: int) -> None:
         finished = worker.finish()
+        if worker.is_clearing:
+            worker.is_clearing = False
+            worker.engine.clear_cache()
         worker.end_transfers(now_ns)
         self._end_waits(now_ns)
         self._roused.add(worker.index)
@@ -232,7 +258,10 @@ class FleetDriver(Moves):
             if request.is_handed_over:
                 handoff.held_ns = now_ns
                 self._of[handoff.decode] = handoff
-                self._actions.append((self._send, handoff))
+                if handoff.is_left:
+                    self._leave(handoff, now_ns)
+                else:
+                    self._actions.append((self._send, handoff))
             else:
                 self._end(handoff, worker)
         if worker.interrupts or worker.is_failing:
@@ -305,6 +334,8 @@ class FleetDriver(Moves):
             if front.stranded and front.is_open:
                 self._actions += [(self._send, handoff) for handoff in front.stranded]
                 front.stranded.clear()
+        if self._leases:
+            self._end_leases(now_ns)
         source = self._source
         while True:
             if self._deadlines and self._next_deadline_ns() <= now_ns:
@@ -322,10 +353,16 @@ class FleetDriver(Moves):
         if self._is_mocker and self._splits:
             request.priority = 0
         handoff = Handoff(request, row)
+        if self.under_way is not None:
+            self.under_way[request.index] = handoff
         self._actions.append((self._send, handoff))
         deadline_ns = self._arrivals.gives_up_ns(request, row)
         if deadline_ns is not None:
             heappush(self._deadlines, (max(deadline_ns, now_ns), request.index, handoff))
+
+    def give_up(self, handoff: Handoff, now_ns: int) -> None:
+        """Let the client of a request give it up at `now_ns`, which has not passed."""
+        heappush(self._deadlines, (now_ns, handoff.decode.index, handoff))
 
     def _next_deadline_ns(self) -> int:
         """Return when the next client gives up; NEVER_NS if none will."""

@@ -33,15 +33,19 @@ class Handoff:
         "at_target",
         "below",
         "decode",
+        "fetches",
         "held_ns",
+        "is_counted",
         "is_ended",
         "is_given_up",
+        "is_left",
         "is_local",
         "is_recomputed",
         "is_reported",
         "num_bytes",
         "num_restarts",
         "order",
+        "placed",
         "planned",
         "prefill",
         "released_ns",
@@ -56,6 +60,13 @@ class Handoff:
         self.decode = decode
         self.row = row
         self.prefill: Request | None = None
+        direct = row.direct
+        self.placed = -1 if direct is None else direct.worker
+        """The worker that its client chose; -1 if the routers choose."""
+        self.is_left = direct is not None and direct.is_left
+        """Whether the worker that its client chose only computes the prompt, and holds it for another request."""
+        self.fetches: int | None = None if direct is None else direct.fetches
+        """The row of the request whose held pages it continues with, if it names one."""
         self.source = -1
         self.target = -1
         self.planned = -1
@@ -86,6 +97,8 @@ class Handoff:
         """Whether the target computed the prompt because the KV was lost."""
         self.is_reported = False
         """Whether it is already logged as refused or failed."""
+        self.is_counted = False
+        """Whether the account of the request includes that of the computation of its prompt elsewhere."""
 
     def let_compute(self) -> Request:
         """Return what a worker that only computes prompts has of it."""
@@ -109,6 +122,20 @@ class Handoff:
             self.decode.furthest_computed = max(self.decode.furthest_computed, self.prefill.furthest_computed)
             self.decode.recomputed_tokens += self.prefill.recomputed_tokens
             self.prefill = None
+
+    def count_prefill(self) -> None:
+        """Add the account of the computation of the prompt elsewhere to that of the request, once both are final."""
+        request, prefill = self.decode, self.prefill
+        if prefill is None or self.is_counted or self.fetches is not None:
+            return  # the request that a fetched prompt was computed for has an account of its own
+        self.is_counted = True
+        if self.is_recomputed:
+            request.cached_tokens = 0  # its hits are pages of its own prompt
+        request.cached_tokens += prefill.cached_tokens
+        request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
+        request.num_admissions += prefill.num_admissions
+        request.recomputed_tokens += prefill.recomputed_tokens
+        request.furthest_computed = max(prefill.num_computed, prefill.furthest_computed, request.furthest_computed)
 
     def note_below(self, request: Request, tier_names: Sequence[str]) -> None:
         """Count what `request` has loaded from the tiers `tier_names` of the worker that it leaves.
@@ -150,9 +177,11 @@ class Handoff:
         """Return the values of TIMES."""
         if self.prefill is None:
             return (self.decode.first_admitted_ns, -1, -1, -1, self.decode.first_admitted_ns, -1)
+        # A prompt that was held before is there as soon as the request that fetches it.
+        earliest_ns = -1 if self.fetches is None else self.decode.arrival_ns
         return (
-            self.prefill.first_admitted_ns,
-            self.held_ns,
+            max(self.prefill.first_admitted_ns, earliest_ns),
+            max(self.held_ns, earliest_ns),
             self.reserved_ns,
             self.activated_ns,
             self.decode.first_admitted_ns,

@@ -16,11 +16,66 @@ from kvarts.fleet.links import Links, StoreLinks
 from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
 from kvarts.fleet.worker import Worker
-from kvarts.report.requests import FAILED, REJECTED, RequestLog
+from kvarts.report.requests import COMPLETED, FAILED, REJECTED
 from kvarts.request import Request, RequestState
-from kvarts.sim.arrivals import Arrivals
+from kvarts.sched.policy import NEVER_NS
+from kvarts.traffic.trace_request import TraceRequest
 
-__all__ = ["Moves", "SharedPages", "StoreUse"]
+__all__ = ["HOLD_NS", "Incoming", "Moves", "Outcomes", "SharedPages", "StoreUse"]
+
+HOLD_NS = 30_000_000_000
+"""How long a worker holds a prompt for a request that has not come yet: the lease of vLLM's connector."""
+
+
+class ArrivalTimes(Protocol):
+    """When requests arrive; receives their ends."""
+
+    def next_ns(self) -> int | None:
+        """Return when the next request arrives, if any does."""
+
+    def done(self, request: TraceRequest, now_ns: int) -> None:
+        """Record that a request has ended, or was refused."""
+
+
+class Outcomes(Protocol):
+    """The outcomes of requests, as a RequestLog keeps them."""
+
+    def end(
+        self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
+    ) -> None:
+        """Add `request`, which has ended."""
+
+    def reject(
+        self,
+        request: Request,
+        row: TraceRequest,
+        replica: int,
+        reason: str,
+        status: int = REJECTED,
+        more: Sequence[int] = (),
+    ) -> None:
+        """Add `request`, which was refused or failed."""
+
+
+class Incoming(Protocol):
+    """The requests that arrive at a fleet."""
+
+    @property
+    def source(self) -> ArrivalTimes:
+        """When they arrive."""
+
+    @property
+    def log(self) -> Outcomes:
+        """Their outcomes."""
+
+    def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
+        """Return the request that arrives next, and its row."""
+
+    def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
+        """Return when its client gives a request up if it has not ended by then; None for never."""
+
+    def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
+        """Record that a request was dropped, because its client gave it up."""
 
 
 class SharedPages(Protocol):
@@ -49,14 +104,14 @@ class Moves:
     """Owner of the requests of a fleet.
 
     `first`: the workers that requests arrive at; `second`: those that only generate, or `first` again if there are
-    none. `least_remote`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link; `only_missing`: pages
-    that the second worker has are not sent. `tier_names`: the names of the tiers below any worker. `store`: see
-    FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
+    none. `least_remote`, `hold_ns`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link;
+    `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
+    worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
     """
 
     def __init__(
         self,
-        arrivals: Arrivals,
+        arrivals: Incoming,
         first: Front,
         second: Front,
         links: Links,
@@ -64,6 +119,7 @@ class Moves:
         token_bytes: int,
         only_missing: bool,
         least_remote: int | None = None,
+        hold_ns: int = HOLD_NS,
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
@@ -73,7 +129,7 @@ class Moves:
         self._tier_names = tier_names
         self._store = store
         self._source = arrivals.source
-        self._log: RequestLog = arrivals.log
+        self._log = arrivals.log
         self._first = first
         self._second = second
         self._splits = first is not second
@@ -86,6 +142,11 @@ class Moves:
         self._token_bytes = token_bytes
         self._only_missing = only_missing
         self._least_remote = least_remote if first is not second else None
+        self._hold_ns = hold_ns
+        self._left: dict[int, Handoff] = {}
+        """Requests whose prompt is held for another request to fetch, by row."""
+        self._leases: deque[tuple[int, Handoff]] = deque()
+        """When each of them is released at the latest, and earlier ones that were fetched."""
         self._is_mocker = is_mocker
         self._on_progress = on_progress
         self._page_size = self.workers[0].replica.config.page_size
@@ -124,6 +185,9 @@ class Moves:
         """Send a request to a worker: once its prompt is computed, to one that generates, even if the KV was lost."""
         if handoff.is_given_up:
             return
+        if handoff.placed >= 0:
+            self._send_direct(handoff, now_ns)
+            return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
         if not has_begun:
             handoff.is_local = self._stays(handoff, now_ns)
@@ -134,6 +198,94 @@ class Moves:
             self._choose_second(handoff, now_ns)
         else:
             self._submit(handoff, front, now_ns)
+
+    def _send_direct(self, handoff: Handoff, now_ns: int) -> None:
+        """Send a request to the worker that its client chose, which fetches its prompt if it is held anywhere."""
+        if handoff.placed >= len(self.workers):
+            self._refuse(handoff, -1, f"there is no worker {handoff.placed}", REJECTED)
+            return
+        worker = self.workers[handoff.placed]
+        if worker.is_down:
+            if handoff.is_held:
+                self._actions.append((self._release, handoff))
+            self._refuse(handoff, worker.index, f"worker {worker.index} is down", FAILED)
+            return
+        holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
+        if holder is not None and holder.is_held:
+            if self._brings(holder, handoff.decode) and worker.index != holder.source:
+                self._take_over(handoff, holder)
+            else:
+                self._actions.append((self._release, holder))
+        if handoff.is_held:
+            self._choose_second(handoff, now_ns)
+            return
+        request = handoff.decode
+        handoff.source = handoff.target = worker.index
+        if handoff.is_left:
+            request = handoff.let_compute()
+            handoff.target = -1
+        elif handoff.held_ns >= 0 or handoff.decode.num_admissions:
+            handoff.is_without_kv()
+        else:
+            handoff.do_both()
+        self._is_busy(worker, now_ns)
+        reason = worker.replica.submit(request, now_ns)
+        if reason is not None:
+            self._refuse(handoff, worker.index, reason, REJECTED)
+            return
+        self._enter(handoff, request, worker)
+
+    def _brings(self, holder: Handoff, request: Request) -> bool:
+        """Return whether the held prompt of `holder` is that of `request`."""
+        mine, other = holder.decode, request
+        num_tokens = other.num_prompt_tokens
+        return (
+            mine.num_prompt_tokens == num_tokens
+            and mine.content.salt == other.content.salt
+            and mine.content.tokens(0, num_tokens) == other.content.tokens(0, num_tokens)
+        )
+
+    def _take_over(self, handoff: Handoff, holder: Handoff) -> None:
+        """Let a request continue with the pages that are held for it."""
+        handoff.prefill, handoff.source, handoff.held_ns = holder.prefill, holder.source, holder.held_ns
+        handoff.at_source, holder.at_source = True, False
+        self._of.pop(holder.decode, None)
+        self._of[handoff.decode] = handoff
+        self._complete(holder)
+
+    def holder(self, row: int) -> Handoff | None:
+        """Return the request of `row` if its prompt is held for another one to fetch."""
+        holder = self._left.get(row)
+        return holder if holder is not None and holder.is_held else None
+
+    def _leave(self, handoff: Handoff, now_ns: int) -> None:
+        """Let a worker hold a prompt, whose client has all that it asked for, until another request fetches it."""
+        prefill = handoff.prefill
+        assert prefill is not None
+        handoff.is_ended = True
+        handoff.decode.first_token_ns = handoff.decode.last_token_ns = prefill.last_token_ns
+        handoff.count_prefill()
+        if handoff.is_given_up:
+            return
+        self._left[handoff.row.row] = handoff
+        self._leases.append((now_ns + self._hold_ns, handoff))
+        self._source.done(handoff.row, now_ns)
+        self._tell(1)
+
+    def _next_lease_ns(self) -> int:
+        """Return when a prompt is held no longer unless it is fetched; NEVER_NS if none is held."""
+        leases = self._leases
+        while leases and self._left.get(leases[0][1].row.row) is not leases[0][1]:
+            leases.popleft()
+        return leases[0][0] if leases else NEVER_NS
+
+    def _end_leases(self, now_ns: int) -> None:
+        """Release the prompts that were not fetched in time."""
+        while self._next_lease_ns() <= now_ns:
+            handoff = self._leases.popleft()[1]
+            del self._left[handoff.row.row]
+            if handoff.is_held:
+                self._actions.append((self._release, handoff))
 
     def _stays(self, handoff: Handoff, now_ns: int) -> bool:
         """Return whether a new request is computed where it generates; that worker is chosen first.
@@ -229,9 +381,12 @@ class Moves:
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
         """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
-        worker = self._route_second(handoff, now_ns)
+        is_direct = handoff.placed >= 0
+        worker = self.workers[handoff.placed] if is_direct else self._route_second(handoff, now_ns)
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
+        if is_direct:
+            reason = worker.scheduler.never_fits(handoff.decode)
         if reason is not None:
             self._fail(handoff, reason)
             return
@@ -507,6 +662,7 @@ class Moves:
 
     def _end(self, handoff: Handoff, worker: Worker) -> None:
         handoff.is_ended = True
+        handoff.count_prefill()
         self._leave_target(handoff, worker)
         if not handoff.is_given_up:
             self._source.done(handoff.row, handoff.decode.last_token_ns)
@@ -520,25 +676,19 @@ class Moves:
             return
         handoff.is_reported = True
         self._unplan(handoff)
-        request, prefill = handoff.decode, handoff.prefill
+        request = handoff.decode
         more = self._more(handoff)
         request.cached_tokens_below = tuple(handoff.below.get(name, 0) for name in self._tier_names)
-        if prefill is not None:
-            request.first_admitted_ns = prefill.first_admitted_ns
-            if handoff.is_recomputed:
-                request.cached_tokens = 0  # its hits are pages of its own prompt
-            request.cached_tokens += prefill.cached_tokens
-            request.largest_hit_tokens = max(request.largest_hit_tokens, prefill.largest_hit_tokens)
-            request.num_admissions += prefill.num_admissions
-            request.recomputed_tokens += prefill.recomputed_tokens
-            request.furthest_computed = max(prefill.num_computed, prefill.furthest_computed, request.furthest_computed)
+        handoff.count_prefill()
+        if handoff.prefill is not None and handoff.fetches is None:
+            request.first_admitted_ns = handoff.prefill.first_admitted_ns
+        replica = handoff.source if handoff.target < 0 else handoff.target
         if handoff.is_given_up:
             request.cancelled_ns = self.now_ns
-            replica = handoff.source if handoff.target < 0 else handoff.target
             self._arrivals.note_cancelled(request, handoff.row, replica, more)
             self._tell(1)
         else:
-            self._log.end(request, handoff.row, handoff.target, more=more)
+            self._log.end(request, handoff.row, replica, more=more)
 
     def _more(self, handoff: Handoff) -> tuple[int, ...]:
         """Return the values of the log's fleet columns."""

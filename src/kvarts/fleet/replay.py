@@ -16,7 +16,7 @@ from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
-from kvarts.fleet.moves import SharedPages, StoreUse
+from kvarts.fleet.moves import Incoming, SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -32,7 +32,7 @@ from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import Router, make_router
 
-__all__ = ["replay_fleet"]
+__all__ = ["BuiltFleet", "replay_fleet"]
 
 STORE = "store"
 """The name of a store among the tiers of a worker."""
@@ -50,95 +50,139 @@ def replay_fleet(
     """Replay the traffic of one model on the fleet described by `config`, and return the report."""
     trace = trace_of(traffic)
     first = config.first
-    is_mocker = first.profile == "mocker"
     source = first.source(trace)
-    tier_names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
-    store, store_links = open_store(config)
-    shared = {} if store is None else {STORE: store.num_pages}
-    tier_names += shared
     log = RequestLog(
-        largest_hit_counts=is_mocker, tiers=tier_names, more=("source", *TIMES, "num_bytes", "num_restarts", "is_local")
+        largest_hit_counts=first.profile == "mocker",
+        tiers=tiers_of(config),
+        more=("source", *TIMES, "num_bytes", "num_restarts", "is_local"),
     )
     steps: list[StepLog] = []
 
-    def opener(of_pool: PoolConfig, router: Router) -> Callable[[int], Worker]:
-        rank = RANKS[of_pool.role] * MOST_REPLICAS
+    def readers_of(worker: FleetWorker) -> list[EventReader]:
+        each = worker.pool.each
+        memory = None if each.kv_groups == "off" else each.memory.to_builtins()
+        shared = {} if opened.store is None else {STORE: opened.store.num_pages}
+        steps.append(StepLog(each.num_blocks, {**each.tiers, **shared}, memory))
+        return [steps[-1], *(() if observers_of is None else observers_of(worker))]
 
-        def open_next(number: int) -> Worker:
-            index = len(steps)
-            memory = None if of_pool.each.kv_groups == "off" else of_pool.each.memory.to_builtins()
-            steps.append(StepLog(of_pool.each.num_blocks, {**of_pool.each.tiers, **shared}, memory))
-            of_router = router.reader_of(number)
-            observers = () if observers_of is None else observers_of(FleetWorker(index, of_pool))
-            readers = [steps[-1], *observers, *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers, store)
-
-        return open_next
-
-    startup_ns = round(config.startup_s * 1e9)
-    fronts: dict[bool, Front] = {}
-    for is_second in (False, True):
-        behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
-        if behind:
-            num_workers = sum(each.replicas for each in behind)
-            most_tiers = max(behind, key=lambda each: len(each.tiers))
-            of_all = structs.replace(behind[0], replicas=num_workers, offload=most_tiers.offload)
-            replicas: list[Replica] = []
-            router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
-            fronts[is_second] = Front(router, replicas)
-    if any(front.router.holds_requests for front in fronts.values()):
-        raise SettingError(
-            "is not modelled in a fleet yet: no request waits in a router",
-            "routing.queue_threshold",
-            hint="Leave it out.",
+    def arrivals_at(front: Front) -> Arrivals:
+        return Arrivals(
+            trace,
+            source,
+            front.router,
+            front.engines,
+            log,
+            delay_ns=first.frontend_ns,
+            timeout_ns=first.client_timeout_ns,
+            stops=first.stop_tokens,
         )
-    pools = []
-    for each in config.pools:
-        front = fronts[each.role == "decode"]
-        opened = opener(each, front.router)
-        pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
-    arrivals = Arrivals(
-        trace,
-        source,
-        fronts[False].router,
-        fronts[False].engines,
-        log,
-        delay_ns=first.frontend_ns,
-        timeout_ns=first.client_timeout_ns,
-        stops=first.stop_tokens,
-    )
-    driver = FleetDriver(
-        arrivals,
-        fronts[False],
-        fronts.get(True, fronts[False]),
-        links_of(config),
-        token_bytes=config.token_bytes,
-        only_missing=config.transfer == "missing",
-        least_remote=config.least_remote,
-        is_mocker=is_mocker,
-        tier_names=tier_names,
-        store=None if store is None or store_links is None else StoreUse(store, store_links),
-        scaler=None if config.scaler is None else config.scaler(),
-        faults=config.faults,
-        on_progress=on_progress,
-    )
+
+    opened = BuiltFleet(config)
+    driver = opened.open(arrivals_at, readers_of, on_progress=on_progress)
     driver.run()
     schedulers = [worker.scheduler for worker in driver.workers]
+    store, store_links = opened.store, opened.store_links
     return FleetReport(
         trace,
         config,
         log,
         steps,
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
-        tier_names=tier_names,
+        tier_names=tiers_of(config),
         store=None if store is None or store_links is None else store_report(store, store_links, driver.now_ns),
         transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
         evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
         num_faults=driver.num_faults,
         num_failed_transfers=driver.num_failed_transfers,
-        pools=pools,
+        pools=opened.pools,
     )
+
+
+def tiers_of(config: FleetConfig) -> list[str]:
+    """Return the names of the tiers below any worker."""
+    names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
+    return names if config.store is None else [*names, STORE]
+
+
+class BuiltFleet:
+    """The workers of a fleet with their routers, and the store that they share, for one run. `open` must follow.
+
+    `num_waiting`: as of an EventLog.
+    """
+
+    def __init__(self, config: FleetConfig, *, num_waiting: int = MANY_EVENTS) -> None:
+        self._config = config
+        self._num_waiting = num_waiting
+        self.store, self.store_links = open_store(config)
+        self.pools: list[Pool] = []
+        self._num_workers = 0
+
+    def open(
+        self,
+        arrivals_at: Callable[[Front], Incoming],
+        readers_of: Callable[[FleetWorker], Sequence[EventReader]],
+        *,
+        on_progress: Callable[[int], object] | None = None,
+    ) -> FleetDriver:
+        """Build the workers, and return the driver that runs them.
+
+        `arrivals_at` returns the requests that arrive at the first router, `readers_of` the readers of a worker's
+        events.
+        """
+        config, store, store_links = self._config, self.store, self.store_links
+        fronts: dict[bool, Front] = {}
+        for is_second in (False, True):
+            behind = [each.each for each in config.pools if (each.role == "decode") is is_second]
+            if behind:
+                num_workers = sum(each.replicas for each in behind)
+                most_tiers = max(behind, key=lambda each: len(each.tiers))
+                of_all = structs.replace(behind[0], replicas=num_workers, offload=most_tiers.offload)
+                replicas: list[Replica] = []
+                router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
+                fronts[is_second] = Front(router, replicas)
+        if any(front.router.holds_requests for front in fronts.values()):
+            raise SettingError(
+                "is not modelled in a fleet yet: no request waits in a router",
+                "routing.queue_threshold",
+                hint="Leave it out.",
+            )
+        startup_ns = round(config.startup_s * 1e9)
+        for each in config.pools:
+            front = fronts[each.role == "decode"]
+            opened = self._opener(each, front.router, readers_of)
+            self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
+        return FleetDriver(
+            arrivals_at(fronts[False]),
+            fronts[False],
+            fronts.get(True, fronts[False]),
+            links_of(config),
+            token_bytes=config.token_bytes,
+            only_missing=config.transfer == "missing",
+            least_remote=config.least_remote,
+            hold_ns=round(config.hold_s * 1e9),
+            is_mocker=config.first.profile == "mocker",
+            tier_names=tiers_of(config),
+            store=None if store is None or store_links is None else StoreUse(store, store_links),
+            scaler=None if config.scaler is None else config.scaler(),
+            faults=config.faults,
+            on_progress=on_progress,
+        )
+
+    def _opener(
+        self, of_pool: PoolConfig, router: Router, readers_of: Callable[[FleetWorker], Sequence[EventReader]]
+    ) -> Callable[[int], Worker]:
+        """Return a function that builds the next worker of a pool, given its number behind `router`."""
+        rank = RANKS[of_pool.role] * MOST_REPLICAS
+
+        def open_next(number: int) -> Worker:
+            index = self._num_workers
+            self._num_workers += 1
+            of_router = router.reader_of(number)
+            readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
+            return open_worker(of_pool, index, rank + index, readers, self.store, num_waiting=self._num_waiting)
+
+        return open_next
 
 
 class WorkersStore(SharedPages, Protocol):
@@ -218,7 +262,13 @@ def links_of(config: FleetConfig) -> Links:
 
 
 def open_worker(
-    pool: PoolConfig, index: int, rank: int, readers: Sequence[EventReader], store: WorkersStore | None
+    pool: PoolConfig,
+    index: int,
+    rank: int,
+    readers: Sequence[EventReader],
+    store: WorkersStore | None,
+    *,
+    num_waiting: int = MANY_EVENTS,
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
     config = pool.each
@@ -237,7 +287,7 @@ def open_worker(
         executor,
         memory=None if config.kv_groups == "off" else config.memory,
         readers=readers,
-        num_waiting=MANY_EVENTS,
+        num_waiting=num_waiting,
         policy=queue if pool.role == "decode" else config.admission(),
         make_order=config.eviction,
         offload=offload,

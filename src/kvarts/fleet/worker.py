@@ -63,6 +63,8 @@ class Worker:
         """Whether it accepts no requests, and loses those that it has at the end of the step under way."""
         self.is_failing = False
         """Whether it has yet to lose its requests."""
+        self.is_clearing = False
+        """Whether it drops its cached pages at the end of the step under way."""
         self.num_owned = 0
         """Requests on this worker, in any state."""
         self.refused_at = -1

@@ -54,6 +54,7 @@ class ConfigFields(msgspec.Struct):
     v_head_dim: Some = 0
     index_head_dim: Count = 128
     index_n_heads: Count | None = None
+    index_topk: Count = 2048
     indexer_types: list[str] | None = None
     index_topk_pattern: str | list[str] | None = None
     index_topk_freq: Count = 1

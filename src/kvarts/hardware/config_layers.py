@@ -8,11 +8,11 @@ from typing import Any
 
 from kvarts.errors import ConfigError, InputError
 from kvarts.hardware.config_fields import ConfigFields
-from kvarts.hardware.geometry import Extra, State
+from kvarts.hardware.geometry import Extra, Sparse, State
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.limits import MOST_COUNT, brief
 
-__all__ = ["num_layers_of", "read_extra", "read_layers", "read_state", "take_global_heads"]
+__all__ = ["num_layers_of", "read_extra", "read_layers", "read_sparse", "read_state", "take_global_heads"]
 
 # Every n-th layer attends to all tokens, the others to a window; used if the config has no pattern.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gemma4_text": 6, "gpt_oss": 2}
@@ -279,7 +279,7 @@ _STATES: dict[str, Callable[[ConfigFields], State]] = {
 def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -> Extra:
     """Return weights other than those of attention, feed-forward layers and states, and corrections to these."""
     if config.model_type in _INDEXED:
-        return _indexing(config, layers)
+        return _indexing(config, len(layers))
     if config.model_type == "gemma3n_text":
         return _gemma_3n(config, len(layers))
     if config.model_type == "gemma4_text":
@@ -291,13 +291,25 @@ def read_extra(config: ConfigFields, layers: Sequence[KvLayer], head_dim: int) -
     return Extra()
 
 
-def _indexing(config: ConfigFields, layers: Sequence[KvLayer]) -> Extra:
+def read_sparse(config: ConfigFields, num_layers: int) -> Sparse | None:
+    """Return the indexers of sparse attention; None for models that attend to all tokens or to a window."""
+    if config.model_type not in _INDEXED:
+        return None
+    return Sparse(
+        top_tokens=config.index_topk,
+        num_heads=config.index_n_heads or _INDEXED[config.model_type],
+        key_dim=config.index_head_dim,
+        num_indexers=sum(_indexers(config, num_layers, None)),
+    )
+
+
+def _indexing(config: ConfigFields, num_layers: int) -> Extra:
     """Add indexers: queries from the query latent, a key with its norm, and a weight per head."""
-    num_indexers = sum(_indexers(config, len(layers), None))
-    hidden, width = config.hidden_size, config.index_head_dim
-    heads = config.index_n_heads or _INDEXED[config.model_type]
-    matrix = (config.q_lora_rank or 0) * heads * width + hidden * (width + heads)
-    return Extra(matrix=num_indexers * matrix, small=num_indexers * 2 * width)
+    sparse = read_sparse(config, num_layers)
+    assert sparse is not None
+    matrix = (config.q_lora_rank or 0) * sparse.num_heads * sparse.key_dim
+    matrix += config.hidden_size * (sparse.key_dim + sparse.num_heads)
+    return Extra(matrix=sparse.num_indexers * matrix, small=sparse.num_indexers * 2 * sparse.key_dim)
 
 
 def _second_inputs(config: ConfigFields, num_layers: int) -> Extra:

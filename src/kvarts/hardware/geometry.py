@@ -14,7 +14,7 @@ import msgspec
 from kvarts.hardware.dtypes import dtype_bits
 from kvarts.hardware.kv_groups import KvGroup, KvLayer, grouped
 
-__all__ = ["Experts", "Extra", "Geometry", "Latent", "State", "whole_bytes"]
+__all__ = ["Experts", "Extra", "Geometry", "Latent", "Sparse", "State", "whole_bytes"]
 
 
 class Latent(msgspec.Struct, frozen=True):
@@ -25,6 +25,19 @@ class Latent(msgspec.Struct, frozen=True):
     nope_dim: int
     rope_dim: int
     v_dim: int
+
+
+class Sparse(msgspec.Struct, frozen=True):
+    """Sparse attention (DeepSeek V3.2): an indexer scores all tokens, and a layer attends to the `top_tokens` best.
+
+    `num_indexers`: layers with an indexer; the other layers reuse the choice of the layer before them. An indexer has
+    `num_heads` queries per token and one key of `key_dim` numbers.
+    """
+
+    top_tokens: int
+    num_heads: int
+    key_dim: int
+    num_indexers: int
 
 
 class Experts(msgspec.Struct, frozen=True):
@@ -98,6 +111,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     mlp_matrices: int = 3
     num_mlp_layers: int | None = None
     latent: Latent | None = None
+    sparse: Sparse | None = None
     experts: Experts | None = None
     state: State | None = None
     extra: Extra = Extra()

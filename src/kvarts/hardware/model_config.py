@@ -15,6 +15,7 @@ from kvarts.hardware.config_layers import (
     num_layers_of,
     read_extra,
     read_layers,
+    read_sparse,
     read_state,
     take_global_heads,
 )
@@ -149,6 +150,7 @@ def _geometry(name: str, source: str, values: dict[str, Any], path: Path | None)
         ),
         has_mlp_bias=config.mlp_bias,
         latent=latent,
+        sparse=read_sparse(config, num_layers),
         experts=experts,
         state=state,
         extra=read_extra(config, layers, head_dim),

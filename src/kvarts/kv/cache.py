@@ -229,6 +229,13 @@ class Cache:
         """
         raise NotImplementedError
 
+    def take_for(self, holding: Holding, num_tokens: int) -> None:
+        """Take the blocks of tokens up to `num_tokens`, which must be free, as far as `holding` does not have them.
+
+        They are not computed yet: `extend` or `publish` follows, or `close`.
+        """
+        raise NotImplementedError
+
     def take_page(self, holding: Holding, page: int) -> None:
         """Take the blocks of `page`, the next page of `holding`; none of its tokens is computed yet."""
         raise NotImplementedError

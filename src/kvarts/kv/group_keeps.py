@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import gcd
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,10 @@ class GroupKeeps(msgspec.Struct, frozen=True):
         """Return the number of tokens of the sink that are kept for the token at `position` and later ones."""
         until = self.sink_until
         return self.sink if until is None or position < until else 0
+
+    def sees(self, positions: Any, num_tokens: int) -> Any:
+        """Return, elementwise, whether a token after the first `num_tokens` can see `positions` of held pages."""
+        return (positions < self.sink_seen(num_tokens)) | (positions >= self.first_seen(num_tokens))
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens are kept for later ones."""

@@ -231,6 +231,11 @@ class GroupPages(PartPages):
 
     # Decodes that are counted and not identified: RunCache.start_decoding describes them.
 
+    def take_for(self, holding: Holding, num_tokens: int) -> None:
+        """Take the blocks of tokens up to `num_tokens`, as far as `holding` does not have them."""
+        self.parts.take_for(cast(PartHolding, holding).parts, num_tokens)
+        self.count()
+
     def take_page(self, holding: Holding, page: int) -> None:
         """Take the parts of `page`, the next page of a decode; without ids, they are only counted."""
         if self.names_decodes:

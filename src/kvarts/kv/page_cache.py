@@ -263,6 +263,10 @@ class PageCache(Cache):
         holding.num_pages = num_pages
         self.give(count, given_ids)
 
+    def take_for(self, holding: Holding, num_tokens: int) -> None:
+        """Take the pages of the first `num_tokens` tokens, as far as `holding` does not have them."""
+        self.grow(holding, -(-num_tokens // holding.content.page_size))
+
     def take_page(self, holding: Holding, page: int) -> None:
         """Take the next page of `holding`; where pages are only counted, it is recorded at `close`."""
         taken_ids = self.take(1)

@@ -161,6 +161,17 @@ class RunCache(RunAccount):
                     self._grow(holding, page_end, is_end)
         self._grow(holding, num_tokens, is_end)
 
+    def take_for(self, holding: RunHolding, num_tokens: int) -> None:
+        """Take the parts of tokens up to `num_tokens`, as far as `holding` does not have them."""
+        num_pages = -(-num_tokens // self.page_size) - holding.num_taken
+        if num_pages > 0:
+            self._take_open(holding, num_pages)
+        for index in self._of_states:
+            if not holding.num_states[index]:
+                self.take(index, 1)
+                holding.num_states[index] = 1
+                holding.state_ids[index] = self.take_ids(index, 1)
+
     def take_page(self, holding: RunHolding) -> None:
         """Take the parts of the next page; none of its tokens is computed yet."""
         self._take_open(holding, 1)
@@ -392,14 +403,8 @@ class RunCache(RunAccount):
 
     def _grow(self, holding: RunHolding, num_tokens: int, is_end: bool) -> None:
         page_size = self.page_size
-        num_pages = -(-num_tokens // page_size) - holding.num_taken
+        self.take_for(holding, num_tokens)
         holding.num_tokens = num_tokens
-        self._take_open(holding, num_pages)
-        for index in self._of_states:
-            if not holding.num_states[index]:
-                self.take(index, 1)
-                holding.num_states[index] = 1
-                holding.state_ids[index] = self.take_ids(index, 1)
         end = num_tokens // page_size
         if end > holding.num_named:
             self._name(holding, end)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from kvarts.kv.pool import PageId
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["OwnPages", "PageTable", "SinkWindow"]
 
@@ -23,6 +27,20 @@ class SinkWindow(msgspec.Struct, frozen=True):
     window: int
     rotates_late: bool = False
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the pages that stay are chosen by the attention that they receive."""
+        return False
+
+    @property
+    def most_seen(self) -> int:
+        """The number of tokens before its own that a token of a long sequence sees."""
+        return self.sink + self.window
+
+    def observed(self, start: int, end: int) -> range:
+        """Return the positions of [start, end) whose attention is scored, to decide which pages stay: none."""
+        return range(0)
+
     def first_seen(self, position: int) -> int:
         """Return the first position after the sink that the token at `position` attends to."""
         return max(0, position - self.window)
@@ -30,6 +48,10 @@ class SinkWindow(msgspec.Struct, frozen=True):
     def sink_seen(self, position: int) -> int:
         """Return the number of tokens of the sink that are kept for the token at `position` and later ones."""
         return self.sink
+
+    def sees(self, positions: Any, num_tokens: int) -> Any:
+        """Return, elementwise, whether a token after the first `num_tokens` can see `positions` of held pages."""
+        return (positions < self.sink_seen(num_tokens)) | (positions >= self.first_seen(num_tokens))
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens a later token can see."""
@@ -94,6 +116,9 @@ class OwnPages(Protocol):
 
     def grow(self, start: int, end: int) -> bool:
         """Make tokens [start, end) writable; all before are computed. Return whether that took a page."""
+
+    def observe(self, start: int, end: int, scores: npt.NDArray[np.float32]) -> None:
+        """Add the attention that tokens [start, end) of a step gave to each of the pages, by `keeps.observed`."""
 
     def take_copies(self) -> Sequence[tuple[PageId, PageId]]:
         """Return the pairs of pages to copy, from one to the other, before these pages are written; once."""

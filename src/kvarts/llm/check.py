@@ -38,7 +38,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ModelCheck(msgspec.Struct, frozen=True):
-    """Result of a check. `latent_bytes_per_token`: size of a latent if it were stored instead of its expansion.
+    """Result of a check. `latent_bytes_per_token`: size of the latents, which `kv_bytes_per_token` is if they are
+    stored as they are.
 
     `windows`: number of attention calls by window, `all` for those that attend to everything. `num_state_layers`:
     layers with a state; `state_bytes`: the state of a sequence over all of them. `num_cached_tokens`: prompt tokens

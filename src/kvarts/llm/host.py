@@ -28,6 +28,7 @@ class ModelHost:
     tokenizer, or None. `eos_ids`: the model's end tokens. `kv_groups`: as for LLM; `memory`: the KV groups, or None.
     With groups, pages are blocks, and `token_bytes` is the size of a token in a block. `check_params` raises
     ConfigError for parameters that the model cannot satisfy, and may take a second; None for a model without grammars.
+    `scores_attention`: whether steps return how much attention pages received, in one page table for all layers.
     """
 
     loop: EngineLoop
@@ -46,3 +47,4 @@ class ModelHost:
     kv_groups: str = "off"
     memory: GroupMemory | None = None
     check_params: Callable[[SamplingParams], None] | None = None
+    scores_attention: bool = False

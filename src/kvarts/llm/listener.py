@@ -17,9 +17,15 @@ class EngineDeadError(KvartsError):
 
 
 class RequestFailedError(KvartsError):
-    """An error ended one request; the engine and all other requests continue."""
+    """An error ended one request; the engine and all other requests continue. `asked`: the field of the request that
+    asked for what could not be done; None if the request is not at fault.
+    """
 
     exit_code = 1
+
+    def __init__(self, what: str, *, asked: str | None = None) -> None:
+        super().__init__(what)
+        self.asked = asked
 
 
 class Listener(Protocol):

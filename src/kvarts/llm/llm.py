@@ -93,13 +93,14 @@ class LLM:
     reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
-    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. It excludes files for
-    now. None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
+    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory.
+    None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
 
     `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
 
-    `kv_dtype`: the format of KV in pages: `auto` for the model's, or `int8` with a scale per head and token, which
-    holds 3.5 times the tokens of float32 and changes tokens; attention is then computed by `sdpa`.
+    `kv_dtype`: the format of KV in pages: `auto` for the model's, `int8` with a scale per head and token, or `fp8`
+    (e4m3) without one. In 8 bits, up to 4 times the tokens of float32 fit, tokens change, and attention is computed by
+    `sdpa`.
 
     `enforce_eager`: on a GPU, run every step kernel by kernel instead of steps of decodes as CUDA graphs.
 
@@ -247,7 +248,7 @@ class LLM:
         self.kv_blocks: dict[str, Any] = {} if room.cut is None else room.cut.memory.to_builtins()
         """The bytes of a block, and the KV groups; empty without groups."""
         self.latent_token_bytes = latent_token_bytes(model)
-        """Bytes per token of a latent model if its latents were stored instead of their expansion."""
+        """Bytes per token of a model's latents, stored as they are or expanded; None without latents."""
         self._memory = None if room.cut is None else room.cut.memory
         self._clock = clock
         engine = LLMEngine(
@@ -292,6 +293,7 @@ class LLM:
             kv_groups=self.kv_groups,
             memory=self._memory,
             check_params=self.check_params,
+            scores_attention=self._memory is None and all(layer.window is None for layer in pools.layers),
         )
 
     # Requests ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from threading import Condition, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-LINGER_S = 0.005
+LINGER_S = 0.02
 """How long an idle loop's thread waits for another task, since starting a thread takes longer than most tasks."""
 Prompt = tuple[Sequence[int], SamplingParams]
 
@@ -94,7 +95,7 @@ class EngineLoop:
     def call(self, task: Callable[[LLMEngine], T]) -> T:
         """Run `task` between steps, and return its result. Runs it in this thread unless another has the engine."""
         future: Future[T] = Future()
-        self._post(_Task(task, future), in_thread=False)
+        self._post([_Task(task, future)], in_thread=False)
         return future.result()
 
     # Requests with a listener ------------------------------------------------------------------------------
@@ -105,14 +106,17 @@ class EngineLoop:
         `begin` returns the index of the request, or None if it started none. The listener also receives exceptions from
         `begin`, except Gone.
         """
+        self.start_all([(begin, listener)])
 
-        def start(engine: LLMEngine) -> None:
-            with suppress(Gone):
-                index = begin(engine)
-                if index is not None:
-                    self._listeners[index] = listener
+    def start_all(self, begun: Sequence[tuple[Callable[[LLMEngine], int | None], Listener]]) -> None:
+        """Start several requests as `start` does, all of them before the next step."""
+        self._post([_Task(partial(self._start, *each), _Failures(each[1])) for each in begun], in_thread=True)
 
-        self._post(_Task(start, _Failures(listener)), in_thread=True)
+    def _start(self, begin: Callable[[LLMEngine], int | None], listener: Listener, engine: LLMEngine) -> None:
+        with suppress(Gone):
+            index = begin(engine)
+            if index is not None:
+                self._listeners[index] = listener
 
     def end(self, index: int) -> None:
         """End a request now, and notify its listener. For tasks, which have the engine."""
@@ -122,8 +126,16 @@ class EngineLoop:
         """Have `task` run between steps, and return at once a future for its result."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # the task runs even if the caller stops waiting
-        self._post(_Task(task, future), in_thread=True)
+        self._post([_Task(task, future)], in_thread=True)
         return future
+
+    def wait_for_task(self, timeout_s: float) -> bool:
+        """Wait until a task is queued, at most for `timeout_s`; return whether one is. For the thread with the engine.
+
+        An engine that waits here, instead of sleeping through its step, lets tasks run in the middle of it.
+        """
+        with self._lock:
+            return self._has_task.wait_for(lambda: bool(self._tasks), max(0.0, timeout_s))
 
     # Requests of waiting callers --------------------------------------------------------------------------
 
@@ -170,24 +182,24 @@ class EngineLoop:
             if listener.index is not None:
                 self._cancel(listener.index)
 
-        self._post(_Task(submit, listener), in_thread=True)
+        self._post([_Task(submit, listener)], in_thread=True)
         try:
             while not listener.is_done:
                 if text := await listener.next_text():
                     yield text
         finally:
             if not listener.is_done:
-                self._post(_Task(cancel, listener), in_thread=True)
+                self._post([_Task(cancel, listener)], in_thread=True)
                 with suppress(Exception):  # the request is cancelled, so its errors do not matter
                     while not listener.is_done:
                         await listener.next_text()
 
     # The thread that has the engine -----------------------------------------------------------------------
 
-    def _post(self, task: _Task, *, in_thread: bool) -> None:
-        """Have a task run by the thread that has the engine, or else by this or a new thread."""
+    def _post(self, tasks: Sequence[_Task], *, in_thread: bool) -> None:
+        """Have tasks run by the thread that has the engine, or else by this or a new thread."""
         with self._lock:
-            self._tasks.append(task)
+            self._tasks.extend(tasks)
             if self._is_taken:
                 self._has_task.notify()
                 return
@@ -417,7 +429,9 @@ class _StreamListener:
     def end(self, completion: Completion) -> None:
         """Send the rest of the text, and the end."""
         self._send_text(completion.text)
-        self._send(None if completion.error is None else RequestFailedError(completion.error))
+        self._send(
+            None if completion.error is None else RequestFailedError(completion.error, asked=completion.error_field)
+        )
 
     def fail(self, error: BaseException) -> None:
         """Send an error."""

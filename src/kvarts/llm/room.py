@@ -30,9 +30,9 @@ def token_bytes(model: Any, kv_dtype: str = "auto") -> int:
 
 
 def latent_token_bytes(model: Any) -> int | None:
-    """Return the bytes per token if latents were stored instead of their expansion; None without a latent.
+    """Return the bytes per token of a model's latents; None without a latent.
 
-    transformers passes only expanded keys and values to attention, so the expansion is stored.
+    They are stored where kvarts.executor.torch.latent can, else the keys and values to which they are expanded.
     """
     text = model.config.get_text_config(decoder=True)
     rank = getattr(text, "kv_lora_rank", None)

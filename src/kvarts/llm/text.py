@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvarts.errors import KvartsError
 from kvarts.request import Request
 from kvarts.sampling import Logprobs, SamplingParams, TopLogprobs
 
@@ -23,7 +24,8 @@ UNFINISHED = "\ufffd"
 class Completion(msgspec.Struct, frozen=True):
     """The outcome of a prompt. `tokens`: the generated ones, including the one that ended it. `finish_reason`: `stop`,
     `length`, `cancelled` or `error`; `error` then describes the error. `stop_reason`: the requested stop text or token
-    that ended it; None for the model's own end. `cached_tokens`: prompt tokens found in the cache.
+    that ended it; None for the model's own end. `cached_tokens`: prompt tokens found in the cache. `error_field`: the
+    field of the request that is at fault, if one is.
 
     Log-probabilities are present if requested: `logprobs` of each token, `top_logprobs` of the likeliest tokens in its
     place, and `prompt_logprobs` of the prompt.
@@ -40,6 +42,7 @@ class Completion(msgspec.Struct, frozen=True):
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
     stop_reason: int | str | None = None
+    error_field: str | None = None
 
 
 class _Beginning:
@@ -103,6 +106,10 @@ class Generation:
             self._num_read = 0
             """Number of tokens that `text` covers."""
 
+    def anew(self) -> Generation:
+        """Return a generation of the same request, without tokens."""
+        return Generation(self.request, self.params, self._tokenizer, own_ends=self._own_ends)
+
     def take(self, token: int, *, is_end: bool = False) -> bool:
         """Add the next token; `is_end`: whether it ends the request by its id. Return whether the request ends.
 
@@ -140,6 +147,9 @@ class Generation:
         """Return the outcome of a request that has ended."""
         assert self.finish_reason is not None
         told = logprobs if logprobs is not None and self.params.logprobs else None
+        error, field = None if self.error is None else f"{type(self.error).__name__}: {self.error}", None
+        if isinstance(self.error, KvartsError) and self.error.field is not None:
+            error, field = str(self.error), self.error.field
         return Completion(
             self.request.index,
             self.text,
@@ -150,8 +160,9 @@ class Generation:
             self.request.cached_tokens,
             () if told is None else tuple(told.top),
             prompt_logprobs,
-            None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            error,
             self.stop_reason if self.finish_reason == "stop" else None,
+            field,
         )
 
     @property

@@ -72,8 +72,10 @@ class EagerParts:
 
     def _computed_to(self, run: PartRun) -> int:
         """Return the page of `run` from which on it is computed in this step."""
-        computing = self._computing
-        return min((computing.get(owner, run.end) for owner in (run, *run.holders)), default=run.end)
+        page = self._computing.get(run, run.end)
+        for holder in run.holders:
+            page = min(page, self._computing.get(holder, run.end))
+        return page
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield queued runs in order of completion. If there are copies, the oldest is chosen."""

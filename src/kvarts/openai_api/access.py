@@ -60,6 +60,8 @@ class Guard:
         self.keys = keys
         self._origins = frozenset(origins)
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+        self._own_host = ""
+        """The last host name that was accepted: most requests have the same."""
 
     def owner_of(self, request: HttpRequest, access: Access) -> Owner:
         """Return the owner of a request. Raise ApiError if the request lacks this `access`."""
@@ -87,8 +89,10 @@ class Guard:
     def _check_page(self, request: HttpRequest) -> None:
         """Raise ApiError for a request from a web page of another origin, which only its headers reveal."""
         host = (request.header("host") or "").lower()
-        if self._hosts is not None and host and not self._is_own(host):
-            raise ApiError(403, f"{host!r} is not a name of this server: --allow-host makes it one")
+        if self._hosts is not None and host and host != self._own_host:
+            if not self._is_own(host):
+                raise ApiError(403, f"{host!r} is not a name of this server: --allow-host makes it one")
+            self._own_host = host
         origin = request.header("origin")
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc.lower() != host:
             raise ApiError(403, f"pages of {origin!r} may ask for nothing here: --allow-origin lets them")

@@ -250,7 +250,7 @@ class Choice:
             self._meter.prefilled(self.request)
         self._meter.ended(self, completion, monotonic())
         if completion.error is not None:
-            self._answer.put(RequestFailedError(completion.error))
+            self._answer.put(RequestFailedError(completion.error, asked=completion.error_field))
             return
         logprobs: list[TokenLogprob] = []
         if self._has_logprobs and completion.logprobs is not None:

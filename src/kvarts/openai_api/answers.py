@@ -224,6 +224,11 @@ class Answers:
             raise ApiError(403, "failures on purpose are off: start a mock with --allow-failures", param=param)
         return answer
 
+    @property
+    def has_words_alone(self) -> bool:
+        """Whether it lacks rules and recordings: words then answer every request that brings no answer along."""
+        return not self._rules and self.recordings is None
+
     def find(self, question: Question) -> ScriptedAnswer | None:
         """Return the first rule that matches `question` and has uses left, or None. Thread-safe."""
         for index, rule in enumerate(self._rules):

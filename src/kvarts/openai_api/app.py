@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,12 +40,9 @@ FAILURES_OFF = "failures on purpose are off: start a mock with --allow-failures"
 LOG = logging.getLogger("kvarts.openai_api")
 MESSAGES = "/v1/messages"
 MAX_ID_CHARS = 256
+HEADERS = re.compile(r"[a-z0-9-]{1,100}(, ?[a-z0-9-]{1,100}){0,99}")
 PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
-    (
-        b"access-control-allow-headers",
-        b"authorization, content-type, x-api-key, anthropic-version, x-request-id, x-session-id, x-kvarts-answer",
-    ),
     (b"access-control-max-age", b"600"),
 )
 """Headers of the answer to a browser's preflight request."""
@@ -153,6 +151,11 @@ class OpenAIApp:
         self._exact = {(route.method, route.path): route for route in self.routes if route not in self._prefixes}
         self._paths = {path for _, path in self._exact}
 
+    @property
+    def logs_addresses(self) -> bool:
+        """Whether it records the addresses of clients, which a proxy on this machine may forward."""
+        return self._access_log is not None
+
     def open(self) -> None:
         """Start what runs besides requests, in the running event loop."""
         if self._has_page:
@@ -194,9 +197,18 @@ class OpenAIApp:
         response.extra_headers.append((b"x-request-id", request_id.encode("latin-1", "replace")))
         origin = request.header("origin")
         if origin is not None and self._guard.shares_with(origin):
-            response.extra_headers += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin")]
+            response.extra_headers += [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"vary", b"origin"),
+                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            ]
             if request.method == "OPTIONS" and request.header("access-control-request-method") is not None:
-                await response.whole(b"", headers=[*PREFLIGHT])  # a preflight request never has a key
+                # SDKs send headers of their own with every request, and a preflight request never has a key.
+                asked = request.header("access-control-request-headers") or ""
+                headers = asked if HEADERS.fullmatch(asked) else "authorization, content-type"
+                await response.whole(
+                    b"", headers=[*PREFLIGHT, (b"access-control-allow-headers", headers.encode("latin-1"))]
+                )
                 return
         if self._access_log is None or request.is_relayed:
             await self._respond(scope, request, response, request_id, started_s)

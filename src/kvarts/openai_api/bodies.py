@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvarts.decoders import convert, decoder_of
 from kvarts.errors import ConfigError, parts_of
@@ -56,6 +57,8 @@ NOT_DONE = (
     "suffix",
     "functions",
     "function_call",
+    "audio",
+    "web_search_options",
     "documents",
     "logprob_token_ids",
     "prompt_embeds",
@@ -77,16 +80,20 @@ class StreamOptions(msgspec.Struct):
 class GenerationBody(msgspec.Struct, kw_only=True):
     """Fields that completions and chat completions share."""
 
+    END_OF_RARE: ClassVar[int]
+    """The place after the last field that few requests have."""
+
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     n: int | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    # Fields of sampling, which most requests lack: see `samples_plainly`.
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -95,13 +102,14 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    skip_special_tokens: bool | None = None
+    # Fields that few requests have, up to those at the beginning of a subclass: see `is_plain`.
+    stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    user: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -127,6 +135,16 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     repetition_detection: Any = None
     return_prompt_text: Any = None
     watermarking: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the fields that few requests have are absent; a single comparison, since there are 35."""
+        return astuple(self)[FIRST_RARE : self.END_OF_RARE] == NO_RARE[: self.END_OF_RARE - FIRST_RARE]
+
+    @property
+    def samples_plainly(self) -> bool:
+        """Whether all fields of sampling are absent, from `min_tokens` to `skip_special_tokens`."""
+        return astuple(self)[FIRST_OF_SAMPLING:FIRST_RARE] == NO_SAMPLING
 
     def check(self) -> None:
         """Raise ApiError for unsupported requests, which a client would otherwise believe to be fulfilled."""
@@ -189,6 +207,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     def params(self, max_tokens: int, *, top_logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters. `top_logprobs`: None for no log-probabilities. Raise ApiError."""
+        if top_logprobs is None and self.asked_prompt_logprobs is None and self.samples_plainly:
+            return _default_params(max_tokens, bool(self.ignore_eos))
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOPS:
             raise ApiError(400, f"at most {MAX_STOPS} stop texts, got {len(stop)}", param="stop")
@@ -226,6 +246,16 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"{field} {error.what}", param=field) from error
 
 
+FIRST_OF_SAMPLING = GenerationBody.__struct_fields__.index("min_tokens")
+FIRST_RARE = GenerationBody.__struct_fields__.index("stream_options")
+NO_SAMPLING, NO_RARE = (None,) * (FIRST_RARE - FIRST_OF_SAMPLING), (None,) * 100
+
+
+@lru_cache(256)
+def _default_params(max_tokens: int, ignore_eos: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=1.0)
+
+
 @lru_cache(256)
 def _params(**fields: Any) -> SamplingParams:
     """Return sampling parameters, which most requests share; those with texts or tokens that end them are not kept."""
@@ -235,11 +265,12 @@ def _params(**fields: Any) -> SamplingParams:
 class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
+    # Refused as those above; the last fields that few requests have.
+    suffix: str | None = None
+    prompt_embeds: Any = None
     prompt: str | list[Any] | None = None
     logprobs: int | bool | None = None
     echo: bool | None = None
-    suffix: str | None = None
-    prompt_embeds: Any = None
     response_format: dict[str, Any] | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -275,6 +306,13 @@ class CompletionBody(GenerationBody, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
+    # Refused as those above; the last fields that few requests have.
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    documents: Any = None
+    echo: bool | None = None
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -283,9 +321,6 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
-    documents: Any = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -293,7 +328,6 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: Any = None
     thinking_budget_tokens: int | None = None
     """Of Anthropic's API: only a mock keeps it."""
-    echo: bool | None = None
 
     def check(self) -> None:
         """Raise ApiError for unsupported requests; `echo` is for completions only."""
@@ -331,6 +365,10 @@ class ChatBody(GenerationBody, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "is of log-probabilities: ask for logprobs as well", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+CompletionBody.END_OF_RARE = CompletionBody.__struct_fields__.index("prompt")
+ChatBody.END_OF_RARE = ChatBody.__struct_fields__.index("messages")
 
 
 class _NamedBody(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -31,17 +32,36 @@ MOST_PARAM_CHARS = 200
 
 
 class ApiError(Exception):
-    """Refusal of a request. `param`: the field at fault. `retry_after_s`: when the client may retry."""
+    """Refusal of a request. `param`: the field at fault. `retry_after_s`: when the client may retry.
+
+    The message names the field, since many clients show nothing else: if it does not, the name is put before it, unless
+    the message `is_verbatim`.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        is_verbatim: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         # An error may quote a request, which may be large.
-        self.message = message if len(message) <= MOST_MESSAGE_CHARS else f"{message[:MOST_MESSAGE_CHARS]}..."
+        self.what = message if len(message) <= MOST_MESSAGE_CHARS else f"{message[:MOST_MESSAGE_CHARS]}..."
         self.param = None if param is None else param[:MOST_PARAM_CHARS]
         self.retry_after_s = retry_after_s
+        self._is_verbatim = is_verbatim
+
+    @property
+    def message(self) -> str:
+        """The error, with the name of the field."""
+        param, what = self.param, self.what
+        if not param or self._is_verbatim or re.search(rf"(?<![\w.]){re.escape(param)}(?!\w)", what):
+            return what
+        return f"{param}: {what}"
 
     @property
     def body(self) -> bytes:
@@ -74,6 +94,7 @@ def too_long(limit: int, num_prompt_tokens: int | None, max_tokens: int, *, para
         f"This model's maximum context length is {limit} tokens. However, you requested {told} tokens{parts}. Please "
         "reduce the length of the prompt or the completion.",
         param=param,
+        is_verbatim=True,
     )
 
 
@@ -83,8 +104,9 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, EngineDeadError):
         return ApiError(500, "the engine has stopped after an error")
-    if isinstance(error, RequestFailedError):
+    if isinstance(error, RequestFailedError) and error.asked is None:
         return ApiError(500, str(error))
     if isinstance(error, KvartsError):
-        return ApiError(400, str(error), param=(error.field or "").removeprefix("sampling.") or None)
+        field = (error.asked if isinstance(error, RequestFailedError) else error.field) or ""
+        return ApiError(400, str(error).removeprefix("sampling."), param=field.removeprefix("sampling.") or None)
     return ApiError(500, "the engine has stopped after an error")

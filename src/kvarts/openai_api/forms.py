@@ -48,6 +48,8 @@ class Whole:
     @property
     def num_bytes(self) -> int:
         """Approximate bytes on the wire."""
+        if not self.logprobs and self.prompt_logprobs is None:
+            return sum(map(len, self.texts))
         num_values = sum(1 + len(top) for _, _, top in self.logprobs)
         if self.prompt_logprobs is not None:
             num_values += sum(1 + len(top) for top in self.prompt_logprobs.top)
@@ -94,6 +96,13 @@ class _Chunks:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._chunk_facts = facts
+        self._head = b""
+        """The beginning of each chunk of a stream, once it has begun."""
+
+    def _begin(self) -> None:
+        """Begin a stream, before its first chunk."""
+        if not self._head:
+            self._head = b"data: " + encode(self._chunk_facts)[:-1] + b',"choices":[{"index":'
 
     def end(self, usage: Mapping[str, Any], choices: Sequence[Choice], *, tells_usage: bool) -> bytes:
         """Return the usage chunk without choices, if requested, and the end."""
@@ -154,7 +163,6 @@ class CompletionForm(_Chunks):
         self._skips_special_tokens = skips_special_tokens
         self._facts = {"id": self.answer_id, "object": "text_completion", "created": int(time()), "model": model}
         super().__init__(self._facts)
-        self._head = b"data: " + encode(self._facts)[:-1] + b',"choices":[{"index":'
         self._places: dict[int, TextOffsets] = {}
         """Positions in the text, by choice."""
         self._told_prompts: set[int] = set()
@@ -162,6 +170,7 @@ class CompletionForm(_Chunks):
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return a chunk with the prompt, if it is echoed."""
+        self._begin()
         if not self._echoes:
             return b""
         told = self._echoed(number, prompt_logprobs)
@@ -286,7 +295,6 @@ class ChatForm(_Chunks):
         self._facts = {"id": self.answer_id, "created": int(time()), "model": model}
         chunk = {**self._facts, "object": "chat.completion.chunk"}
         super().__init__(chunk)
-        self._head = b"data: " + encode(chunk)[:-1] + b',"choices":[{"index":'
         self._readers: dict[int, Reader] = {}
         """Readers by choice, with a shape."""
         self._held: dict[int, list[TokenLogprob]] = {}
@@ -294,6 +302,7 @@ class ChatForm(_Chunks):
 
     def first(self, number: int, prompt_logprobs: Logprobs | None) -> bytes:
         """Return the chunk with the role, and with the ids of the prompt if requested."""
+        self._begin()
         ids = b',"prompt_token_ids":' + encode(list(self._ids_of)) if self._ids_of else b""
         return b'%b%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
             self._head, number, ids

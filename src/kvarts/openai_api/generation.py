@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from kvarts.errors import KvartsError
 from kvarts.limits import brief
+from kvarts.llm.listener import RequestFailedError
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
 from kvarts.openai_api.answers import (
     CHAT_PATH,
@@ -38,14 +40,14 @@ from kvarts.openai_api.bodies import (
 )
 from kvarts.openai_api.budget import INLINE_BYTES, Budget
 from kvarts.openai_api.errors import ApiError, api_error, too_long
-from kvarts.openai_api.failures import Cut, Failure
+from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure
 from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole, usage_of
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
-from kvarts.openai_api.thinking import Thinking
+from kvarts.openai_api.thinking import NO_LIMIT, Thinking
 from kvarts.openai_api.tool_calls import NamedCall, RequiredCalls, ToolCallsInText, calls_schema
 from kvarts.openai_api.workbench import Workbench
 from kvarts.owners.keys import Owner
@@ -145,10 +147,12 @@ def asks_of(
     `has_end`: without a number of tokens, the answer goes on to its own end. `scripted`: the answer to each choice of a
     prompt, if a mock knows it beforehand.
     """
-    body.check()
-    if body.priority and not exchange.owner.may_prioritize:
-        raise ApiError(403, NO_PRIORITY, param="priority")
-    hints = body.hints(may_prioritize=exchange.owner.may_prioritize)
+    hints = None
+    if not body.is_plain:
+        body.check()
+        if body.priority and not exchange.owner.may_prioritize:
+            raise ApiError(403, NO_PRIORITY, param="priority")
+        hints = body.hints(may_prioritize=exchange.owner.may_prioritize)
     if body.asked_prompt_logprobs is not None:
         num_values = (1 + body.asked_prompt_logprobs) * body.num_choices * sum(map(len, prompts))
         exchange.budget.draw_values(num_values, "prompt_logprobs")
@@ -159,7 +163,7 @@ def asks_of(
     num_choices, num_asks = body.num_choices, len(prompts) * body.num_choices
     params_of: dict[tuple[int, int | None, int], SamplingParams] = {}
     """Shared by requests with the same: a body may ask for many tokens or texts as ends."""
-    written = {id(each): served.written(each, exchange.budget) for each in _distinct(scripted)}
+    written = {id(each): served.written(each, exchange.budget) for each in _distinct(scripted)} if scripted else {}
     forced: dict[tuple[int, int], tuple[int, ...]] = {}
     asks: list[Ask] = []
     for tokens in prompts:
@@ -206,6 +210,7 @@ def asks_of(
                     tenant=tenant,
                     request_id=exchange.request_id if num_asks == 1 else f"{exchange.request_id}-{len(asks)}",
                     own_end=own_end,
+                    kv_transfer_params=body.kv_transfer_params,
                 )
             )
     return asks
@@ -267,6 +272,8 @@ class Wanted(msgspec.Struct, frozen=True):
 
     def of(self, asks: Sequence[Ask]) -> list[Ask]:
         """Return `asks` changed accordingly."""
+        if self is IN_WORDS:
+            return list(asks)
         changes: dict[str, Any] = {}
         if self.structured is not None:
             changes["structured_outputs"] = self.structured
@@ -280,14 +287,20 @@ class Wanted(msgspec.Struct, frozen=True):
         return [replace(ask, params=changed[id(ask.params)]) for ask in asks]
 
 
+IN_WORDS = Wanted()
+
+
 def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) -> Wanted:
     """Return the form of a completion. Raise ApiError if it is not available."""
     schema = schema_of_format(body.response_format)
-    structured, answers = _structured(served, body, schema), served.answers
-    asked = _asked(served, body, exchange)
+    is_plain, answers = body.is_plain, served.answers
+    structured = None if is_plain and schema is None else _structured(served, body, schema)
+    asked = None if is_plain and not exchange.request.has_header(ANSWER_HEADER) else _asked(served, body, exchange)
     if answers is None:
         _check_model_thinks(body)
         return Wanted(structured)
+    if asked is None and is_plain and schema is None and answers.has_words_alone:
+        return IN_WORDS
     question = None
     if isinstance(body.prompt, str):
         question = Question(model=body.model or served.names[0], message=body.prompt, seed=body.seed or 0)
@@ -295,7 +308,7 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
     if asked is None and answers.recordings is not None:
         sent = _sent(COMPLETION_PATH, body, exchange)
         return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
-    thinking = Thinking.of([body.thinking_token_budget], None, None)
+    thinking = NO_LIMIT if is_plain else Thinking.of([body.thinking_token_budget], None, None)
     if asked is not None:
         asked = thinking.limited(asked, served.text)
     if question is not None:
@@ -305,7 +318,7 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
             )
     elif schema is not None:
         raise ApiError(400, "of a mock, it is of prompts that are one text", param="response_format")
-    return Wanted() if asked is None else _scripted([asked] * body.num_choices)
+    return IN_WORDS if asked is None else _scripted([asked] * body.num_choices)
 
 
 def _check_model_thinks(body: GenerationBody) -> None:
@@ -358,14 +371,43 @@ def _structured(served: Served, body: GenerationBody, schema: dict[str, Any] | N
     return structured
 
 
+CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+               "response_format", "tools")  # fmt: skip
+FORMATS = {"/v1/responses": "text.format", "/v1/messages": "output_config.format"}
+"""The field of other APIs that is translated to `response_format`."""
+
+
 def _named(body: GenerationBody) -> str:
-    names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    return next(name for name in names if getattr(body, name) is not None)
+    return next((name for name in CONSTRAINTS if getattr(body, name, None) is not None), "tools")
+
+
+def _blamed(error: BaseException, body: GenerationBody, path: str) -> ApiError:
+    """Return the error that the client receives. An error about a constraint names the field of the request."""
+    told = api_error(error)
+    if told.param != CONSTRAINTS[0] or body.structured_outputs is not None:
+        return told
+    field = _named(body)
+    if field == "response_format":
+        field = FORMATS.get(path, field)
+    what = told.what.removeprefix(f"{told.param}: ")
+    return ApiError(told.status, what, param=field, retry_after_s=told.retry_after_s)
 
 
 def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
     """Return the form of a chat completion. Raise ApiError if it is not available."""
     choice, tools = body.tool_choice, body.tools or []
+    answers = served.answers
+    if (
+        answers is not None
+        and answers.has_words_alone
+        and not tools
+        and choice in (None, "auto", "none")
+        and body.response_format is None
+        and body.thinking_budget_tokens is None
+        and body.is_plain
+        and not exchange.request.has_header(ANSWER_HEADER)
+    ):
+        return IN_WORDS
     functions = [tool.get("function") for tool in tools]
     known = [function for function in functions if isinstance(function, dict) and isinstance(function.get("name"), str)]
     if len(known) < len(tools):
@@ -388,7 +430,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
         if body.structured(None) is not None:
             raise ApiError(400, "calls of tools have a form already", param=_named(body))
         schema = None  # a format applies to texts, and this answer is a call
-    structured, answers = _structured(served, body, schema), served.answers
+    structured = _structured(served, body, schema)
     asked = _asked(served, body, exchange)
     if answers is not None:
         recordings = answers.recordings
@@ -406,7 +448,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
             for copy in range(body.num_choices)
             if (one := asked or _drawn(answers, question, copy, schema, allowed, exchange.budget, is_free=is_free))
         ]
-        return _scripted(scripted) if scripted else Wanted()
+        return _scripted(scripted) if scripted else IN_WORDS
     _check_model_thinks(body)
     if is_free:
         if structured is not None or not allowed:
@@ -509,7 +551,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
     if session_id and served.why_no_sessions:
         raise ApiError(400, served.why_no_sessions, param="session_id")
     name = session_id
-    if not name and len(asks) == 1 and asks[0].hints is None:
+    if not name and len(asks) == 1 and asks[0].hints is None and exchange.request.has_header(*SESSION_HEADERS):
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
@@ -603,7 +645,7 @@ class Generating:
         """Return the result of `read`, as Exchange.apart does, once its answer is recorded if it has to be."""
         num_bytes += len(exchange.payload)
         try:
-            return await exchange.work(read, num_bytes=num_bytes)
+            return read() if num_bytes <= INLINE_BYTES else await exchange.work(read, num_bytes=num_bytes)
         except Unrecorded as unrecorded:
             await unrecorded.record()
             exchange.budget = self._models.budget()
@@ -615,27 +657,41 @@ class Generating:
         served, body, form = read.served, read.body, read.form
         if read.scripted:
             _fail_as(read.scripted[0], exchange, served)
-        await checked(exchange, served, read.asks)
+        blamed = partial(_blamed, body=body, path=exchange.request.path)
+        try:
+            await checked(exchange, served, read.asks)
+        except KvartsError as error:
+            raise blamed(error) from None
         under_way = begin(served, exchange, read.asks, body.session_id)
         answer, choices = under_way.answer, under_way.choices
         served.meter.num_choices.add(body.num_choices)
-        span_of = {id(each): served.reasoning_span(each) for each in _distinct(read.scripted)}
-        spans = [span_of[id(each)] for each in read.scripted]
+        spans: list[tuple[int, int]] = []
+        if read.scripted:
+            span_of = {id(each): served.reasoning_span(each) for each in _distinct(read.scripted)}
+            spans = [span_of[id(each)] for each in read.scripted]
         usage = _Usage(choices, [len(ask.tokens) for ask in read.asks], body.num_choices, read.scripted, spans)
         read.asks.clear()  # the engine has the tokens
         try:
             if body.stream:
-                stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage)
+                stream = _Stream(exchange, form, choices, body.stream_options or StreamOptions(), usage, blamed)
                 answer.is_read = True
                 await stream.write(answer)
             else:
                 wholes = [Whole() for _ in choices]
                 await _collect(answer, wholes)
                 exchange.failure.before_answer()
-                extra = {"kv_transfer_params": body.kv_transfer_params}
-                num_bytes = sum(whole.num_bytes for whole in wholes)
-                payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
-                await exchange.failure.write_whole(exchange.response, payload)
+                extra = {"kv_transfer_params": served.kv_transfer_params(body.kv_transfer_params, choices)}
+                num_bytes = sum([whole.num_bytes for whole in wholes])
+                if num_bytes <= INLINE_BYTES:
+                    payload = form.whole(wholes, usage.of_all, extra)
+                else:
+                    payload = await exchange.work(lambda: form.whole(wholes, usage.of_all, extra), num_bytes=num_bytes)
+                if exchange.failure is NO_FAILURE:
+                    await exchange.response.whole(payload)
+                else:
+                    await exchange.failure.write_whole(exchange.response, payload)
+        except RequestFailedError as error:
+            raise blamed(error) from None
         finally:
             await under_way.end()
         return form
@@ -704,7 +760,7 @@ class _Usage:
         """The usage of all choices, once they have ended."""
         lengths = [0 if choice.completion is None else len(choice.completion.tokens) for choice in self._choices]
         # The cached tokens of each prompt are counted once, although each of its copies may have hit more.
-        cached = sum(choice.cached_tokens for choice in self._choices[:: self._copies])
+        cached = sum([choice.cached_tokens for choice in self._choices[:: self._copies]])
         usage = usage_of(sum(self._prompt_lengths[:: self._copies]), sum(lengths), cached)
         self._add_reasoning(usage, lengths)
         return self._overridden(usage)
@@ -718,7 +774,7 @@ class _Usage:
     def _add_reasoning(self, usage: dict[str, Any], lengths: Sequence[int], first: int = 0) -> None:
         """Add the tokens of reasoning of choices from `first` on, which have so many tokens, if there is reasoning."""
         spans = self._spans
-        if any(end for _, end in spans):
+        if spans and any(end for _, end in spans):
             places = [spans[number % self._copies] for number in range(first, first + len(lengths))]
             counts = [max(0, min(length, end) - start) for length, (start, end) in zip(lengths, places, strict=True)]
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
@@ -744,7 +800,7 @@ def _told_reason(finish_reason: str) -> str:
 
 
 class _Stream:
-    """Writes an answer as server-sent events."""
+    """Writes an answer as server-sent events. `told`: converts an error to the one that the client receives."""
 
     def __init__(
         self,
@@ -753,8 +809,10 @@ class _Stream:
         choices: Sequence[Choice],
         options: StreamOptions,
         usage: _Usage,
+        told: Callable[[BaseException], ApiError],
     ) -> None:
         self._exchange = exchange
+        self._told = told
         self._form = form
         self._choices = choices
         self._usage = usage
@@ -786,7 +844,7 @@ class _Stream:
         except (ClientGone, Cut):
             raise
         except Exception as error:
-            await response.more(self._form.failed(api_error(error)))
+            await response.more(self._form.failed(self._told(error)))
         else:
             end = self._form.end(self._usage.of_all, self._choices, tells_usage=self._tells_usage)
             await failure.write(response, [end])

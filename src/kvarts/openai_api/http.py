@@ -35,6 +35,17 @@ RELAYED = "kvarts.relayed"
 _RANDOM = Random(SystemRandom().getrandbits(256))
 
 
+class _Names(dict[str, bytes]):
+    """Names of headers as bytes. Code names them, so there are few."""
+
+    def __missing__(self, name: str) -> bytes:
+        self[name] = encoded = name.encode()
+        return encoded
+
+
+_NAMES = _Names()
+
+
 def new_id() -> str:
     """Return 32 random hexadecimal digits. For ids that give no access: they could be guessed from many others.
 
@@ -53,7 +64,7 @@ class HttpRequest:
     def __init__(self, scope: Scope, receive: Receive, direct: Direct | None = None) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query: str = scope.get("query_string", b"").decode("latin-1")
+        self._query: bytes = scope.get("query_string", b"")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.is_relayed = RELAYED in (scope.get("extensions") or ())
         """Whether another worker has received it."""
@@ -63,39 +74,50 @@ class HttpRequest:
         self._direct = direct
         self._gone: asyncio.Task[None] | None = None
 
+    @property
+    def query(self) -> str:
+        """The part of its target after `?`."""
+        return self._query.decode("latin-1")
+
     def header(self, name: str) -> str | None:
         """Return a header by its name in lower case."""
-        value = self.headers.get(name.encode())
+        value = self.headers.get(_NAMES[name])
         return None if value is None else value.decode("latin-1")
+
+    def has_header(self, *names: str) -> bool:
+        """Return whether it has any of these headers."""
+        return not self.headers.keys().isdisjoint(map(_NAMES.__getitem__, names))
 
     @property
     def has_body(self) -> bool:
         """Whether its head announces a non-empty body."""
-        return b"transfer-encoding" in self.headers or (self.header("content-length") or "0").strip("0") != ""
+        return self.headers.get(b"content-length", b"0").strip(b"0") != b"" or b"transfer-encoding" in self.headers
 
     def is_json(self, *, unless_told: bool) -> bool:
         """Return whether its head declares the body to be JSON. `unless_told`: the result without a content type."""
-        told = self.header("content-type")
-        kind = (told or "").partition(";")[0].strip().lower()
+        told = self.headers.get(b"content-type", b"")
+        if told == JSON:
+            return True
+        kind = told.partition(b";")[0].strip().lower()
         if not kind:
             return unless_told
-        return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+        return kind == JSON or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+    def whole_body(self, max_bytes: int) -> bytes | None:
+        """Return the body if all of it has arrived, else None. Raise ApiError if it is too long."""
+        whole = None if self._direct is None else self._direct.whole_body()
+        if whole is not None and len(whole) > max_bytes:
+            raise ApiError(413, f"the body has {len(whole)} bytes, and {max_bytes} are read at most")
+        return whole
 
     async def body(self, max_bytes: int, *, timeout_s: float, came: Callable[[int], object]) -> bytes:
-        """Return the body. `came` receives the size of each part, and may raise.
+        """Return the body, if it was not taken whole. `came` receives the size of each part, and may raise.
 
         Raise ApiError if it is too long or too slow, and ClientGone if it is cut off.
         """
         length = self.header("content-length") or ""
         if length.isdecimal() and int(length) > max_bytes:
             raise ApiError(413, f"the body has {length[:20]} bytes, and {max_bytes} are read at most")
-        whole = None if self._direct is None else self._direct.whole_body()
-        if whole is not None:
-            if len(whole) > max_bytes:
-                raise ApiError(413, f"the body has {len(whole)} bytes, and {max_bytes} are read at most")
-            if whole:
-                came(len(whole))
-            return whole
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._whole_body(max_bytes, came)

@@ -52,6 +52,10 @@ class Intake:
 
         Raise ApiError if it is too long, too slow, or lacks room; ClientGone if it is cut off.
         """
+        if (whole := request.whole_body(max_bytes)) is not None:
+            if whole:
+                self._take(body, len(whole))
+            return whole
         body.reader = asyncio.current_task()
         self._reading[body] = None
         try:
@@ -66,13 +70,15 @@ class Intake:
 
     def drop(self, body: Body) -> None:
         """Release the bytes of a body."""
-        self._shares.give(body.owner, body.num_bytes)
-        body.num_bytes = 0
+        if body.num_bytes:
+            self._shares.give(body.owner, body.num_bytes)
+            body.num_bytes = 0
 
     def _take(self, body: Body, count: int) -> None:
         """Reserve room for `count` more bytes. Raise ApiError if the room is exhausted."""
         body.moved_s = monotonic()
-        self._reading.move_to_end(body)
+        if body in self._reading:
+            self._reading.move_to_end(body)
         while not self._has_room(body, count):
             if not self._make_room(body):
                 raise ApiError(503, "the server reads as many bytes of requests as it may", retry_after_s=1.0)

@@ -43,8 +43,7 @@ encode = msgspec.json.encode
 def error_body(error: ApiError) -> bytes:
     """Return the body of an error response."""
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = f"{error.param}: {error.message}" if error.param else error.message
-    return encode({"type": "error", "error": {"type": kind, "message": message}})
+    return encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):

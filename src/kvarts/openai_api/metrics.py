@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from kvarts.openai_api.meter import BucketCounts
-from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Served
 
 __all__ = ["Metrics"]
@@ -22,7 +21,7 @@ LABELS = ("model_name", "engine")
 class Metrics:
     """The metrics of all models: a Collector of the counts of each."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Iterable[Served]) -> None:
         self._of_models = [ModelMetrics(served) for served in models]
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -53,6 +53,9 @@ class Models:
 
     def budget(self) -> Budget:
         """Return the budget of one request: prompt tokens for a context twice, and sequences for all places."""
+        if len(self._served) == 1:
+            served = self.first
+            return Budget(values=max(MOST_VALUES, 2 * served.limits.max_model_len), sequences=served.max_live)
         return Budget(
             values=max(MOST_VALUES, 2 * max(served.limits.max_model_len for served in self._served)),
             sequences=max(served.max_live for served in self._served),

@@ -213,11 +213,16 @@ def make_served(
 
 
 def open_app(
-    served: Sequence[Served], door: Door, *, speedup: float | None = None, watcher: Watcher | None = None
+    served: Sequence[Served],
+    door: Door,
+    *,
+    speedup: float | None = None,
+    watcher: Watcher | None = None,
+    engines: Sequence[Served] | None = None,
 ) -> Opened:
-    """Return the application around the served models."""
+    """Return the application around the served models. `engines`: see Routes."""
     models = Models(served)
-    routes = Routes(models, speedup=speedup)
+    routes = Routes(models, speedup=speedup, engines=engines)
     script = FailureScript(door.fail, seed=door.seed)
     app = OpenAIApp(
         models,

@@ -82,6 +82,8 @@ class WordText:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int) -> Sequence[int]:
         """Return at most `most` + 1 tokens of `text`; a mock does not add special tokens."""
+        if len(text) <= most:  # a token has at least one character
+            return array("Q", self._words.encode(text))
         return array("Q", islice(self._words.tokens(text), most + 1))
 
     def conversation(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:

@@ -55,10 +55,16 @@ class _AdapterBody(msgspec.Struct, kw_only=True):
 
 
 class Routes:
-    """Answers the routes that do not generate; a request that names no model concerns the first."""
+    """Answers the routes that do not generate; a request that names no model concerns the first.
 
-    def __init__(self, models: Models, *, speedup: float | None = None) -> None:
+    `engines`: those whose metrics, configuration and caches the routes concern, by default those of `models`.
+    """
+
+    def __init__(
+        self, models: Models, *, speedup: float | None = None, engines: Sequence[Served] | None = None
+    ) -> None:
         self._models = models
+        self._engines = tuple(models) if engines is None else tuple(engines)
         self._metrics: Metrics | None = None
         """Created on first use, because the import takes longer than most of a mock's start."""
         self.speedup = speedup
@@ -119,7 +125,7 @@ class Routes:
     async def metrics(self, exchange: Exchange) -> None:
         """Return the metrics."""
         if self._metrics is None:
-            self._metrics = await asyncio.to_thread(_metrics_of, self._models)
+            self._metrics = await asyncio.to_thread(_metrics_of, self._engines)
         of = self._metrics
         # In turn, and off the event loop: a client that requests metrics continuously does not delay the others.
         payload, content_type = await exchange.work(of.exposition, num_bytes=INLINE_BYTES + 1)
@@ -153,7 +159,7 @@ class Routes:
 
     async def server_info(self, exchange: Exchange) -> None:
         """Return the configuration of the engine; with several models, of each engine, and the first one twice."""
-        told = [_facts_of(served) for served in self._models]
+        told = [_facts_of(served) for served in self._engines]
         await self._tell(exchange, told[0] if len(told) == 1 else {**told[0], "models": told})
 
     async def tell_event_sources(self, exchange: Exchange) -> None:
@@ -235,7 +241,7 @@ class Routes:
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
         """Evict every cached page. Pages in use stay."""
-        for served in self._models:
+        for served in self._engines:
             await served.forget_cached()
         await exchange.response.whole(b"")
 
@@ -304,10 +310,10 @@ def sources_told(exchange: Exchange, sources: Sequence[dict[str, Any]]) -> Any:
     return sources if form == "list" else dict(enumerate(sources))
 
 
-def _metrics_of(models: Models) -> Metrics:
+def _metrics_of(engines: Sequence[Served]) -> Metrics:
     from kvarts.openai_api.metrics import Metrics
 
-    return Metrics(models)
+    return Metrics(engines)
 
 
 def _facts_of(served: Served) -> dict[str, Any]:

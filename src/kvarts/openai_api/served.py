@@ -19,7 +19,7 @@ from kvarts.limits import MOST_COUNT, MOST_SECONDS, brief
 from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.llm.outbox import Outbox
-from kvarts.openai_api.answer import Answer, Choice
+from kvarts.openai_api.answer import Answer, Choice, ChoiceMeter
 from kvarts.openai_api.answers import Answers, ScriptedAnswer
 from kvarts.openai_api.bodies import APART
 from kvarts.openai_api.budget import Budget
@@ -39,7 +39,7 @@ from kvarts.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvarts.openai_api.media import Media
 
-__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing"]
+__all__ = ["MAX_BODY_BYTES", "Ask", "Health", "InSessions", "Limits", "Served", "Sharing", "WorkerDoor"]
 
 LATE_S = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0, 10.0)
 
@@ -108,6 +108,22 @@ class Sharing(Protocol):
         """Requests of this model that were preempted for other models."""
 
 
+class WorkerDoor(Protocol):
+    """The door of a worker of a fleet: KV that requests leave at a worker, or fetch from one."""
+
+    def check(self, asks: Sequence[Ask]) -> None:
+        """Raise ApiError for requests that the worker does not accept."""
+
+    def assign(self, index: int, ask: Ask) -> None:
+        """Send request `index`, which is about to be queued, to the worker. In the engine's thread."""
+
+    def clear_cache(self) -> None:
+        """Drop every cached page of the worker that is not in use. In the engine's thread."""
+
+    def told(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """Return `kv_transfer_params` of the answer to a request that has `asked` for them."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the requests that a server accepts.
 
@@ -151,6 +167,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     request_id: str | None = None
     own_end: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Served:
@@ -220,12 +237,18 @@ class Served:
         self.health: Health = "healthy"
         """Health of a model on a shared device: a degraded model admits nothing, a dead one has lost its requests."""
         self.sharing = sharing
+        self.transfers: WorkerDoor | None = None
+        """Of a worker of a fleet."""
+        self.make_meter: Callable[[], ChoiceMeter] | None = None
+        """Makes the meter of a choice, if that is not `meter`."""
         self.is_draining = False
         self.is_leaving = False
         """Whether /health reports a shutdown already, while requests are still accepted."""
         self.is_starting = False
         self.sleep_level = 0
         self._live: set[Choice] = set()
+        self._begun: list[tuple[_Begin, Choice]] = []
+        """Requests on their way to the engine."""
         self._idle: asyncio.Event | None = None
 
     def written(self, answer: ScriptedAnswer, budget: Budget) -> tuple[int, ...]:
@@ -341,7 +364,16 @@ class Served:
         return answer, choices
 
     def _begin(self, ask: Ask, choice: Choice) -> None:
-        self.host.loop.start(_Begin(ask, choice, self), choice)
+        # Requests of one turn of the event loop reach the engine together: waking its thread for each is expensive.
+        self._begun.append((_Begin(ask, choice, self), choice))
+        if len(self._begun) == 1:
+            asyncio.get_running_loop().call_soon(self._start_begun)
+
+    def _start_begun(self) -> None:
+        """Pass the requests that have begun to the engine, before anything else that concerns them."""
+        begun, self._begun = self._begun, []
+        if begun:
+            self.host.loop.start_all(begun)
 
     def _enter(self, ask: Ask, choice: Choice, owner: Owner, begin: Begin) -> None:
         """Begin a request, once it is its owner's turn."""
@@ -373,7 +405,9 @@ class Served:
     ) -> tuple[Answer, list[Choice]]:
         """Reserve capacity and return the Answer for requests. Raise ApiError if there is too little."""
         self.ready()
-        num_tokens = sum(len(ask.tokens) for ask in asks)
+        if self.transfers is not None:
+            self.transfers.check(asks)
+        num_tokens = sum([len(ask.tokens) for ask in asks])
         places, held = self._places, self._held_tokens
         places.resize(self.max_live)
         if len(asks) > places.room(owner.name) or num_tokens > held.room(owner.name):
@@ -390,7 +424,8 @@ class Served:
         answer.on_more = self._bound_answers
         choices = []
         for number, ask in enumerate(asks):
-            choice = Choice(answer, number, self.meter, has_logprobs=ask.params.logprobs, own_end=ask.own_end)
+            meter = self.meter if self.make_meter is None else self.make_meter()
+            choice = Choice(answer, number, meter, has_logprobs=ask.params.logprobs, own_end=ask.own_end)
             choice.owner, choice.num_held_tokens = owner.name, len(ask.tokens)
             if started_s is not None:
                 choice.started_s = started_s
@@ -420,8 +455,9 @@ class Served:
         under_way = [choice for choice in choices if not choice.is_over]
         if under_way:
             self.host.loop.post(lambda _: self._cancel(under_way))
-        for choice in choices:
-            self._leave(choice)
+        if self._gate is not None:
+            for choice in choices:
+                self._leave(choice)
         if self._idle is not None and not self._live:
             self._idle.set()
 
@@ -443,13 +479,20 @@ class Served:
                 return False
         return True
 
-    def assign(self, index: int) -> None:
-        """Assign request `index` to this model, before it is queued."""
+    def assign(self, index: int, ask: Ask) -> None:
+        """Assign request `index` to this model, or this worker, before it is queued."""
         if self.sharing is not None:
             self.sharing.assign(index)
+        if self.transfers is not None:
+            self.transfers.assign(index, ask)
+
+    def kv_transfer_params(self, asked: dict[str, Any] | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """Return the field of an answer to a request that has `asked`: what it has asked, unless workers send KV."""
+        return asked if self.transfers is None else self.transfers.told(asked, choices)
 
     def abort_all(self) -> None:
         """End all requests under way."""
+        self._start_begun()
         under_way = [choice for choice in self._live if not choice.is_over]
         for choice in under_way:
             if choice.in_session is not None:
@@ -472,7 +515,8 @@ class Served:
 
     async def forget_cached(self) -> None:
         """Evict every cached page that is not in use."""
-        await self.between_steps(lambda _: self.host.core.clear_cache())
+        clear = self.host.core.clear_cache if self.transfers is None else self.transfers.clear_cache
+        await self.between_steps(lambda _: clear())
 
     @property
     def told_health(self) -> Health:
@@ -562,8 +606,8 @@ class _Begin:
         page_size = served.host.config.page_size
 
         def make(index: int, now_ns: int) -> Request:
-            served.assign(index)
-            hints = with_parts(ask.hints, ask.hints_of_parts)
+            served.assign(index, ask)
+            hints = ask.hints if ask.hints_of_parts is None else with_parts(ask.hints, ask.hints_of_parts)
             request = Request(
                 index,
                 Content.from_tokens(

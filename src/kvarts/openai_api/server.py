@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import uvicorn
@@ -24,7 +25,7 @@ from kvarts.openai_api.models import Models
 from kvarts.reach import check_certificate, check_reach
 from kvarts.signals import asked_to_stop
 
-__all__ = ["Address", "OpenAIServer", "serve_until_signal"]
+__all__ = ["Address", "HttpDoors", "Lifecycle", "OpenAIServer", "serve_until_signal"]
 
 BACKLOG = 4096
 MAX_HEAD_BYTES = 64 * 1024
@@ -35,7 +36,9 @@ FREE_PARTS = 4096
 LEAST_PART_BYTES = 64
 """Required average size of a body's parts beyond FREE_PARTS."""
 HEAD_TIMEOUT_S = 75.0
-"""Time limit of a connection that has sent nothing, or an incomplete head."""
+"""Time limit of a connection that sends nothing between requests, or an incomplete head."""
+TIMER_S = 0.01
+"""More than the error of a timer."""
 
 UPGRADE = re.compile(rb"\r\n(?i:upgrade)[ \t]*:[^\r\n]*")
 LATE_S = 0.1
@@ -196,6 +199,8 @@ class _Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeout of the first request."""
         super().connection_made(transport)
+        self._waits_since_s: float | None = self.loop.time()
+        """Since when it waits for a head; None from there to the end of the answer."""
         self._under_way: deque[_Direct] = deque()
         """Unanswered requests in order, possibly after answered ones."""
         self._is_full = False
@@ -205,13 +210,13 @@ class _Protocol(HttpToolsProtocol):
         self._num_between_bytes = 0
         """Bytes of the body that is being read, received since its last part."""
         self._num_parts = self._num_part_bytes = 0
-        self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
+        # One timer per connection: two for each request would be a tenth of the cost of a short answer.
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify all requests; uvicorn notifies only the last one."""
         super().connection_lost(exc)
-        self._in_time.cancel()
-        self._unset_keepalive_if_required()  # uvicorn leaves the timer of a connection that was reset for 75 s
+        self._timer.cancel()
         for direct in self._under_way:
             if not direct.cycle.response_complete:
                 direct.cycle.disconnected = True
@@ -242,13 +247,13 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timeout of a head."""
         super().on_message_begin()
-        self._in_time.cancel()
-        self._in_time = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
+        self._waits_since_s = self.loop.time()
+        self._has_begun = True
 
     def on_headers_complete(self) -> None:
         """Add the extensions to the scope before the application is called."""
-        self._is_in_head = False
-        self._in_time.cancel()
+        self._is_in_head = self._has_begun = False
+        self._waits_since_s = None
         self._num_between_bytes = self._num_parts = self._num_part_bytes = 0
         if self._is_full:
             return
@@ -286,7 +291,14 @@ class _Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continue with the next request, or refuse the excess ones."""
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif not self._has_begun:
+            self._waits_since_s = self.loop.time()
         if self._is_full:
             self.flow.pause_reading()
             if not self.pipeline and self._under_way[-1].cycle.response_complete:
@@ -294,14 +306,23 @@ class _Protocol(HttpToolsProtocol):
 
     _is_in_head = True
     """Whether the next bytes belong to a head."""
+    _has_begun = False
+    """Whether a part of that head has arrived."""
 
     def _break(self, error: ApiError) -> None:
         """End a connection within a body; the rest of the body is not read."""
         self._is_full = True
         self._refuse(error)
 
-    def _too_late(self) -> None:
-        self._refuse(ApiError(408, f"a request begins within {HEAD_TIMEOUT_S:g} s"))
+    def _look(self) -> None:
+        """Close a connection that has waited too long for a head: without an error if it has had an answer."""
+        waited_s = 0.0 if self._waits_since_s is None else self.loop.time() - self._waits_since_s
+        if waited_s < HEAD_TIMEOUT_S - TIMER_S:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S - waited_s, self._look)
+        elif self._has_begun or self.cycle is None:
+            self._refuse(ApiError(408, f"a request begins within {HEAD_TIMEOUT_S:g} s"))
+        else:
+            self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
         """Close the connection with an error, or without one if an answer is incomplete."""
@@ -369,7 +390,7 @@ class OpenAIServer:
             server_header=False,
             date_header=True,
             backlog=BACKLOG,
-            timeout_keep_alive=75,
+            proxy_headers=app.logs_addresses,
             ssl_certfile=address.tls_cert,
             ssl_keyfile=address.tls_key,
         )
@@ -401,9 +422,41 @@ class OpenAIServer:
         return is_whole
 
 
+class HttpDoors(Protocol):
+    """One OpenAIServer, or several that are opened and closed together."""
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+
+    async def start(self) -> None:
+        """Start accepting connections."""
+
+    async def stop(self, drain_s: float = 30.0) -> bool:
+        """Refuse new requests, wait for those under way, and close. Return whether all of them ended normally."""
+
+
+class Lifecycle(Protocol):
+    """The models of one server, or of several."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way."""
+
+    @property
+    def most_late_ns(self) -> int:
+        """The largest delay of a mock's step."""
+
+    def set_starting(self, *, is_starting: bool) -> None:
+        """Set whether the server is still starting, and therefore refuses requests."""
+
+    def leave(self) -> None:
+        """Report a shutdown at /health; requests are still accepted."""
+
+
 async def serve_until_signal(
-    server: OpenAIServer,
-    models: Models,
+    server: HttpDoors,
+    models: Lifecycle,
     listening: Callable[[str], None],
     *,
     startup_delay_s: float = 0.0,
@@ -436,12 +489,12 @@ async def serve_until_signal(
             say("not all of them ended in time")
 
 
-async def _start_later(models: Models, delay_s: float) -> None:
+async def _start_later(models: Lifecycle, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
     models.set_starting(is_starting=False)
 
 
-async def _watch_lag(models: Models, say: Callable[[str], object]) -> None:
+async def _watch_lag(models: Lifecycle, say: Callable[[str], object]) -> None:
     """Report a mock's lag above LATE_S, and again when it has grown by half."""
     told_ns = 0
     while True:

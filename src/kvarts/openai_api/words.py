@@ -84,7 +84,15 @@ class WordTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`."""
-        return list(self.tokens(text))
+        tokens: list[int] = []
+        known = _KNOWN
+        for part in _SPLIT.findall(text):
+            token = known.get(part)
+            if token is None:
+                tokens += _tokens_of(part)
+            else:
+                tokens.append(token)
+        return tokens
 
     def tokens(self, text: str) -> Iterator[int]:
         """Iterate over the tokens of `text`."""
@@ -92,16 +100,10 @@ class WordTokenizer:
         for found in _SPLIT.finditer(text):
             part = found[0]
             token = known.get(part)
-            if token is not None:
+            if token is None:
+                yield from _tokens_of(part)
+            else:
                 yield token
-                continue
-            if not part.isascii():
-                yield from _tokens_of_characters(part)
-                continue
-            payload = part.encode()
-            for start in range(0, len(payload), 3):
-                piece = payload[start : start + 3]
-                yield _BASES[len(piece) - 1] + int.from_bytes(piece, "big")
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`."""
@@ -125,6 +127,17 @@ class WordTokenizer:
             return chr(_FIRST_CHARACTER + token - CHARACTERS).encode() if token < _END else b""
         length = 1 + (token >= PAIRS) + (token >= TRIPLES)
         return (token - _BASES[length - 1]).to_bytes(length, "big")
+
+
+def _tokens_of(part: str) -> Iterator[int]:
+    """Iterate over the tokens of a part of a text that is not a known word."""
+    if not part.isascii():
+        yield from _tokens_of_characters(part)
+        return
+    payload = part.encode()
+    for start in range(0, len(payload), 3):
+        piece = payload[start : start + 3]
+        yield _BASES[len(piece) - 1] + int.from_bytes(piece, "big")
 
 
 def _tokens_of_characters(text: str) -> Iterator[int]:

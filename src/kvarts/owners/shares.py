@@ -85,11 +85,11 @@ class Shares:
     def force(self, name: str, amount: int = 1) -> None:
         """Take `amount` units regardless of room."""
         assert amount >= 0
-        self._change(owner_of(name), amount)
+        self._change(name.partition(PARTED)[0] if PARTED in name else name, amount)
 
     def give(self, name: str, amount: int = 1) -> None:
         """Return `amount` units held by the owner."""
-        owner = owner_of(name)
+        owner = name.partition(PARTED)[0] if PARTED in name else name
         assert 0 <= amount <= self._used.get(owner, 0), (name, amount, self.used(name))
         self._change(owner, -amount)
 
@@ -108,8 +108,7 @@ class Shares:
         else:
             self._used.pop(owner, None)
         self.num_used += amount
-        kept = self._kept.get(owner) if self._kept else None
-        if kept is not None:
+        if self._kept and (kept := self._kept.get(owner)) is not None:
             self._num_kept_free += max(0, kept - used) - max(0, kept - before)
 
     def _kept_free(self, owner: str) -> int:

@@ -15,7 +15,7 @@ from kvarts.errors import ConfigError
 from kvarts.plan.commands import command_line
 from kvarts.plan.fleet_kinds import APART, FleetKind, FleetKinds, devices_of, workers_of
 from kvarts.plan.fleet_search import Fleet, FleetOutcome, FleetSearch
-from kvarts.plan.planning import Plan
+from kvarts.plan.planning import FLEET_VALUES, Plan
 from kvarts.plan.replays import share_kept
 from kvarts.plan.sweep import Processes
 from kvarts.report.words import duration
@@ -203,19 +203,7 @@ class FleetsPlan:
             "name": name,
             "what": f"{what}: {point['name']}",
             "fleet": point["name"],
-            **{
-                field: point[field]
-                for field in (
-                    "devices",
-                    "device_hours",
-                    "goodput_per_s",
-                    "goodput_per_s_per_device",
-                    "slo_ratio",
-                    "hit_ratio",
-                    "limited_by",
-                    "command",
-                )
-            },
+            **{field: point[field] for field in (*FLEET_VALUES, "limited_by", "command")},
             "keeps_slo": self._keeps(point),
             "ttft_ms_p99": point["ttft_ms"]["p99"],
             "tpot_ms_p99": point["tpot_ms"]["p99"],

@@ -31,6 +31,8 @@ COST_ERROR = 0.15
 """Relative error of costs that is assumed if the cost model gives none."""
 NINE_IN_TEN = 1.28
 """One-sided normal quantile of 0.9, in standard deviations."""
+SLOWER_WORLDS = (0.126, 0.385, 0.674, 1.036, 1.645)
+"""The middles of the upper five tenths of a normal distribution, in standard deviations."""
 
 
 def cost_error_of(cost: object) -> float:
@@ -40,6 +42,11 @@ def cost_error_of(cost: object) -> float:
     """
     error = getattr(cost, "held_out", {}).get("tpot")
     return COST_ERROR if error is None else round(min(0.9, NINE_IN_TEN * error.one_sigma), 2)
+
+
+def world_factor(cost_error: float, deviations: float) -> float:
+    """Return the factor on step times that is `deviations` standard deviations above the predicted time."""
+    return round((1.0 + cost_error) ** (deviations / NINE_IN_TEN), 4)
 
 
 class LatencyPlan:
@@ -238,7 +245,22 @@ class LatencyPlan:
                 step = self.ladder[found]
                 answer["cheapest"] = {"replicas": step.replicas, "pages": step.pages, "is_same": found == place}
             answers.append(answer)
-        return {"cost_error": self._cost_error, "answers": answers}
+        return {"cost_error": self._cost_error, "answers": answers, "worlds": self._worlds(place)}
+
+    def _worlds(self, place: int) -> dict[str, int]:
+        """Return in how many of ten equally likely worlds the recommended step keeps the SLO.
+
+        Worlds differ in the time of steps: its logarithm is normal, and exceeds 1 + `cost_error` in one of ten. In the
+        five worlds with shorter steps than predicted, the SLO is kept, as it is with the predicted ones.
+        """
+        step = self.ladder[place]
+
+        def breaks(world: int) -> bool:
+            return not self._keeps(step, cost_factor=world_factor(self._cost_error, SLOWER_WORLDS[world]))
+
+        num_slower = len(SLOWER_WORLDS)
+        kept = first_that(breaks, 0, num_slower)
+        return {"kept": num_slower + (num_slower if kept is None else kept), "of": 2 * num_slower}
 
     def _keeps(self, step: SizeOption, **changes: Any) -> bool:
         return self._share(step, **changes) >= self._slo_share

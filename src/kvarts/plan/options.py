@@ -122,7 +122,8 @@ def _by_rate(step: SizeOption, largest: Mapping[str, Any] | None) -> list[str]:
 
 
 def _by_cost(replays: Replays, sensitivity: Mapping[str, Any]) -> list[str]:
-    texts = []
+    worlds = sensitivity["worlds"]
+    texts = [f"it keeps the SLO in {worlds['kept']} of {worlds['of']} worlds, by the errors of the cost model"]
     for answer, way in zip(sensitivity["answers"], ("shorter", "longer"), strict=True):
         cheapest = answer["cheapest"]
         if cheapest is None:

@@ -30,17 +30,16 @@ __all__ = ["SLO_SHARE", "TOKEN_BYTES", "CommandLines", "NoCommands", "Plan", "ma
 SLO_SHARE = 0.99
 RATES = {"host": ("h2d", "50GB/s"), "disk": ("disk_read", "5GB/s")}
 """The channel from each tier, and the bandwidth assumed if no tier is configured."""
-OF_FLEET = (
-    "name",
+FLEET_VALUES = (
     "devices",
     "device_hours",
     "goodput_per_s",
     "goodput_per_s_per_device",
     "slo_ratio",
     "hit_ratio",
-    "on_front",
-    "command",
 )
+"""Values of a fleet that its options and the columns of a plan of fleets have."""
+OF_FLEET = ("name", *FLEET_VALUES, "on_front", "command")
 """Columns of a plan of fleets."""
 TOKEN_BYTES = 131_072
 """KV bytes per token of Llama 3.1 8B in 16 bits, assumed if there is no model."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "Snapshot", "StepPlan", "StepResult"]
+__all__ = ["Batch", "Chunk", "DecodeRows", "DraftRows", "PageScores", "Snapshot", "StepPlan", "StepResult"]
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +57,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         """Return the chunk as a cost model should see it: as if the sequence had only the tokens that it retains."""
         if self.keeps is None:
             return self
-        shift = max(0, self.start - self.keeps.sink - self.keeps.window)
+        shift = max(0, self.start - self.keeps.most_seen)
         return Chunk(
             self.start - shift,
             self.num_tokens,
@@ -160,12 +160,24 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     num_joined: int = 0
 
 
+class PageScores(msgspec.Struct, frozen=True, gc=False):
+    """The attention that tokens [start, end) of a row gave to each page of its table, [pages]: weights, summed over
+    layers, heads and those of the tokens that are observed.
+    """
+
+    row: int
+    start: int
+    end: int
+    scores: npt.NDArray[np.float32]
+
+
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """The result of a step. `duration_ns`: its duration.
 
     `tokens`: shape [max_num_seqs], the id sampled for each row that sampled one; None in virtual time. `stopped_rows`:
     rows with a token that ended its sequence. `transfer_reports`: transfers that ended since the last step. `accepted`:
     (row, number of accepted drafted tokens) for every row with any; the row's token in `tokens` follows these.
+    `attended`: for every row with tokens whose attention is scored.
     """
 
     duration_ns: int
@@ -173,3 +185,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     stopped_rows: tuple[int, ...] = ()
     transfer_reports: tuple[TransferReport, ...] = ()
     accepted: tuple[tuple[int, int], ...] = ()
+    attended: tuple[PageScores, ...] = ()

@@ -22,17 +22,14 @@ PREFILLING: Final = RequestState.PREFILLING
 
 
 class Planned:
-    """A chunk to compute in the step being planned: up to token `end`, with `num_blocks` more blocks.
+    """A chunk to compute in the step being planned: up to token `end`. `has_pages`: its pages are taken."""
 
-    `num_blocks`: -1 until they are counted.
-    """
+    __slots__ = ("end", "has_pages", "request")
 
-    __slots__ = ("end", "num_blocks", "request")
-
-    def __init__(self, request: Request, end: int, num_blocks: int) -> None:
+    def __init__(self, request: Request, end: int) -> None:
         self.request = request
         self.end = end
-        self.num_blocks = num_blocks
+        self.has_pages = False
 
 
 class Preemptor:
@@ -109,27 +106,19 @@ class Preemptor:
     def make_room(self, asker: Request, num_pages: int, now_ns: int, planned: dict[int, Planned]) -> bool:
         """Preempt until `num_pages` can be taken for a chunk of `asker`; return False if `asker` itself was preempted.
 
-        The decodes have taken their pages for this step. `planned`: chunks of this step that have not, by admission;
-        those of preempted requests are removed.
+        The decodes have taken their pages for this step. `planned`: chunks of this step that have taken theirs and are
+        not computed, by admission; those of preempted requests are removed.
         """
-        while True:
-            num_asked = num_pages + sum(self._blocks_of(chunk) for chunk in planned.values())
-            if self._can_take(num_asked) or self.others_make_way(asker, num_asked):
-                return True
+        while not self._can_take(num_pages) and not self.others_make_way(asker, num_pages):
             planned.pop(self._running.victim().admission, None)
-            if self._preempt_for(asker, num_asked, now_ns, None) is asker:
+            if self._preempt_for(asker, num_pages, now_ns, None) is asker:
                 return False
+        return True
 
     def _can_take(self, num_blocks: int) -> bool:
         """Return whether so many blocks are free; stores give up what they hold for it."""
         num_short = num_blocks - self._cache.num_free
         return num_short <= 0 or self._pages.reclaim(num_short)
-
-    def _blocks_of(self, chunk: Planned) -> int:
-        request = chunk.request
-        if chunk.num_blocks < 0 and request.holding is not None:
-            chunk.num_blocks = max(0, self._cache.num_to_run(request.holding, request.num_computed, chunk.end))
-        return max(0, chunk.num_blocks)
 
     def others_make_way(self, request: Request, num_pages: int) -> bool:
         """Return whether `num_pages` can be taken for running `request` now because other models gave way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvarts.event_log import Tell
-from kvarts.events import ChunkComputed
+from kvarts.events import ChunkComputed, ChunkPlanned
 from kvarts.kv.cache import Cache, Holding
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
@@ -68,6 +68,7 @@ class Prefill:
         "_own_pages",
         "_page_size",
         "_preemptor",
+        "_published",
         "_running",
         "_tell",
         "completing",
@@ -96,6 +97,8 @@ class Prefill:
         """Indices of requests that computed their prompt, until they are taken; None if they are not recorded."""
         self.most_tokens: int = MOST_COUNT
         """The most tokens of one request in the step being planned."""
+        self._published = -1
+        """Decodes admitted before this have published what they fill in the step being planned."""
         self._running = running
         self._cache = cache
         self._own_pages = own_pages
@@ -163,13 +166,13 @@ class Prefill:
 
         Preempt for their pages, then make findable the pages that decodes fill. A request that has to preempt itself
         ends the step for those after it. One that its own pages, or the bound of latency, keep from computing more
-        uses up the budget.
+        uses up the budget. As in vLLM, each takes its pages at its turn, also if it can be preempted in this step.
         """
         planned: dict[int, Planned] = {}
         cache, running = self._cache, self._running
         num_most = 0
         is_cut = False
-        publishes = running.num_sharing > 0
+        self._published = -1
         for request in running.chunked.copy():
             if request.admission < 0:
                 continue  # preempted for an earlier request
@@ -186,34 +189,50 @@ class Prefill:
             is_cut = is_cut or num_tokens < num_allowed
             if not num_tokens:
                 break
-            num_blocks = -1
             if request.own is None:
                 assert request.holding is not None
+                # Usually there is much more room than the next chunk can take.
+                num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
+                if planned and (cache.settles or num_most > cache.num_free):
+                    if running.is_in_order:  # those planned are certain to be computed
+                        budget -= self._compute_planned(planned, chunks)
+                    else:
+                        self._take_planned(planned)
                 if cache.settles:
                     cache.settle(request.holding, start, running.num_in_flight(request))
                     cache.count()
-                # Usually there is much more room than the next chunk can take.
-                num_most += (num_tokens // self._page_size + 2) * cache.page_blocks
                 if num_most > cache.num_free:
-                    if planned and running.is_in_order:  # those planned are certain to be computed
-                        if publishes:
-                            self.publish_filled(1)
-                            publishes = False
-                        budget -= self._compute_planned(planned, chunks)
                     num_blocks = max(0, cache.num_to_run(request.holding, start, start + num_tokens))
+                    num_decoding = running.wheel.num_decoding
                     if not self._preemptor.make_room(request, num_blocks, now_ns, planned):
                         break
-            planned[request.admission] = Planned(request, start + num_tokens, num_blocks)
-        if publishes and running.num_sharing:
-            self.publish_filled(1)  # all of them still compute, and of equal pages theirs come first
+                    budget += num_decoding - running.wheel.num_decoding
+            planned[request.admission] = Planned(request, start + num_tokens)
         budget -= self._compute_planned(planned, chunks)
+        self._publish_before(MOST_COUNT)
         return 0 if is_cut else budget
 
-    def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
-        """Compute the chunks in `planned`, and remove them; return the number of their tokens."""
-        num_tokens = 0
+    def _take_planned(self, planned: dict[int, Planned]) -> None:
+        """Take the pages of the chunks in `planned`, which a request with a later turn may withdraw."""
         for chunk in planned.values():
             request = chunk.request
+            if not chunk.has_pages and request.own is None:
+                chunk.has_pages = True
+                if self._tell is not None:
+                    self._tell(ChunkPlanned(request.index, chunk.end))
+                assert request.holding is not None
+                self._cache.take_for(request.holding, chunk.end)
+
+    def _compute_planned(self, planned: dict[int, Planned], chunks: list[Chunk]) -> int:
+        """Compute the chunks in `planned`, and remove them; return the number of their tokens.
+
+        Of equal pages, those of the request admitted first become findable first, whether a chunk or a decode fills
+        them.
+        """
+        num_tokens = 0
+        for admission, chunk in planned.items():
+            request = chunk.request
+            self._publish_before(admission)
             num_new = chunk.end - request.num_computed
             num_tokens += num_new
             self._compute(request, num_new, request.num_prompt_tokens + request.num_output_tokens, chunks)
@@ -244,17 +263,28 @@ class Prefill:
         self.completing = []
         return ended
 
-    def publish_filled(self, num_steps: int) -> None:
+    def _publish_before(self, admission: int) -> None:
+        """Make findable the pages that decodes admitted before `admission` fill in this step."""
+        first = self._published
+        if self._running.num_sharing and admission > first:
+            self._published = admission
+            self.publish_filled(1, first, admission)
+
+    def publish_filled(self, num_steps: int, first: int = -1, end: int = MOST_COUNT) -> None:
         """Make findable the pages that decodes fill in the next `num_steps` steps, if requests may find them.
 
-        Where a step is planned ahead, these are as many steps from the last one on.
+        Where a step is planned ahead, these are as many steps from the last one on. Only decodes of the admissions
+        from `first` up to `end` are considered.
         """
         wheel, cache, batch, lag = self._running.wheel, self._cache, self._batch, self._running.lag
         if cache.follows_decodes:
             assert num_steps == 1, "the cache does what a leap fills"
-            cache.publish_due()
+            if first < 0:
+                cache.publish_due()
             return
         filling = wheel.completing_page(num_steps, lag)
+        if first >= 0 or end < MOST_COUNT:
+            filling = [request for request in filling if first <= request.admission < end]
         if batch is not None and filling:
             # The token computed in this step is the one sampled in the step before.
             batch.append_all_sampled(filling, [wheel.num_computed(request) + 1 for request in filling], wheel.step)
@@ -292,8 +322,7 @@ class Prefill:
             if running.taken_off and request in running.taken_off:  # as on the wheel
                 running.taken_off.remove(request)
                 request.has_unread = True
-                if start % self._page_size == 0:
-                    self._cache.take_page(holding, start // self._page_size)
+                self._cache.take_for(holding, end)
                 self._cache.publish(holding, start)
             else:
                 self._cache.extend(holding, end, is_end=end == num_known)

@@ -398,6 +398,10 @@ class Scheduler:
             if result.stopped_rows:
                 rows = batch.requests
                 stopped = frozenset(request for row in result.stopped_rows if (request := rows[row]) is not None)
+            for attended in result.attended:
+                request = batch.requests[attended.row]
+                assert request is not None and request.own is not None, "only pages of its own are scored"
+                request.own.observe(attended.start, attended.end, attended.scores)
             if self.drafts is not None:
                 self.drafts.judge(result)
         finished = self._end_decodes(1, end_ns, stopped)

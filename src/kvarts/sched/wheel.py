@@ -227,7 +227,7 @@ class DecodeWheel:
     def _join_bounded(self, request: Request, own: OwnPages) -> None:
         keeps = own.keeps
         self.window_places.update(own.places)
-        full_step = keeps.sink + keeps.window - request.wheel_base
+        full_step = keeps.most_seen - request.wheel_base
         if full_step <= self.step:
             self._fill(keeps)
         else:
@@ -241,10 +241,10 @@ class DecodeWheel:
             self.window_places[place] -= 1
             if not self.window_places[place]:
                 del self.window_places[place]
-        full_step = keeps.sink + keeps.window - request.wheel_base
+        full_step = keeps.most_seen - request.wheel_base
         if full_step <= self.step:
             self.num_full -= 1
-            self._base_sum -= keeps.sink + keeps.window + 1
+            self._base_sum -= keeps.most_seen + 1
         else:
             self._num_growing -= 1
             self._base_sum -= request.wheel_base
@@ -254,4 +254,4 @@ class DecodeWheel:
     def _fill(self, keeps: SinkWindow) -> None:
         """Count a bounded request as full: from now on it sees a constant number of tokens, its own included."""
         self.num_full += 1
-        self._base_sum += keeps.sink + keeps.window + 1
+        self._base_sum += keeps.most_seen + 1

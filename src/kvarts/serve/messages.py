@@ -123,7 +123,7 @@ def settings_of(request: added.CreateSessionRequest, defaults: SessionSettings) 
     """Return `defaults` with the settings of a request. Raise ConfigError for a value out of range."""
     changes: dict[str, Any] = {
         name: getattr(request, name)
-        for name in ("sink", "window", "positions", "past_max_positions", "retention", "ttl_s")
+        for name in ("sink", "window", "positions", "past_max_positions", "retention", "ttl_s", "keep", "heavy")
         if request.HasField(name)
     }
     # A message cannot hold None: 0, which is otherwise out of range, stands for it.

@@ -55,7 +55,7 @@ class AppendTurn:
         assert self._request is not None
         self._turns.end(self._session, self._request)
         if completion.error is not None:
-            self._done(RequestFailedError(completion.error))
+            self._done(RequestFailedError(completion.error, asked=completion.error_field))
         else:
             self._done(CancelledError() if completion.finish_reason == "cancelled" else None)
 
@@ -148,7 +148,7 @@ class GenerationTurn:
             logprobs = Logprobs(list(completion.logprobs), list(completion.top_logprobs))
         self._send(list(tokens), logprobs)
         if completion.error is not None:
-            self._finish(RequestFailedError(completion.error))
+            self._finish(RequestFailedError(completion.error, asked=completion.error_field))
             return
         reason = {"stop": StopReason.EOS, "length": StopReason.MAX_TOKENS, "cancelled": StopReason.CANCELLED}[
             completion.finish_reason

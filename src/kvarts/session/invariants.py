@@ -32,8 +32,6 @@ def _count(slots: PageSlots, table: SessionTable, page_size: int, num_computed: 
     held = slots.positions(table.page_ids)
     if not held.size:
         return 0
-    places = np.arange(held.size).reshape(held.shape)
-    expected = places + np.where(places < table.num_sink_pages * page_size, 0, table.num_dropped * page_size)
-    retained = table.retained
-    seen = (expected < retained.sink_seen(num_computed)) | (expected >= retained.first_seen(num_computed))
+    expected = table.page_numbers()[:, None] * page_size + np.arange(page_size)
+    seen = table.retained.sees(expected, num_computed)
     return int(np.count_nonzero((held == expected) & seen & (expected < num_computed)))

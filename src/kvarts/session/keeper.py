@@ -172,6 +172,8 @@ class Keeper:
         pages = session.pages
         if pages is None or session.request is not None or not session.num_computed or not self._table.has(session):
             return None
+        if pages.keeps.is_scored:  # which pages are kept depends on scores, which are computed again with the tokens
+            return None
         tokens = np.frombuffer(session.content.tokens(0, session.num_computed).tobytes(), np.uint64)
         header = CheckpointHeader(
             session_id=session.session_id,

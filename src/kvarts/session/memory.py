@@ -40,6 +40,10 @@ class SessionMemory:
     def open(self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom) -> SessionPages:
         """Return an empty set of pages for a session. Raise ConfigError as `most_pages` does."""
         if self._groups is None:
-            return SessionPages(keeps, reserve, room)
+            if not keeps.is_scored:
+                return SessionPages(keeps, reserve, room)
+            from kvarts.session.heavy_table import HeavyTable  # which imports NumPy: a replay has no such sessions
+
+            return SessionPages(keeps, reserve, room, make_table=HeavyTable)
         kept = retained_by_group(self._groups, keeps)
         return SessionPages(keeps, reserve, room, [one for one, num_blocks in kept for _ in range(num_blocks)])

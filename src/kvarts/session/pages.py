@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvarts.kv.pool import PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import PageTable, SinkWindow
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["ChunkRoom", "Retained", "SessionPages", "SessionTable", "TableLayout"]
 
@@ -32,6 +36,9 @@ class Retained(Protocol):
 
     def sink_seen(self, position: int) -> int:
         """Return how many tokens of the sink are kept for the token at `position` and later ones."""
+
+    def sees(self, positions: Any, num_tokens: int) -> Any:
+        """Return, elementwise, whether a token after the first `num_tokens` can see `positions` of held pages."""
 
     def num_retained(self, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens are kept for later ones."""
@@ -95,8 +102,34 @@ class SessionTable:
         """The pages that it holds, in order of position."""
         return self._page_ids
 
+    def page_numbers(self) -> npt.NDArray[np.int64]:
+        """Return the numbers of the pages that it holds, in the history."""
+        import numpy as np  # not imported for a replay
+
+        places = np.arange(len(self._page_ids))
+        return places + np.where(places < self.num_sink_pages, 0, self.num_dropped)
+
+    def seen(self, rotates_late: bool) -> SinkWindow:
+        """Return the tokens that layers see from here on, by their places in the table."""
+        return SinkWindow(self.retained.sink if self.num_sink_pages else 0, self.retained.window, rotates_late)
+
+    def observe(self, start: int, end: int, scores: npt.NDArray[np.float32]) -> None:
+        """Ignore scores: which pages stay depends on positions only."""
+
+    def most_tokens(self, start: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens from `start` on may be computed in one step."""
+        return num_tokens
+
     def settle(self, position: int) -> bool:
         """Drop pages that no token at `position` or later can see; return whether there were any."""
+        has_dropped = self._drop(position)
+        if self._num_borrowed:
+            num_borrowed = max(0, len(self._page_ids) - self._most_pages)
+            self._room.num_used -= self._num_borrowed - num_borrowed
+            self._num_borrowed = num_borrowed
+        return has_dropped
+
+    def _drop(self, position: int) -> bool:
         loses_sink = self.num_sink_pages > 0 and not self.retained.sink_seen(position)
         if loses_sink:
             self._drop_sink()
@@ -107,10 +140,6 @@ class SessionTable:
                 self._reserve.release(page_id)
             del self._page_ids[first : first + num_dropped]
             self.num_dropped += num_dropped
-        if self._num_borrowed:
-            num_borrowed = max(0, len(self._page_ids) - self._most_pages)
-            self._room.num_used -= self._num_borrowed - num_borrowed
-            self._num_borrowed = num_borrowed
         return loses_sink or num_dropped > 0
 
     def _drop_sink(self) -> None:
@@ -177,12 +206,16 @@ class SessionTable:
     def fork(self) -> SessionTable:
         """Return a table that shares these pages, between steps."""
         other = copy(self)
-        other._page_ids = list(self._page_ids)
-        other._copies = []
-        other._num_borrowed = 0
+        other._share(self)
+        return other
+
+    def _share(self, other: SessionTable) -> None:
+        """Share the pages of `other`, of which this is a copy."""
+        self._page_ids = list(other._page_ids)
+        self._copies = []
+        self._num_borrowed = 0
         for page_id in self._page_ids:
             self._reserve.share(page_id)
-        return other
 
     def layout(self) -> TableLayout:
         """Return the layout of the pages, for `restore`."""
@@ -207,14 +240,19 @@ class SessionPages:
     """OwnPages of a session with a sink and a window. Methods other than those of OwnPages are called between steps.
 
     `retained`: the tokens retained by each page table, one table per block of a page; by default, a single table that
-    retains the same as the session. The tables of one KV group have the same pages.
+    retains the same as the session. The tables of one KV group have the same pages. `make_table`: makes these tables.
     """
 
     def __init__(
-        self, keeps: SinkWindow, reserve: PageReserve, room: ChunkRoom, retained: Sequence[Retained] | None = None
+        self,
+        keeps: SinkWindow,
+        reserve: PageReserve,
+        room: ChunkRoom,
+        retained: Sequence[Retained] | None = None,
+        make_table: Callable[[Any, PageReserve, ChunkRoom], SessionTable] = SessionTable,
     ) -> None:
         self.keeps = keeps
-        self.tables = [SessionTable(one, reserve, room) for one in ((keeps,) if retained is None else retained)]
+        self.tables = [make_table(one, reserve, room) for one in ((keeps,) if retained is None else retained)]
         self.places = set().union(*(table.retained.places(room.page_size) for table in self.tables))
         """The offsets in a page at which a token no longer needs a page that the previous token needed."""
         self._room = room
@@ -235,7 +273,7 @@ class SessionPages:
                 tuple(table.page_ids),
                 table.num_dropped,
                 table.num_sink_pages,
-                SinkWindow(table.retained.sink if table.num_sink_pages else 0, table.retained.window, late),
+                table.seen(late),
             )
             for table in self.tables
         )
@@ -249,7 +287,12 @@ class SessionPages:
 
     def most_tokens(self, start: int, num_tokens: int) -> int:
         """Return how many of `num_tokens` tokens may be computed in this step."""
-        return min(num_tokens, self._room.most_tokens)
+        return min(self._room.most_tokens, *(table.most_tokens(start, num_tokens) for table in self.tables))
+
+    def observe(self, start: int, end: int, scores: npt.NDArray[np.float32]) -> None:
+        """Add the attention that tokens [start, end) gave to each of the pages."""
+        for table in self.tables:
+            table.observe(start, end, scores)
 
     def grow(self, start: int, end: int) -> bool:
         """Make tokens [start, end) writable in every table; return whether that took a page."""

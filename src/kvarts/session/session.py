@@ -81,7 +81,8 @@ class Session:
     @property
     def num_retained(self) -> int:
         """The number of tokens with KV that a later token can see."""
-        return self.settings.num_retained(self.num_computed)
+        retained = self.settings if self.pages is None else self.pages.keeps
+        return retained.num_retained(self.num_computed)
 
     def __repr__(self) -> str:
         return f"Session({self.session_id[:8]}, {self.state}, {self.num_computed} of {self.history_length} computed)"

@@ -256,9 +256,8 @@ class Sessions:
                     )
                 if not self._table.can_shorten(session, length):
                     raise SessionNotReadyError(
-                        f"tokens that token {length} would see were dropped: the session keeps the first "
-                        f"{session.settings.sink} and the last {session.settings.window} of "
-                        f"{session.history_length}",
+                        f"tokens that token {length} would see were dropped: the session keeps "
+                        f"{session.settings.kept_words} of {session.history_length}",
                         field="length",
                         hint="Roll back less far, or fork before.",
                     )

@@ -10,6 +10,7 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.kv.heavy_pages import HeavyPages
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.llm.host import ModelHost
 from kvarts.llm.text import Generation
@@ -297,7 +298,7 @@ class SessionTable:
             self.host.rotation.enable()
         if settings.window is None:
             return None
-        return SinkWindow(settings.sink, settings.window, rotates_late=settings.positions == "cache")
+        return keeps_of(settings, self.host)
 
     def _num_wanted(self, keeps: SinkWindow | None) -> int:
         """Return the number of pages by which the reserve must grow for one more session."""
@@ -406,6 +407,27 @@ def memory_of(host: ModelHost) -> SessionMemory:
     return SessionMemory(num_pages if groups is None else groups.num_blocks(num_pages), page_size, groups)
 
 
+def keeps_of(settings: SessionSettings, host: ModelHost) -> SinkWindow:
+    """Return what a bounded session retains. Raise ConfigError for what the model cannot choose."""
+    assert settings.window is not None
+    if not settings.heavy:
+        return SinkWindow(settings.sink, settings.window, rotates_late=settings.positions == "cache")
+    if not host.scores_attention:
+        raise ConfigError(
+            f"{settings.keep!r} needs a real model in which all layers attend to all tokens",
+            field="keep",
+            hint="Leave keep and heavy out.",
+        )
+    page_size = host.config.page_size
+    return HeavyPages(
+        settings.sink,
+        settings.window,
+        num_heavy=-(-settings.heavy // page_size),
+        keep=settings.keep,
+        page_size=page_size,
+    )
+
+
 def check_settings(config: SessionsConfig, host: ModelHost) -> None:
     """Raise ConfigError if no session with default settings fits, or a limit in bytes cannot be converted to pages."""
     settings = config.defaults
@@ -420,7 +442,7 @@ def check_settings(config: SessionsConfig, host: ModelHost) -> None:
             raise _needs_host_memory()
         return
     memory = memory_of(host)
-    num_wanted = memory.most_pages(SinkWindow(settings.sink, settings.window))
+    num_wanted = memory.most_pages(keeps_of(settings, host))
     num_wanted += memory.room(config.chunk_tokens).num_pages
     total = memory.total if config.max_pages is None else min(memory.total, config.max_pages)
     if num_wanted > total:

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_ENDS",
     "MAX_LABEL_CHARS",
     "Done",
+    "Keep",
     "Positions",
     "Retention",
     "SessionCounts",
@@ -29,6 +30,7 @@ __all__ = [
 
 Positions = Literal["global", "cache"]
 Retention = Literal["pin", "cache", "host"]
+Keep = Literal["window", "h2o", "snapkv"]
 
 
 MAX_LABEL_CHARS = 256
@@ -50,6 +52,10 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     positions q < p with q < sink or q >= p - window. A `window` of None keeps everything; `retention` is then where the
     pages are between turns: pinned, in the prefix cache, or in host memory.
 
+    `keep`: `h2o` or `snapkv` also keeps the pages of `heavy` more tokens between sink and window: those to which most
+    attention was paid (kvarts.kv.heavy_pages); sink and window are then whole pages, and the window advances every 64
+    tokens.
+
     `positions`: `global` counts from the beginning of the history, and equals plain attention until the first token is
     dropped; `cache` counts places among the retained tokens, so that a session never leaves the positions that the
     model was trained for. `past_max_positions`: with global positions, continue beyond the model's
@@ -69,6 +75,8 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ttl_s: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     label: str = ""
+    keep: Keep = "window"
+    heavy: int = 0
 
     def __post_init__(self) -> None:
         check_whole(self.sink, "sink", least=0, most=MOST_UINT32)
@@ -78,6 +86,21 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"must be 'global' or 'cache', got {self.positions!r}", field="positions")
         if self.positions == "cache" and self.window is None:
             raise ConfigError("'cache' needs a window: an unbounded session drops no tokens", field="positions")
+        if self.keep not in ("window", "h2o", "snapkv"):
+            raise ConfigError(f"must be 'window', 'h2o' or 'snapkv', got {self.keep!r}", field="keep")
+        check_whole(self.heavy, "heavy", least=0, most=MOST_UINT32)
+        if (self.keep == "window") != (not self.heavy):
+            raise ConfigError(
+                f"is {self.heavy}, and pages are kept by {self.keep}",
+                field="heavy",
+                hint="Give heavy, in tokens, together with keep h2o or snapkv.",
+            )
+        if self.heavy and self.window is None:
+            raise ConfigError(f"{self.keep!r} needs a window: an unbounded session drops no tokens", field="keep")
+        if self.heavy and self.positions == "cache":
+            raise ConfigError(
+                f"{self.keep!r} does not go with positions of the cache", field="keep", hint="Leave positions global."
+            )
         if self.retention not in ("pin", "cache", "host"):
             raise ConfigError(f"must be 'pin', 'cache' or 'host', got {self.retention!r}", field="retention")
         if self.ttl_s is not None:
@@ -86,8 +109,14 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if len(self.eos_token_ids) > MAX_ENDS:
             raise ConfigError(f"has {len(self.eos_token_ids)} ids, and {MAX_ENDS} at most", field="eos_token_ids")
 
+    @property
+    def kept_words(self) -> str:
+        """The retained tokens, for messages."""
+        ends = f"the first {self.sink} and the last {self.window}"
+        return ends if not self.heavy else f"{ends}, and {self.heavy} chosen by {self.keep}"
+
     def num_retained(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens are retained."""
+        """Return how many of the first `num_tokens` tokens are retained; with `heavy`, without these."""
         return num_tokens if self.window is None else min(num_tokens, self.sink + self.window)
 
 

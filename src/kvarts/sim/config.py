@@ -563,6 +563,8 @@ LATER_FIELDS = (
     "fp4_bandwidth",
     "eager_layer_us",
     "eager_expert_layer_us",
+    "attention_compute",
+    "sparse_layer_us",
 )
 """Fields of a RooflineCost that a report names only where they differ from their defaults."""
 

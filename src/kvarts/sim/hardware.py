@@ -109,7 +109,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     expert_parallel: Annotated[
         AtLeastOne,
         setting(
-            "1, or the N devices of all ranks, which divide whole experts; steps take as long.",
+            "1, or the N devices of all ranks, which divide whole experts.",
             metavar="N",
         ),
     ] = 1
@@ -216,7 +216,7 @@ def place(model: ModelSettings, on: DeviceSettings, cost: CostSpec | None) -> Pl
         if cost is None:
             cost = RooflineCost(**facts)
         elif isinstance(cost, RooflineCost):
-            cost = msgspec.structs.replace(cost, **facts)
+            cost = cost.placed(**facts)
     except ConfigError as error:
         field = (error.field or "").removeprefix("cost.")
         raise ConfigError(error.what, hint=error.hint, path=error.path, field=field or None) from error

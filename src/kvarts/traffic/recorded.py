@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.hints import Hints
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
+from kvarts.traffic.trace_request import DirectRequest
 
 __all__ = ["RecordedRow", "load_recorded", "recorded_trace"]
 
@@ -20,6 +22,8 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     A request that was refused because its pages could never fit generated nothing; its `num_output_tokens` is the
     number it asked for, so that a replay refuses it too. `began_ns`: start of the run, in runs that have other records.
+    `cancel_after_ns`: time after arrival at which its client gave it up, of a run on a fleet: `output` then has the
+    tokens that would have followed, too. `worker`, `is_left`, `fetches`: see DirectRequest; the last is a line, from 0.
     """
 
     arrival_ns: int
@@ -33,6 +37,10 @@ class RecordedRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str | None = None
     ended: str = "finished"
     began_ns: int | msgspec.UnsetType = msgspec.UNSET
+    cancel_after_ns: int | msgspec.UnsetType = msgspec.UNSET
+    worker: int | msgspec.UnsetType = msgspec.UNSET
+    is_left: bool | msgspec.UnsetType = msgspec.UNSET
+    fetches: int | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False) -> Trace:
@@ -44,7 +52,7 @@ def load_recorded(path: Path | str | TraceFile, *, skip_bad_lines: bool = False)
     for number, line in file.records():
         try:
             row = decoder.decode(line)
-            _request(0, row, 0)
+            _request(0, row, 0, {})
         except (msgspec.DecodeError, ConfigError) as error:
             if not skip_bad_lines:
                 what, field = parts_of(error)
@@ -68,7 +76,8 @@ def recorded_trace(
     if began_ns is None and rows and isinstance(rows[0].began_ns, int):
         first_ns = rows[0].began_ns
     kept = [row for row in rows if row.num_output_tokens]
-    requests = [_request(index, row, first_ns) for index, row in enumerate(kept)]
+    places = {line: index for index, line in enumerate(line for line, row in enumerate(rows) if row.num_output_tokens)}
+    requests = [_request(index, row, first_ns, places) for index, row in enumerate(kept)]
     requests.sort(key=lambda request: request.arrival_ns)
     return Trace(
         requests,
@@ -79,8 +88,13 @@ def recorded_trace(
     )
 
 
-def _request(index: int, row: RecordedRow, first_ns: int) -> TraceRequest:
+def _request(index: int, row: RecordedRow, first_ns: int, places: Mapping[int, int]) -> TraceRequest:
+    """Return row `index` of a trace. `places`: the rows of the lines of the file."""
     is_whole = len(row.output) == row.num_output_tokens
+    direct = None
+    if isinstance(row.worker, int):
+        fetches = places.get(row.fetches) if isinstance(row.fetches, int) else None
+        direct = DirectRequest(row.worker, row.is_left is True, fetches)
     return TraceRequest(
         index,
         row.arrival_ns - first_ns,
@@ -91,5 +105,7 @@ def _request(index: int, row: RecordedRow, first_ns: int) -> TraceRequest:
         row.priority,
         request_id=row.request_id,
         tenant=row.tenant,
+        cancel_after_ns=row.cancel_after_ns if isinstance(row.cancel_after_ns, int) else None,
         hints=row.hints if isinstance(row.hints, Hints) else None,
+        direct=direct,
     )

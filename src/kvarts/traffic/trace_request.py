@@ -6,7 +6,7 @@ import msgspec
 
 from kvarts.hints import Hints
 
-__all__ = ["After", "TraceRequest", "Units"]
+__all__ = ["After", "DirectRequest", "TraceRequest", "Units"]
 
 Units = bytes | tuple[range, ...]
 """Ids of 8 bytes each, or ranges of token ids that are expanded only while the request is alive."""
@@ -21,6 +21,18 @@ class After(msgspec.Struct, frozen=True, gc=False):
     row: int
     delay_ns: int = 0
     of_arrival: bool = False
+
+
+class DirectRequest(msgspec.Struct, frozen=True, gc=False):
+    """The worker of a fleet to which a client sent a request, past the routers.
+
+    `is_left`: the worker only computes the prompt, and holds its pages for a request that fetches them. `fetches`: the
+    row of such a request, whose pages this one continues with.
+    """
+
+    worker: int
+    is_left: bool = False
+    fetches: int | None = None
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
@@ -49,3 +61,4 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     answered_units: bytes | None = None
     """Units of the prompt and its answer, if a later prompt reveals them; later prompts can then hit them."""
     hints: Hints | None = None
+    direct: DirectRequest | None = None

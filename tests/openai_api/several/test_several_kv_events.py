@@ -133,7 +133,7 @@ def test_ports_that_two_models_would_have_are_refused(run_command: Run, capsys: 
     events = ("--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-replay", f"tcp://127.0.0.1:{port + 1}")
     assert run_command("mock", *MODELS, *events, "--port", "0") == 2
     said = capsys.readouterr().err
-    assert "would be of two models: each has the next port" in said and "further apart" in said
+    assert "would be of two engines: each has the next port" in said and "further apart" in said
 
 
 @pytest.mark.parametrize(

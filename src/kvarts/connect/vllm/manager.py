@@ -40,32 +40,40 @@ class Path:
     """The keys that one request looked up or stored, ordered by their positions."""
 
     def __init__(self) -> None:
-        self.known: set[bytes] = set()
+        self.known: dict[bytes, int] = {}
+        """The position in the sequence at which vLLM states that each key ends."""
         self.reads = Reads()
         self._keys: list[bytes] = []
-        self._places: list[tuple[int, bytes]] = []
+        self._last = 0
         self._is_sorted = True
 
     def add(self, keys: Iterable[bytes], context: Any) -> None:
-        """Add keys, with the position in the sequence at which vLLM states that each ends."""
-        known, places = self.known, self._places
+        """Add keys of the request of `context`."""
+        known = self.known
         for key in keys:
             if key not in known:
-                known.add(key)
-                place = context.get_offload_key_position(key) or 0
+                place = known[key] = context.get_offload_key_position(key) or 0
                 # Keys arrive in order, except those of windows, which are looked up from the last.
-                self._is_sorted = self._is_sorted and (not places or places[-1][0] <= place)
-                places.append((place, key))
+                if place < self._last:
+                    self._is_sorted = False
+                self._last = place
                 self._keys.append(key)
 
     @property
     def keys(self) -> list[bytes]:
         """The keys in the order of their positions."""
         if not self._is_sorted:
-            self._places.sort()
-            self._keys = [key for _, key in self._places]
+            self._keys = self.sorted(self._keys)
+            self._last = self.known[self._keys[-1]]
             self._is_sorted = True
         return self._keys
+
+    def sorted(self, keys: Collection[bytes]) -> list[bytes]:
+        """Return known `keys` in the order of their positions, each group's in turn."""
+        if len(keys) < 2:
+            return list(keys)
+        known = self.known
+        return sorted(keys, key=lambda key: (known[key], key))
 
 
 class KvartsManager(OffloadingManager):  # type: ignore[misc]
@@ -104,17 +112,19 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
     @override
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         path = self._path(req_context, keys)
-        placed = self.store.prepare_store(list(keys), path.keys)
+        placed = self.store.prepare_store(list(keys), path.keys, path.known)
         if placed is None:
             return None
         places, evicted = placed
-        self._note(evicted, removed=True)
+        if evicted:
+            self._note(evicted, removed=True)
         return PrepareStoreOutput(list(places), HostPlaces(list(places.values())), evicted)
 
     @override
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        path = self._path(req_context, ())
-        self._note(self.store.complete_store(keys, path.keys, is_stored=success), removed=False)
+        path = self._path(req_context, keys)
+        done = self.store.complete_store(path.sorted(keys), path.keys, path.known, is_stored=success)
+        self._note(done, removed=False)
 
     @override
     def on_request_finished(self, req_context: Any) -> None:

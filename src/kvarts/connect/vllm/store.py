@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -113,33 +113,41 @@ class KeyStore:
         return KeyState.COMING
 
     def prepare_store(
-        self, keys: Sequence[bytes], path: Sequence[bytes]
+        self, keys: Sequence[bytes], path: Sequence[bytes], known: Container[bytes]
     ) -> tuple[dict[bytes, int], list[bytes]] | None:
         """Allocate places for those of `keys` that are not stored; return these, and the evicted keys. None: no room.
 
-        `path`: the known keys of the sequence, in the order of its prefix.
+        `path`: the known keys of the sequence, in the order of its prefix. `known`: the same keys, to look them up.
         """
-        self.poll()
-        self.touch(path)
-        missing = [key for key in keys if self.host.state(key) is KeyState.MISSING]
-        places, evicted = self.host.place(missing, frozenset(path))
+        host = self.host
+        if self.files is not None:
+            self.poll()
+            self.files.touch(path)
+        num_refused = host.num_refused
+        places, evicted = host.place(keys, known, path)
         self.counts.evicted += len(evicted)
-        self.counts.refused += len(missing) - len(places)
-        return None if missing and not places else (places, evicted)
+        num_refused = host.num_refused - num_refused
+        self.counts.refused += num_refused
+        return None if num_refused and not places else (places, evicted)
 
-    def complete_store(self, keys: Collection[bytes], path: Sequence[bytes], *, is_stored: bool = True) -> list[bytes]:
-        """End a store, and begin to write its pages to files; return the keys that are now stored."""
-        wanted = set(keys)
-        done = [key for key in path if key in wanted]
-        done = [key for key in done if self.host.state(key) is KeyState.COMING and key not in self._reading]
-        self.host.settle(done, is_stored=is_stored)
-        if is_stored:
-            self.counts.stored += len(done)
-            protected = frozenset(path)
+    def complete_store(
+        self, keys: Iterable[bytes], path: Sequence[bytes], known: Container[bytes], *, is_stored: bool = True
+    ) -> list[bytes]:
+        """End a store, and begin to write its pages to files; return the keys that are now stored.
+
+        `keys`: in the order of their prefix. `path`, `known`: as of `prepare_store`.
+        """
+        if self._reading:
+            keys = [key for key in keys if key not in self._reading]
+        done = self.host.settle(keys, is_stored=is_stored)
+        if not is_stored:
+            return []
+        self.counts.stored += len(done)
+        if self.files is not None:
             for key in done:
-                self._write(key, protected)
-            self.touch(path)
-        return done if is_stored else []
+                self._write(key, known)
+            self.files.touch(path)
+        return done
 
     def prepare_load(self, keys: Sequence[bytes], reads: Reads) -> list[int]:
         """Pin `keys`, which `lookup` found in this step; return their places."""

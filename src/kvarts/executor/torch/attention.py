@@ -17,9 +17,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from kvarts.executor.flat_batch import Observed
+from kvarts.executor.torch.latent import LatentShape, find_latent
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionMetadata, AttentionParams
 from kvarts.executor.torch.pools import KVPools
 
@@ -32,6 +36,7 @@ __all__ = [
     "is_attending",
     "paged_attention",
     "register",
+    "takes_latents",
 ]
 
 ATTENTION = "kvarts_paged"
@@ -42,6 +47,7 @@ class AttentionCall(msgspec.Struct):
     """A model's call of attention, as transformers passes it. `number`: the call's index in its forward pass, from 0.
 
     `query` [1, heads, tokens, head_dim], `key` [1, kv_heads, tokens, head_dim], `value` [1, kv_heads, tokens, any].
+    `latent`: set if keys and values are both the latents, of one head.
     """
 
     number: int
@@ -51,6 +57,7 @@ class AttentionCall(msgspec.Struct):
     value: torch.Tensor
     mask: Any
     keywords: dict[str, Any]
+    latent: LatentShape | None = None
 
     def params(self, window: int | None) -> AttentionParams:
         """Return the parameters of attention from the known keywords; `window`: the last tokens attended to, None for
@@ -68,6 +75,8 @@ class AttentionCall(msgspec.Struct):
         sum.
         """
         queries, keys, values = (states[0].transpose(0, 1) for states in (self.query, self.key, self.value))
+        if self.latent is not None:
+            return self.latent.absorbed(self.module, queries), keys, values
         missing = values.shape[-1] - keys.shape[-1]
         if missing > 0:
             queries, keys = pad(queries, (0, missing)), pad(keys, (0, missing))
@@ -75,9 +84,18 @@ class AttentionCall(msgspec.Struct):
             values = pad(values, (0, -missing))
         return queries, keys, values
 
+    def unpacked(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output for the model, given that of attention to what `packed` returned."""
+        if self.latent is not None:
+            return self.latent.expanded(self.module, attended)
+        return attended[..., : self.value.shape[-1]]
+
 
 class Attention(Protocol):
     """Attention as called by a model's layers."""
+
+    keeps_latents: bool
+    """Whether layers with latents pass these instead of keys and values."""
 
     def called(self, call: AttentionCall) -> torch.Tensor:
         """Return the output of attention, as [tokens, heads, value size]."""
@@ -105,6 +123,11 @@ def attending(attention: Attention) -> Iterator[None]:
         _thread.attention, _thread.num_calls = before
 
 
+def takes_latents() -> bool:
+    """Return whether this thread runs models with an Attention that keeps latents."""
+    return _thread.attention is not None and _thread.attention.keeps_latents
+
+
 def is_attending() -> bool:
     """Return whether this thread runs models with an Attention of `attending`."""
     return _thread.attention is not None
@@ -122,8 +145,10 @@ class PagedAttention:
         self._pools = pools
         self._backends = tuple(backends)
         self._tables = (0,) * len(pools.layers) if tables is None else tuple(tables)
+        self.keeps_latents = any(layer.is_latent for layer in pools.layers)
         self._slots: list[torch.Tensor] = []
         self._step: Sequence[AttentionMetadata] | None = None
+        self._observing: list[_Observing] = []
 
     def is_at(self, every: Sequence[AttentionMetadata]) -> bool:
         """Return whether the last `begin` was for `every`."""
@@ -134,17 +159,18 @@ class PagedAttention:
         """Whether sequences may retain a sink and a window."""
         return all(backend.reads_sinks for backend in self._backends)
 
-    def begin(self, every: Sequence[AttentionMetadata]) -> None:
-        """Prepare for the step that `every` describes, one entry per page table."""
+    def begin(self, every: Sequence[AttentionMetadata], observed: Sequence[Observed] = ()) -> None:
+        """Prepare for the step that `every` describes, one entry per page table. `observed`: what is to be scored."""
         self._step = every
         self._slots = [metadata.slots for metadata in every]
+        self._observing = [_Observing(self._pools, one) for one in observed]
         for backend, metadata in zip(self._backends, every, strict=True):
             backend.begin(metadata)
 
     def called(self, call: AttentionCall) -> torch.Tensor:
         """Attend for a layer, with the window that was found when the model was examined."""
         params = call.params(self._pools.layers[call.number].window)
-        return self.attend(call.number, *call.packed(), params)[..., : call.value.shape[-1]]
+        return call.unpacked(self.attend(call.number, *call.packed(), params))
 
     def mask(self, **_: Any) -> None:
         """Return no mask: the masks of transformers assume one sequence per row, and a step has many in one row."""
@@ -159,7 +185,38 @@ class PagedAttention:
         table = self._tables[layer]
         if self._pools.layers[layer].owner == layer:
             self._pools.write(layer, self._slots[table], keys, values)
+        for observing in self._observing:
+            observing.add(layer, queries, params)
         return self._backends[table].forward(layer, queries, params)
+
+    def scores(self) -> list[npt.NDArray[np.float32]]:
+        """Return the scores of the pages of each of the sequences that were observed in the step, [pages]."""
+        return [observing.scores.cpu().numpy() for observing in self._observing]
+
+
+class _Observing:
+    """Owner of the scores of the pages of one sequence in a step, summed over layers, heads and observed tokens."""
+
+    def __init__(self, pools: KVPools, observed: Observed) -> None:
+        self._pools = pools
+        self._tokens = slice(observed.first, observed.last)
+        self._page_ids = torch.from_numpy(observed.page_ids).to(pools.device)
+        places = torch.arange(len(observed.page_ids) * pools.page_size)
+        self._is_later = (places > torch.from_numpy(observed.places)[:, None]).to(pools.device)
+        self.scores = torch.zeros(len(observed.page_ids), device=pools.device)
+
+    def add(self, layer: int, queries: torch.Tensor, params: AttentionParams) -> None:
+        """Add the weights of one layer. `queries`: those of the whole batch."""
+        pools = self._pools
+        keys = pools.decoded(layer, pools.keys[layer][self._page_ids]).flatten(0, 1).transpose(0, 1)
+        mine = queries[self._tokens].transpose(0, 1)  # [heads, tokens, head_dim]
+        of_heads = mine.reshape(len(keys), -1, mine.shape[-1]).float()
+        logits = (of_heads @ keys.float().transpose(-1, -2)) * params.scaling
+        if params.softcap is not None:
+            logits = torch.tanh(logits / params.softcap) * params.softcap
+        logits = logits.view(len(keys), -1, *self._is_later.shape).masked_fill(self._is_later, float("-inf"))
+        weights = torch.softmax(logits, dim=-1).sum(dim=(0, 1, 2))
+        self.scores += weights.view(len(self.scores), -1).sum(dim=-1)
 
 
 def paged_attention(
@@ -176,7 +233,8 @@ def paged_attention(
         raise RuntimeError("a model that attends through pages runs in an LLM only; set another attention before this")
     number = _thread.num_calls
     _thread.num_calls += 1
-    read = attention.called(AttentionCall(number, module, query, key, value, attention_mask, keywords))
+    latent = find_latent(module) if attention.keeps_latents else None
+    read = attention.called(AttentionCall(number, module, query, key, value, attention_mask, keywords, latent))
     return read[None], None
 
 

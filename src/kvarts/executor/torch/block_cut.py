@@ -78,7 +78,9 @@ def cut_blocks(
     unit = lcm(*(group.numbers for group in groups if block % group.numbers == 0))
     if any(group.numbers > block for group in groups):
         unit = block
-    parts = [_part_group(group, dtype) for group in groups]
+    num_tensors = {layer.num_tensors for layer in layers}
+    assert len(num_tensors) == 1, "either all layers keep latents, or none"
+    parts = [_part_group(group, dtype, max(num_tensors)) for group in groups]
     if states:
         parts.append(_state_group(states, gcd(*(part.part_bytes for part in parts))))
     memory = GroupMemory(tuple(parts), keeps, divisor)
@@ -133,15 +135,15 @@ def _divisor(groups: Sequence[_Group], page_size: int, largest: int) -> int:
     )
 
 
-def _part_group(group: _Group, dtype: torch.dtype) -> PartGroup:
+def _part_group(group: _Group, dtype: torch.dtype, num_tensors: int) -> PartGroup:
     num_heads, head_dim = group.shape
     layer = KvLayer(
         kind="full" if group.window is None else "window",
         num_heads=num_heads,
-        head_numbers=2 * head_dim,
+        head_numbers=num_tensors * head_dim,
         span=group.window,
     )
-    return PartGroup(layer, len(group.layers) * 2 * group.numbers * int(dtype.itemsize), len(group.layers))
+    return PartGroup(layer, len(group.layers) * num_tensors * group.numbers * int(dtype.itemsize), len(group.layers))
 
 
 def _state_group(states: Sequence[StateShape], unit_bytes: int) -> PartGroup:

@@ -13,7 +13,7 @@ import torch
 from kvarts.clock import Clock, WallClock
 from kvarts.config import EngineConfig
 from kvarts.executor.copier import PageCopier, PageStore
-from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, TableBatch
+from kvarts.executor.flat_batch import DecodeMetadata, FlatBatch, Ints, Observed, TableBatch
 from kvarts.executor.page_slots import PageSlots
 from kvarts.executor.page_tables import WHOLE_PAGES, PageTables
 from kvarts.executor.state_tables import StateTables
@@ -31,7 +31,7 @@ from kvarts.executor.torch.sampling import TokenSampler
 from kvarts.executor.torch.state_memory import PagedStates
 from kvarts.executor.torch.states import keeping
 from kvarts.kv.transfer import TransferReport
-from kvarts.sched.plan import StepPlan, StepResult
+from kvarts.sched.plan import PageScores, StepPlan, StepResult
 
 __all__ = ["TorchExecutor"]
 
@@ -117,7 +117,7 @@ class TorchExecutor:
 
     def fingerprint(self) -> str:
         """Return a fingerprint of everything that pages depend on except the tokens."""
-        return kv_fingerprint(self._model, self.pools.kv_dtype)
+        return kv_fingerprint(self._model, self.pools.kv_dtype, has_latents=self._attention.keeps_latents)
 
     @property
     def layers(self) -> str:
@@ -169,19 +169,28 @@ class TorchExecutor:
         sampled = np.zeros(self._max_num_seqs, np.uint64)
         stopped: tuple[int, ...] = ()
         accepted: tuple[tuple[int, int], ...] = ()
+        attended: tuple[PageScores, ...] = ()
         if batch is not None:
             for slots in batch.block_slots:
                 self.slots.write(slots, batch.positions)
             if self._states is not None:
                 self._states.begin(self._state_tables.batch(plan))
             scored = self._scored(plan, batch) if self._sampler.num_scored else []
-            captured = None if scored or self._graphs is None else self._graphs.logits(batch)
+            captured = None
+            if self._graphs is not None and not (scored or batch.observed):
+                captured = self._graphs.logits(batch)
             if captured is None:
+                every = self._attend_to(batch.tables, batch.observed)
                 where = [np.array(batch.sampled_at or [0], np.int64), *(places for *_, places in scored)]
-                all_logits = self._logits(batch, self._attend_to(batch.tables), where)
+                all_logits = self._logits(batch, every, where)
             else:
                 all_logits = iter((captured,))
             logits = next(all_logits)
+            if batch.observed:
+                attended = tuple(
+                    PageScores(one.row, one.start, one.end, scores)
+                    for one, scores in zip(batch.observed, self._attention.scores(), strict=True)
+                )
             for (request, start, _), of_prompt in zip(scored, all_logits, strict=True):
                 self._sampler.score(request, start, of_prompt)
             if batch.sampled_rows:
@@ -192,9 +201,9 @@ class TorchExecutor:
                     chosen, ends = self._sampler.sample(batch.requests, logits)
                 sampled[batch.sampled_rows] = chosen.astype(np.uint64)
                 stopped = tuple(row for row, is_end in zip(batch.sampled_rows, ends.tolist(), strict=True) if is_end)
-        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted)
+        return StepResult(self._clock.now_ns() - start_ns, sampled, stopped, reports, accepted, attended)
 
-    def _attend_to(self, tables: Sequence[TableBatch]) -> list[AttentionMetadata]:
+    def _attend_to(self, tables: Sequence[TableBatch], observed: Sequence[Observed] = ()) -> list[AttentionMetadata]:
         """Prepare attention for a step. Return its metadata, one entry per page table."""
         every = [
             AttentionMetadata(
@@ -203,7 +212,7 @@ class TorchExecutor:
             for one in tables
         ]
         assert self._attention.reads_sinks or all(one.is_plain for one in every), "the backend reads no sinks"
-        self._attention.begin(every)
+        self._attention.begin(every, observed)
         return every
 
     def _scored(self, plan: StepPlan, batch: FlatBatch) -> list[tuple[int, int, Ints]]:
@@ -233,7 +242,7 @@ class TorchExecutor:
         switch = self._facts.switch
         chosen = nullcontext() if switch is None else switch.chosen(self._are_long(batch))
         tokens, positions = metadata.tensor(batch.tokens), metadata.tensor(batch.rotated_positions)
-        if self._layers is not None:
+        if self._layers is not None and not batch.observed:  # compiled layers return no weights
             with chosen:
                 return self._layers.logits(tokens, positions, every, [metadata.tensor(one) for one in wheres])
         with keeping(self._states), chosen:

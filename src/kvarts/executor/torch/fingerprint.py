@@ -36,9 +36,10 @@ def fingerprint(model: Any, changed: str = "") -> str:
     return _known[model]
 
 
-def kv_fingerprint(model: Any, kv_dtype: str) -> str:
-    """Return the fingerprint of a model's pages with KV in `kv_dtype`."""
-    return fingerprint(model) if kv_dtype == "auto" else f"{fingerprint(model)}-{kv_dtype}"
+def kv_fingerprint(model: Any, kv_dtype: str, *, has_latents: bool = False) -> str:
+    """Return the fingerprint of a model's pages with KV in `kv_dtype`. `has_latents`: latents are kept as they are."""
+    parts = (fingerprint(model), *([] if kv_dtype == "auto" else [kv_dtype]), *(["latent"] if has_latents else []))
+    return "-".join(parts)
 
 
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

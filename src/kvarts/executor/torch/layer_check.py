@@ -123,6 +123,8 @@ class _Proof:
         paged.begin([batch.metadata])
 
         class Watching:
+            keeps_latents = False
+
             def called(self, call: AttentionCall) -> torch.Tensor:
                 read = paged.called(call)
                 ran.calls.append(call)

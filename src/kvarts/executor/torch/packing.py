@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kvarts.executor.torch.latent import is_absorbed
+
 __all__ = ["PackedLinear", "PackedPart", "pack_linears", "pack_together", "products"]
 
 
@@ -99,6 +101,8 @@ def pack_linears(model: Any) -> int:
     count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
+            if is_absorbed(module, name):
+                continue
             if type(child) is torch.nn.Linear and child.weight.dtype == torch.bfloat16:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
                 count += 1

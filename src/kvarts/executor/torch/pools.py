@@ -22,21 +22,22 @@ ALIGNMENT_BYTES = 64
 def page_bytes_of(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype, kv_dtype: str = "auto") -> int:
     """Return the bytes of a page over all layers that store KV.
 
-    Per layer: page_size x 2 x kv_heads x stored elements of a head x bytes per element.
+    Per layer: page_size x 2 (1 for latents) x kv_heads x stored elements of a head x bytes per element.
     """
     layers, dtype = stored_as(layers, dtype, kv_dtype)
     kept = (layer for place, layer in enumerate(layers) if layer.owner == place)
-    numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in kept)
+    numbers = sum(layer.num_tensors * layer.num_kv_heads * layer.head_dim for layer in kept)
     return page_size * numbers * int(dtype.itemsize)
 
 
 class KVPools:
     """Tensors `keys[layer]` and `values[layer]` of shape [num_pages, page_size, num_kv_heads, head_dim].
 
-    `dtype`: the number format of the model. With `kv_dtype` int8, heads are stored as kv_format.encode returns them.
+    `dtype`: the number format of the model. With another `kv_dtype`, heads are stored as kv_format.encode returns them.
 
     `keys_flat` and `values_flat` are the same memory as [num_pages * page_size, num_kv_heads, head_dim]: a token's slot
-    is its page's id times the page size, plus its place in the page. Layers that share KV have the same tensors.
+    is its page's id times the page size, plus its place in the page. Layers that share KV have the same tensors, and
+    so do the keys and values of layers with latents.
 
     In a model with KV groups, pages are blocks, and layers with equal entries in `places` share memory (BlockCut). If
     layers have several shapes, a block may be several pages of a layer with smaller KV, or hold fewer tokens of one
@@ -77,13 +78,18 @@ class KVPools:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for tensors in (self.keys, self.values):
-            made = {number: _zeros((num_pages, *shapes[number]), stored_dtype, self.device) for number in self._firsts}
+            made = {
+                number: self.keys[number]
+                if tensors is self.values and self.layers[number].is_latent
+                else _zeros((num_pages, *shapes[number]), stored_dtype, self.device)
+                for number in self._firsts
+            }
             seen = {(tensor, shapes[number]): made[number] for tensor, number in largest.items()}
             for tensor, shape in zip(tensor_of, shapes, strict=True):
                 if (tensor, shape) not in seen:
                     seen[tensor, shape] = made[largest[tensor]].view(-1, *shape)
                 tensors.append(seen[tensor, shape])
-        kept = sum(2 * math.prod(shapes[first]) for first in self._firsts)
+        kept = sum(self.layers[first].num_tensors * math.prod(shapes[first]) for first in self._firsts)
         self.page_bytes = kept * int(stored_dtype.itemsize)
         """Bytes of a page, or of a block, over all tensors."""
         self.keys_flat = [keys.flatten(0, 1) for keys in self.keys]
@@ -99,13 +105,19 @@ class KVPools:
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write `keys` and `values` [tokens, kv_heads, head_dim] of a layer to the slots of their tokens."""
         if self.kv_dtype != "auto":
-            keys, values = encode(keys), encode(values)
+            keys = encode(keys, self.kv_dtype)
         self.keys_flat[layer].index_copy_(0, slots, keys)
+        if self.layers[layer].is_latent:
+            return
+        if self.kv_dtype != "auto":
+            values = encode(values, self.kv_dtype)
         self.values_flat[layer].index_copy_(0, slots, values)
 
     def decoded(self, layer: int, stored: torch.Tensor) -> torch.Tensor:
         """Return the numbers of stored heads [..., stored elements] of a layer, in `dtype`."""
-        return stored if self.kv_dtype == "auto" else decode(stored, self.layers[layer].head_dim, self.dtype)
+        if self.kv_dtype == "auto":
+            return stored
+        return decode(stored, self.layers[layer].head_dim, self.dtype, self.kv_dtype)
 
     def read_pages(self, page_ids: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Return the contents of pages by tensor, as bytes of shape [pages, bytes]."""
@@ -130,7 +142,8 @@ class KVPools:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Each allocated tensor once: `num_pages` pages or blocks."""
-        return [tensors[first] for tensors in (self.keys, self.values) for first in self._firsts]
+        of_values = [first for first in self._firsts if not self.layers[first].is_latent]
+        return [*(self.keys[first] for first in self._firsts), *(self.values[first] for first in of_values)]
 
     def as_arrays(self) -> list[Any]:
         """Return the same memory as bytes of shape [num_pages, ...], for copying pages: arrays, or GpuPages."""

@@ -18,8 +18,9 @@ import torch
 from msgspec.structs import replace
 
 from kvarts.errors import ConfigError
-from kvarts.executor.torch.attention import ATTENTION, attending, register
+from kvarts.executor.torch.attention import ATTENTION, attending, register, takes_latents
 from kvarts.executor.torch.decoder import Decoder
+from kvarts.executor.torch.latent import find_latent, keep_latents
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.rope_switch import RopeSwitch, find_switch
 from kvarts.executor.torch.states import StateShape, find_states, keeping
@@ -118,6 +119,7 @@ class _Examination:
         shapes = self._look_at_masks(calls)
         states = self._compare(own, shapes, switch, states)
         self._look_at_cache(own, shapes)
+        shapes = self._keep_latents(own, calls, shapes, switch, states)
         return Facts(shapes, self._keeps_logits, switch, states)
 
     # Tests ------------------------------------------------------------------------------------------------
@@ -281,6 +283,33 @@ class _Examination:
                 return stepwise
             why = f"layers with a state ({states[0].name} is the first) do not go on from it, or {why}"
         raise refused(self._model, f"with several sequences in a step it computes something else than by itself: {why}")
+
+    def _keep_latents(
+        self,
+        own: list[torch.Tensor],
+        calls: list[Seen],
+        shapes: tuple[LayerShape, ...],
+        switch: RopeSwitch | None,
+        states: tuple[StateShape, ...],
+    ) -> tuple[LayerShape, ...]:
+        """Return the shapes with latents as they are, if every layer has one and the model then computes the same."""
+        if states or any(call.latent is None or call.owner != call.number for call in calls):
+            return shapes
+        modules = [(module, shape) for module in self._model.modules() if (shape := find_latent(module)) is not None]
+        if not all(shape.is_that_of(module) for module, shape in modules):
+            return shapes
+        kept = tuple(
+            replace(shape, num_kv_heads=1, head_dim=call.latent.head_dim, is_latent=True)
+            for call, shape in zip(calls, shapes, strict=True)
+            if call.latent is not None
+        )
+        keep_latents(self._model, takes_latents)
+        if self._is_exact:  # in 16 bits, experts may be others
+            try:
+                self._compare(own, kept, switch, states)
+            except ConfigError:
+                return shapes
+        return kept
 
     # Runs -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from kvarts.errors import ConfigError
+from kvarts.executor.torch.latent import is_absorbed
 
 __all__ = ["SCHEMES", "Quantization", "check_scheme", "quantization_of", "quantize"]
 
@@ -86,7 +87,7 @@ def quantize(model: Any, scheme: str) -> Quantization:
         (module, name, child)
         for module in model.modules()
         for name, child in module.named_children()
-        if type(child) is torch.nn.Linear
+        if type(child) is torch.nn.Linear and not is_absorbed(module, name)
     ]
     fitting = [place for place in linears if _fits(place[2])]
     if not fitting:

@@ -52,6 +52,8 @@ class ModelRotary:
         facts = examine(model)
         if len(facts.layers) != len(modules):
             raise _no_rotation(model, f"its {len(modules)} layers attend {len(facts.layers)} times")
+        if any(layer.is_latent for layer in facts.layers):
+            raise _no_rotation(model, "its layers keep latents, which contain rotated keys")
         if facts.switch is not None:
             raise _no_rotation(model, "its rotation depends on how long a sequence is")
         has_types = "layer_type" in signature(self._embedding.forward).parameters
@@ -102,14 +104,16 @@ class ModelRotary:
 class _Keys:
     """An Attention that records the keys of each layer, and returns zeros."""
 
+    keeps_latents = False
+
     def __init__(self) -> None:
         self.of_layer: dict[int, torch.Tensor] = {}
 
     def called(self, call: AttentionCall) -> torch.Tensor:
         """Record the keys."""
-        queries, keys, values = call.packed()
-        self.of_layer[call.number] = keys.clone()
-        return queries.new_zeros(*queries.shape[:2], values.shape[2])
+        self.of_layer[call.number] = call.key[0].transpose(0, 1).clone()
+        _, num_heads, num_tokens, _ = call.query.shape
+        return call.query.new_zeros(num_tokens, num_heads, call.value.shape[-1])
 
     def mask(self, **_: Any) -> None:
         """Return no mask."""

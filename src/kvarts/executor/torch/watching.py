@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from kvarts.executor.torch.attention import AttentionCall
+from kvarts.executor.torch.latent import LatentShape, find_latent
 from kvarts.executor.torch.masks import AskedMasks
 from kvarts.executor.torch.metadata import AttentionParams
 from kvarts.executor.torch.plain import causal, plain_attention
@@ -25,12 +26,13 @@ class Refusal(Exception):  # noqa: N818  # a result, with the reason
 class Seen(msgspec.Struct):
     """The input of a call of attention: queries, keys and values as [tokens, heads, head_dim].
 
-    `owner`: the first call with the same keys and values.
+    `owner`: the first call with the same keys and values. `latent`: set for a layer with latents.
     """
 
     number: int
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     owner: int
+    latent: LatentShape | None = None
 
 
 class Watching:
@@ -40,6 +42,7 @@ class Watching:
     """
 
     states: States | None = None
+    keeps_latents = False
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -57,7 +60,8 @@ class Watching:
         if owner == call.number:
             self._kept.append((call.number, call.key, call.value))
         queries, keys, values = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
-        self.seen.append(Seen(call.number, (queries.clone(), keys.clone(), values.clone()), owner))
+        states = queries.clone(), keys.clone(), values.clone()
+        self.seen.append(Seen(call.number, states, owner, find_latent(call.module)))
         return self.answer(call).to(call.query.dtype)
 
     def answer(self, call: AttentionCall) -> torch.Tensor:
@@ -101,6 +105,7 @@ class Packed(Watching):
     ) -> None:
         super().__init__()
         self.states = self
+        self.keeps_latents = any(shape.is_latent for shape in shapes)
         self._state_shapes = states
         self._places = [
             torch.nonzero(sequences == number)[:, 0][torch.argsort(positions[sequences == number])]
@@ -114,7 +119,7 @@ class Packed(Watching):
         """Attend within each sequence."""
         window = self._shapes[call.number].window
         read = plain_attention(*call.packed(), call.params(window), self._seen[window])
-        return read[..., : call.value.shape[-1]].contiguous()
+        return call.unpacked(read).contiguous()
 
     def state_called(self, call: StateCall) -> torch.Tensor:
         """Continue from state to state within each sequence."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvarts.proto.kakeya.v1 import runtime_pb2 as kakeya_dot_v1_dot_runtime__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvarts/v1/sessions.proto\x12\tkvarts.v1\x1a\x17kakeya/v1/runtime.proto\"\xa1\x02\n\x14\x43reateSessionRequest\x12\x14\n\x0c\x63lient_label\x18\x01 \x01(\t\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x11\n\x04sink\x18\x64 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06window\x18\x65 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tpositions\x18\x66 \x01(\tH\x02\x88\x01\x01\x12\x1f\n\x12past_max_positions\x18g \x01(\x08H\x03\x88\x01\x01\x12\x16\n\tretention\x18h \x01(\tH\x04\x88\x01\x01\x12\x12\n\x05ttl_s\x18i \x01(\x01H\x05\x88\x01\x01\x42\x07\n\x05_sinkB\t\n\x07_windowB\x0c\n\n_positionsB\x15\n\x13_past_max_positionsB\x0c\n\n_retentionB\x08\n\x06_ttl_s\"}\n\x13\x41ppendTokensRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1c\n\x0f\x65xpected_length\x18\x64 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05queue\x18\x65 \x01(\x08\x42\x12\n\x10_expected_length\"\xcc\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x64 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x65 \x01(\x01H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x66 \x03(\r\x12\x12\n\nignore_eos\x18g \x01(\x08\x12\r\n\x05queue\x18h \x01(\x08\x42\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"F\n\x0b\x46orkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63lient_label\x18\x02 \x01(\t\x12\r\n\x05queue\x18\x03 \x01(\x08\"\"\n\x0c\x46orkResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\"D\n\x0fRollbackRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\r\n\x05queue\x18\x03 \x01(\x08\"*\n\x10RollbackResponse\x12\x16\n\x0ehistory_length\x18\x01 \x01(\x04\"\r\n\x0bListRequest\"8\n\x0cListResponse\x12(\n\x08sessions\x18\x01 \x03(\x0b\x32\x16.kvarts.v1.SessionInfo\"!\n\x0bInfoRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xc5\x01\n\x0fSessionSettings\x12\x0c\n\x04sink\x18\x01 \x01(\r\x12\x13\n\x06window\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tpositions\x18\x03 \x01(\t\x12\x1a\n\x12past_max_positions\x18\x04 \x01(\x08\x12\x11\n\tretention\x18\x05 \x01(\t\x12\x12\n\x05ttl_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\r\n\x05label\x18\x08 \x01(\tB\t\n\x07_windowB\x08\n\x06_ttl_s\"\xc0\x03\n\x0bSessionInfo\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12,\n\x08settings\x18\x03 \x01(\x0b\x32\x1a.kvarts.v1.SessionSettings\x12\r\n\x05state\x18\x04 \x01(\t\x12\x16\n\x0ehistory_length\x18\x05 \x01(\x04\x12\x14\n\x0cnum_retained\x18\x06 \x01(\x04\x12\x13\n\x0bnum_dropped\x18\x07 \x01(\x04\x12\x15\n\rkv_live_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12kv_allocated_bytes\x18\t \x01(\x04\x12\x15\n\rkv_peak_bytes\x18\n \x01(\x04\x12\x1b\n\x0ekv_bound_bytes\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x17\n\x0finv1_violations\x18\x0c \x01(\x04\x12\x17\n\x0finv2_violations\x18\r \x01(\x04\x12\x0e\n\x06idle_s\x18\x0e \x01(\x01\x12\x11\n\tnum_turns\x18\x0f \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x10 \x01(\x04\x12\x15\n\x08restored\x18\x11 \x01(\tH\x01\x88\x01\x01\x42\x11\n\x0f_kv_bound_bytesB\x0b\n\t_restored2\xcc\x05\n\x08Sessions\x12R\n\rCreateSession\x12\x1f.kvarts.v1.CreateSessionRequest\x1a .kakeya.v1.CreateSessionResponse\x12O\n\x0c\x41ppendTokens\x12\x1e.kvarts.v1.AppendTokensRequest\x1a\x1f.kakeya.v1.AppendTokensResponse\x12\x45\n\x08Generate\x12\x1a.kvarts.v1.GenerateRequest\x1a\x1b.kakeya.v1.GenerateResponse0\x01\x12O\n\x0c\x43loseSession\x12\x1e.kakeya.v1.CloseSessionRequest\x1a\x1f.kakeya.v1.CloseSessionResponse\x12U\n\x0eGetSessionInfo\x12 .kakeya.v1.GetSessionInfoRequest\x1a!.kakeya.v1.GetSessionInfoResponse\x12=\n\x06\x43\x61ncel\x12\x18.kvarts.v1.CancelRequest\x1a\x19.kvarts.v1.CancelResponse\x12\x37\n\x04\x46ork\x12\x16.kvarts.v1.ForkRequest\x1a\x17.kvarts.v1.ForkResponse\x12\x43\n\x08Rollback\x12\x1a.kvarts.v1.RollbackRequest\x1a\x1b.kvarts.v1.RollbackResponse\x12\x37\n\x04List\x12\x16.kvarts.v1.ListRequest\x1a\x17.kvarts.v1.ListResponse\x12\x36\n\x04Info\x12\x16.kvarts.v1.InfoRequest\x1a\x16.kvarts.v1.SessionInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvarts/v1/sessions.proto\x12\tkvarts.v1\x1a\x17kakeya/v1/runtime.proto\"\xdb\x02\n\x14\x43reateSessionRequest\x12\x14\n\x0c\x63lient_label\x18\x01 \x01(\t\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x11\n\x04sink\x18\x64 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06window\x18\x65 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tpositions\x18\x66 \x01(\tH\x02\x88\x01\x01\x12\x1f\n\x12past_max_positions\x18g \x01(\x08H\x03\x88\x01\x01\x12\x16\n\tretention\x18h \x01(\tH\x04\x88\x01\x01\x12\x12\n\x05ttl_s\x18i \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04keep\x18j \x01(\tH\x06\x88\x01\x01\x12\x12\n\x05heavy\x18k \x01(\rH\x07\x88\x01\x01\x42\x07\n\x05_sinkB\t\n\x07_windowB\x0c\n\n_positionsB\x15\n\x13_past_max_positionsB\x0c\n\n_retentionB\x08\n\x06_ttl_sB\x07\n\x05_keepB\x08\n\x06_heavy\"}\n\x13\x41ppendTokensRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1c\n\x0f\x65xpected_length\x18\x64 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05queue\x18\x65 \x01(\x08\x42\x12\n\x10_expected_length\"\xcc\x02\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x64 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x65 \x01(\x01H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x66 \x03(\r\x12\x12\n\nignore_eos\x18g \x01(\x08\x12\r\n\x05queue\x18h \x01(\x08\x42\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"F\n\x0b\x46orkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63lient_label\x18\x02 \x01(\t\x12\r\n\x05queue\x18\x03 \x01(\x08\"\"\n\x0c\x46orkResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\"D\n\x0fRollbackRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12\r\n\x05queue\x18\x03 \x01(\x08\"*\n\x10RollbackResponse\x12\x16\n\x0ehistory_length\x18\x01 \x01(\x04\"\r\n\x0bListRequest\"8\n\x0cListResponse\x12(\n\x08sessions\x18\x01 \x03(\x0b\x32\x16.kvarts.v1.SessionInfo\"!\n\x0bInfoRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xe2\x01\n\x0fSessionSettings\x12\x0c\n\x04sink\x18\x01 \x01(\r\x12\x13\n\x06window\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tpositions\x18\x03 \x01(\t\x12\x1a\n\x12past_max_positions\x18\x04 \x01(\x08\x12\x11\n\tretention\x18\x05 \x01(\t\x12\x12\n\x05ttl_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\r\n\x05label\x18\x08 \x01(\t\x12\x0c\n\x04keep\x18\t \x01(\t\x12\r\n\x05heavy\x18\n \x01(\rB\t\n\x07_windowB\x08\n\x06_ttl_s\"\xc0\x03\n\x0bSessionInfo\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12,\n\x08settings\x18\x03 \x01(\x0b\x32\x1a.kvarts.v1.SessionSettings\x12\r\n\x05state\x18\x04 \x01(\t\x12\x16\n\x0ehistory_length\x18\x05 \x01(\x04\x12\x14\n\x0cnum_retained\x18\x06 \x01(\x04\x12\x13\n\x0bnum_dropped\x18\x07 \x01(\x04\x12\x15\n\rkv_live_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12kv_allocated_bytes\x18\t \x01(\x04\x12\x15\n\rkv_peak_bytes\x18\n \x01(\x04\x12\x1b\n\x0ekv_bound_bytes\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x17\n\x0finv1_violations\x18\x0c \x01(\x04\x12\x17\n\x0finv2_violations\x18\r \x01(\x04\x12\x0e\n\x06idle_s\x18\x0e \x01(\x01\x12\x11\n\tnum_turns\x18\x0f \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x10 \x01(\x04\x12\x15\n\x08restored\x18\x11 \x01(\tH\x01\x88\x01\x01\x42\x11\n\x0f_kv_bound_bytesB\x0b\n\t_restored2\xcc\x05\n\x08Sessions\x12R\n\rCreateSession\x12\x1f.kvarts.v1.CreateSessionRequest\x1a .kakeya.v1.CreateSessionResponse\x12O\n\x0c\x41ppendTokens\x12\x1e.kvarts.v1.AppendTokensRequest\x1a\x1f.kakeya.v1.AppendTokensResponse\x12\x45\n\x08Generate\x12\x1a.kvarts.v1.GenerateRequest\x1a\x1b.kakeya.v1.GenerateResponse0\x01\x12O\n\x0c\x43loseSession\x12\x1e.kakeya.v1.CloseSessionRequest\x1a\x1f.kakeya.v1.CloseSessionResponse\x12U\n\x0eGetSessionInfo\x12 .kakeya.v1.GetSessionInfoRequest\x1a!.kakeya.v1.GetSessionInfoResponse\x12=\n\x06\x43\x61ncel\x12\x18.kvarts.v1.CancelRequest\x1a\x19.kvarts.v1.CancelResponse\x12\x37\n\x04\x46ork\x12\x16.kvarts.v1.ForkRequest\x1a\x17.kvarts.v1.ForkResponse\x12\x43\n\x08Rollback\x12\x1a.kvarts.v1.RollbackRequest\x1a\x1b.kvarts.v1.RollbackResponse\x12\x37\n\x04List\x12\x16.kvarts.v1.ListRequest\x1a\x17.kvarts.v1.ListResponse\x12\x36\n\x04Info\x12\x16.kvarts.v1.InfoRequest\x1a\x16.kvarts.v1.SessionInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvarts.v1.sessions_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CREATESESSIONREQUEST']._serialized_start=65
-  _globals['_CREATESESSIONREQUEST']._serialized_end=354
-  _globals['_APPENDTOKENSREQUEST']._serialized_start=356
-  _globals['_APPENDTOKENSREQUEST']._serialized_end=481
-  _globals['_GENERATEREQUEST']._serialized_start=484
-  _globals['_GENERATEREQUEST']._serialized_end=816
-  _globals['_CANCELREQUEST']._serialized_start=818
-  _globals['_CANCELREQUEST']._serialized_end=853
-  _globals['_CANCELRESPONSE']._serialized_start=855
-  _globals['_CANCELRESPONSE']._serialized_end=890
-  _globals['_FORKREQUEST']._serialized_start=892
-  _globals['_FORKREQUEST']._serialized_end=962
-  _globals['_FORKRESPONSE']._serialized_start=964
-  _globals['_FORKRESPONSE']._serialized_end=998
-  _globals['_ROLLBACKREQUEST']._serialized_start=1000
-  _globals['_ROLLBACKREQUEST']._serialized_end=1068
-  _globals['_ROLLBACKRESPONSE']._serialized_start=1070
-  _globals['_ROLLBACKRESPONSE']._serialized_end=1112
-  _globals['_LISTREQUEST']._serialized_start=1114
-  _globals['_LISTREQUEST']._serialized_end=1127
-  _globals['_LISTRESPONSE']._serialized_start=1129
-  _globals['_LISTRESPONSE']._serialized_end=1185
-  _globals['_INFOREQUEST']._serialized_start=1187
-  _globals['_INFOREQUEST']._serialized_end=1220
-  _globals['_SESSIONSETTINGS']._serialized_start=1223
-  _globals['_SESSIONSETTINGS']._serialized_end=1420
-  _globals['_SESSIONINFO']._serialized_start=1423
-  _globals['_SESSIONINFO']._serialized_end=1871
-  _globals['_SESSIONS']._serialized_start=1874
-  _globals['_SESSIONS']._serialized_end=2590
+  _globals['_CREATESESSIONREQUEST']._serialized_end=412
+  _globals['_APPENDTOKENSREQUEST']._serialized_start=414
+  _globals['_APPENDTOKENSREQUEST']._serialized_end=539
+  _globals['_GENERATEREQUEST']._serialized_start=542
+  _globals['_GENERATEREQUEST']._serialized_end=874
+  _globals['_CANCELREQUEST']._serialized_start=876
+  _globals['_CANCELREQUEST']._serialized_end=911
+  _globals['_CANCELRESPONSE']._serialized_start=913
+  _globals['_CANCELRESPONSE']._serialized_end=948
+  _globals['_FORKREQUEST']._serialized_start=950
+  _globals['_FORKREQUEST']._serialized_end=1020
+  _globals['_FORKRESPONSE']._serialized_start=1022
+  _globals['_FORKRESPONSE']._serialized_end=1056
+  _globals['_ROLLBACKREQUEST']._serialized_start=1058
+  _globals['_ROLLBACKREQUEST']._serialized_end=1126
+  _globals['_ROLLBACKRESPONSE']._serialized_start=1128
+  _globals['_ROLLBACKRESPONSE']._serialized_end=1170
+  _globals['_LISTREQUEST']._serialized_start=1172
+  _globals['_LISTREQUEST']._serialized_end=1185
+  _globals['_LISTRESPONSE']._serialized_start=1187
+  _globals['_LISTRESPONSE']._serialized_end=1243
+  _globals['_INFOREQUEST']._serialized_start=1245
+  _globals['_INFOREQUEST']._serialized_end=1278
+  _globals['_SESSIONSETTINGS']._serialized_start=1281
+  _globals['_SESSIONSETTINGS']._serialized_end=1507
+  _globals['_SESSIONINFO']._serialized_start=1510
+  _globals['_SESSIONINFO']._serialized_end=1958
+  _globals['_SESSIONS']._serialized_start=1961
+  _globals['_SESSIONS']._serialized_end=2677
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateSessionRequest(_message.Message):
-    __slots__ = ("client_label", "eos_token_ids", "sink", "window", "positions", "past_max_positions", "retention", "ttl_s")
+    __slots__ = ("client_label", "eos_token_ids", "sink", "window", "positions", "past_max_positions", "retention", "ttl_s", "keep", "heavy")
     CLIENT_LABEL_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SINK_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,8 @@ class CreateSessionRequest(_message.Message):
     PAST_MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    HEAVY_FIELD_NUMBER: _ClassVar[int]
     client_label: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sink: int
@@ -25,7 +27,9 @@ class CreateSessionRequest(_message.Message):
     past_max_positions: bool
     retention: str
     ttl_s: float
-    def __init__(self, client_label: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., positions: _Optional[str] = ..., past_max_positions: _Optional[bool] = ..., retention: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    keep: str
+    heavy: int
+    def __init__(self, client_label: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., positions: _Optional[str] = ..., past_max_positions: _Optional[bool] = ..., retention: _Optional[str] = ..., ttl_s: _Optional[float] = ..., keep: _Optional[str] = ..., heavy: _Optional[int] = ...) -> None: ...
 
 class AppendTokensRequest(_message.Message):
     __slots__ = ("session_id", "token_ids", "expected_length", "queue")
@@ -126,7 +130,7 @@ class InfoRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class SessionSettings(_message.Message):
-    __slots__ = ("sink", "window", "positions", "past_max_positions", "retention", "ttl_s", "eos_token_ids", "label")
+    __slots__ = ("sink", "window", "positions", "past_max_positions", "retention", "ttl_s", "eos_token_ids", "label", "keep", "heavy")
     SINK_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +139,8 @@ class SessionSettings(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    HEAVY_FIELD_NUMBER: _ClassVar[int]
     sink: int
     window: int
     positions: str
@@ -143,7 +149,9 @@ class SessionSettings(_message.Message):
     ttl_s: float
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     label: str
-    def __init__(self, sink: _Optional[int] = ..., window: _Optional[int] = ..., positions: _Optional[str] = ..., past_max_positions: _Optional[bool] = ..., retention: _Optional[str] = ..., ttl_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ...) -> None: ...
+    keep: str
+    heavy: int
+    def __init__(self, sink: _Optional[int] = ..., window: _Optional[int] = ..., positions: _Optional[str] = ..., past_max_positions: _Optional[bool] = ..., retention: _Optional[str] = ..., ttl_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ..., keep: _Optional[str] = ..., heavy: _Optional[int] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
     __slots__ = ("session_id", "label", "settings", "state", "history_length", "num_retained", "num_dropped", "kv_live_bytes", "kv_allocated_bytes", "kv_peak_bytes", "kv_bound_bytes", "inv1_violations", "inv2_violations", "idle_s", "num_turns", "num_computed_tokens", "restored")

@@ -1,0 +1,136 @@
+"""`kvarts mock --fleet`: workers in pools, each with a door of its own, behind a router's door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvarts.cli.options import GroupedOption
+from kvarts.cli.paths import INPUT
+from kvarts.cli.printing import tell_whole_pages
+from kvarts.combines import check_combination
+from kvarts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvarts.event_log import EventReader
+    from kvarts.fleet.config import FleetWorker
+    from kvarts.openai_api.fleet.opening import OpenedFleet
+    from kvarts.openai_api.opening import Door, Opened
+    from kvarts.openai_api.server import HttpDoors, Lifecycle
+    from kvarts.settings import Given
+
+__all__ = ["open_if_given", "over_file", "server_options"]
+
+SESSIONS = (
+    "session_window",
+    "session_sink",
+    "session_retention",
+    "session_memory",
+    "session_ttl",
+    "max_sessions",
+    "state_dir",
+)
+"""Options of sessions, by parameter."""
+
+
+def server_options() -> list[click.Option]:
+    """Return `--fleet`."""
+    return [
+        GroupedOption(
+            ["--fleet"], group="Listening", metavar="FILE", type=INPUT,
+            help="Mock the workers of a fleet, in [[pool]] tables of a .toml as for `kvarts replay --config`: a router "
+            "at --port, and each worker at one of the next ports.",
+        )
+    ]  # fmt: skip
+
+
+def over_file(params: Mapping[str, Any], given: Given, sections: Any) -> Given:
+    """Return the settings of the command line over those of the file that `--fleet` names, if it does."""
+    if params["fleet"] is None:
+        return given
+    from kvarts.cli.replay import read_settings
+
+    return given.over(read_settings(params["fleet"], sections))
+
+
+def open_if_given(
+    given: Given,
+    sections: Any,
+    params: Mapping[str, Any],
+    door: Door,
+    *,
+    model: str,
+    speedup: float,
+    readers_of: Callable[[str], list[EventReader]],
+    sources: list[dict[str, Any]],
+    kv_groups: dict[str, list[dict[str, Any]]],
+) -> FleetDoors | None:
+    """Return the doors of the fleet that `--fleet` names; None without it. Raise ConfigError.
+
+    `readers_of` opens the publisher of KV events of the next worker, adds it to `sources`, and returns its reader; it
+    reads the KV groups of the worker in `kv_groups`.
+    """
+    if params["fleet"] is None:
+        return None
+    from kvarts.fleet.config import is_of_fleet, resolve_fleet
+
+    if not is_of_fleet(given):
+        raise ConfigError(
+            f"{params['fleet']} has no pools",
+            field="fleet",
+            hint='Give at least one table [[pool]] with role = "prefill", "decode" or "mixed".',
+        )
+    asked = {
+        "live_fleet": "fleet",
+        **({"several": "--model"} if given.names("models") else {}),
+    }
+    check_combination(asked)
+    for key in given.in_table("scaling"):
+        try:
+            check_combination({"scaling": key, "mock": "fleet"})
+        except ConfigError as error:
+            raise given.named(error, ()) from error
+    for name in SESSIONS:
+        if params.get(name) is not None:
+            check_combination({"sessions": name, "fleet": "fleet"})
+    from kvarts.cli.fleet import with_eviction
+
+    config = with_eviction(resolve_fleet(given, sections), given, None)
+    for pool in config.pools:
+        tell_whole_pages(pool.each, f"the workers in pool {pool.name or pool.role}")
+    name = (*door.names, model)[0]
+
+    def readers_of_worker(worker: FleetWorker) -> list[EventReader]:
+        each = worker.pool.each
+        kv_groups.pop(name, None)
+        if each.kv_groups != "off":
+            kv_groups[name] = each.memory.to_builtins()["kv_groups"]
+        return readers_of(name)
+
+    from kvarts.openai_api.fleet.opening import open_fleet
+
+    fleet = open_fleet(config, door, model=model, speedup=speedup, readers_of=readers_of_worker)
+    fleet.front.routes.event_sources += sources
+    if sources:
+        for worker, source in zip(fleet.workers, sources, strict=True):
+            worker.opened.routes.event_sources.append(source)
+    return FleetDoors(fleet)
+
+
+class FleetDoors:
+    """A DoorsBehind: those of the workers of a fleet, behind its router's."""
+
+    def __init__(self, fleet: OpenedFleet) -> None:
+        self.front: Opened = fleet.front
+        self.urls: list[tuple[str, str]] = []
+        self._fleet = fleet
+
+    def open(self, address: Any) -> tuple[HttpDoors, Lifecycle]:
+        """Return all servers, and their models. Raise ConfigError if a port is taken."""
+        from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
+
+        server = FleetServer(self._fleet, address)
+        self.urls = server.urls
+        return server, FleetModels(self._fleet)

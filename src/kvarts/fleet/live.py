@@ -1,0 +1,183 @@
+"""A fleet whose requests arrive while it runs, in model time; a caller moves it on, and knows the clock.
+
+It runs the driver of replays, so a replay of the same arrivals at the same times does the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from kvarts.event_log import EventReader
+from kvarts.fleet.config import FleetConfig, FleetWorker
+from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.replay import BuiltFleet
+from kvarts.fleet.worker import Worker
+from kvarts.report.requests import COMPLETED, REJECTED
+from kvarts.request import Request, RequestState
+from kvarts.sched.policy import NEVER_NS
+from kvarts.traffic.trace_request import DirectRequest, TraceRequest
+
+__all__ = ["LiveFleet"]
+
+
+class _Arriving:
+    """An Incoming, its ArrivalTimes and Outcomes. Owner of the requests that have not arrived yet, and of outcomes."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Request, TraceRequest]] = deque()
+        self.ended: list[int] = []
+        """Requests that have ended, or failed, and were not taken yet."""
+        self.failures: dict[int, str] = {}
+        """Why some of them failed."""
+        self.gives_up: dict[int, int] = {}
+        """When requests that have not arrived yet are given up, by index."""
+
+    @property
+    def source(self) -> _Arriving:
+        """When they arrive."""
+        return self
+
+    @property
+    def log(self) -> _Arriving:
+        """Their outcomes."""
+        return self
+
+    def add(self, request: Request, direct: DirectRequest | None) -> None:
+        """Add a request, which arrives no earlier than the ones before it."""
+        row = TraceRequest(
+            request.index, request.arrival_ns, (), request.num_prompt_tokens, request.max_tokens, direct=direct
+        )
+        self._queue.append((request, row))
+
+    def next_ns(self) -> int | None:
+        """Return when the next request arrives, if any is known."""
+        return self._queue[0][0].arrival_ns if self._queue else None
+
+    def pop(self, now_ns: int) -> tuple[Request, TraceRequest]:
+        """Return it, and a row for it."""
+        return self._queue.popleft()
+
+    def gives_up_ns(self, request: Request, row: TraceRequest) -> int | None:
+        """Return when it was given up, if that was before it was taken in."""
+        return self.gives_up.pop(request.index, None)
+
+    def note_cancelled(self, request: Request, row: TraceRequest, index: int, more: Sequence[int] = ()) -> None:
+        """Do nothing: its client has given it up."""
+
+    def done(self, request: TraceRequest, now_ns: int) -> None:
+        """Record that a request has ended, or was refused."""
+        self.ended.append(request.row)
+
+    def end(
+        self, request: Request, row: TraceRequest, replica: int, status: int = COMPLETED, more: Sequence[int] = ()
+    ) -> None:
+        """Do nothing: `done` was called when it had generated its last token."""
+
+    def reject(
+        self,
+        request: Request,
+        row: TraceRequest,
+        replica: int,
+        reason: str,
+        status: int = REJECTED,
+        more: Sequence[int] = (),
+    ) -> None:
+        """Record why a request was refused, or failed."""
+        self.failures[row.row] = reason
+
+
+class LiveFleet:
+    """The workers of `config`, and the requests on their way through them.
+
+    Steps are done one by one. `readers_of` returns the readers of a worker's events.
+    """
+
+    def __init__(self, config: FleetConfig, readers_of: Callable[[FleetWorker], Sequence[EventReader]]) -> None:
+        pools = tuple(
+            structs.replace(pool, each=structs.replace(pool.each, step_by_step=True)) for pool in config.pools
+        )
+        self._arriving = _Arriving()
+        config = structs.replace(config, pools=pools)
+        self._driver = BuiltFleet(config, num_waiting=1).open(lambda _: self._arriving, readers_of)
+        self._under_way: dict[int, Handoff] = {}
+        self._driver.under_way = self._under_way
+        self._stops = config.first.stop_tokens
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers, by their numbers."""
+        return self._driver.workers
+
+    @property
+    def now_ns(self) -> int:
+        """When something happened last."""
+        return self._driver.now_ns
+
+    def next_ns(self) -> int:
+        """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
+        return self._driver.next_ns()
+
+    def holder(self, index: int) -> Handoff | None:
+        """Return the request with this index if its prompt is held for another one to fetch."""
+        return self._driver.holder(index)
+
+    def arrive(self, request: Request, direct: DirectRequest | None) -> None:
+        """Let a request arrive at its time, after `now_ns`. `direct`: the worker that its client chose, if it did."""
+        assert request.arrival_ns > self._driver.now_ns or not self._driver.now_ns
+        request.stops = self._stops
+        self._arriving.add(request, direct)
+
+    def run_until(self, until_ns: int) -> None:
+        """Carry out everything that happens before `until_ns`. Requests that can never go on fail."""
+        driver = self._driver
+        driver.run_until(until_ns)
+        while driver.next_ns() == NEVER_NS and driver.resolve():
+            driver.run_until(until_ns)
+
+    def give_up(self, index: int, now_ns: int) -> None:
+        """Drop a request that its client gives up at `now_ns`, after the time that was reached."""
+        self.run_until(now_ns)
+        handoff = self._under_way.pop(index, None)
+        if handoff is None:
+            self._arriving.gives_up[index] = now_ns
+        else:
+            self._driver.give_up(handoff, now_ns)
+        self.run_until(now_ns + 1)
+        self._under_way.pop(index, None)
+
+    def clear_cache(self, worker: Worker) -> None:
+        """Drop every cached page of `worker` that is not in use, at the end of its step under way."""
+        if worker.end_ns == NEVER_NS:
+            worker.engine.clear_cache()
+        else:
+            worker.is_clearing = True
+
+    def take_ended(self) -> list[tuple[Handoff, str | None]]:
+        """Return the requests that have ended since the last call; with a reason those that were refused or failed."""
+        arriving = self._arriving
+        ended, arriving.ended = arriving.ended, []
+        found = []
+        for index in ended:
+            handoff, reason = self._under_way.pop(index, None), arriving.failures.pop(index, None)
+            if handoff is not None:
+                found.append((handoff, reason))
+        return found
+
+    def on_their_way(self) -> list[Handoff]:
+        """Return the requests that have arrived and were not taken."""
+        return list(self._under_way.values())
+
+    def num_generated(self, handoff: Handoff) -> int:
+        """Return how many tokens a request has so far."""
+        request = handoff.decode
+        if handoff.is_ended:
+            return request.max_tokens
+        if request.state is not RequestState.DECODING:
+            return request.num_output_tokens
+        running = self.workers[handoff.target].scheduler.running
+        if request in running.stalled:
+            return request.num_output_tokens
+        return running.num_computed(request) + 1 - request.num_prompt_tokens

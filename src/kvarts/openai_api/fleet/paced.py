@@ -1,0 +1,210 @@
+"""A fleet that is moved on by a clock which keeps pace with real time.
+
+All workers are in one thread: it waits for the next thing that happens to any of them, and lets requests in meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvarts.clock import PacedClock, WallClock
+from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.live import LiveFleet
+from kvarts.llm.listener import RequestFailedError
+from kvarts.llm.text import Completion
+from kvarts.openai_api.fleet.foreseen import Foreseen
+from kvarts.openai_api.meter import Meter, ServedChoice
+from kvarts.request import Request
+from kvarts.sched.policy import NEVER_NS
+from kvarts.traffic.trace_request import DirectRequest
+
+__all__ = ["FleetClock", "FleetMeter", "PacedFleet"]
+
+
+class FleetClock(PacedClock):
+    """Model time of a fleet: begins with its first request, and is after everything that has happened."""
+
+    def __init__(self, *, speedup: float = 1.0) -> None:
+        super().__init__(speedup=speedup)
+        self._has_begun = False
+        self.reached_ns = -1
+        """Everything until then has happened."""
+
+    def now_ns(self) -> int:
+        """Return the model time at which a request arrives if it is sent now."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._wall = WallClock()
+        return max(super().now_ns(), self.reached_ns + 1)
+
+    def wait_unless(self, at_ns: int, is_asked: Callable[[float], bool]) -> bool:
+        """Wait until `at_ns` in model time, and return True; or return False as soon as `is_asked` does.
+
+        `is_asked` waits for a task, for at most the given seconds of real time.
+        """
+        due_ns = round(at_ns / self.speedup)
+        while (left_ns := due_ns - self._wall.now_ns()) > 0:
+            if is_asked(left_ns / 1e9):
+                return False
+        self._due_ns = due_ns
+        self.late_ns = max(0, self._wall.now_ns() - due_ns)
+        self.most_late_ns = max(self.most_late_ns, self.late_ns)
+        return True
+
+
+class PacedFleet:
+    """A CoreEngine: the fleet, up to the time of `clock`.
+
+    `meters`: that of each worker. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
+    facts that a recorder of arrivals needs.
+    """
+
+    def __init__(
+        self,
+        fleet: LiveFleet,
+        clock: FleetClock,
+        foreseen: Foreseen,
+        meters: Sequence[Meter],
+        *,
+        knows_tokens: bool,
+        keeps: bool,
+    ) -> None:
+        self.fleet = fleet
+        self.clock = clock
+        self.is_asked: Callable[[float], bool] = lambda timeout_s: False
+        """Waits until a task for the engine is queued. To be set as soon as there is a loop."""
+        self.direct: dict[int, DirectRequest] = {}
+        """Requests that a client sends to a worker, by index; to be set before they are queued."""
+        self.gave_up_ns: dict[int, int] = {}
+        """When requests were given up, by index, if that is recorded."""
+        self._foreseen = foreseen
+        self._meters = meters
+        self._knows_tokens = knows_tokens
+        self._keeps = keeps
+        self._requests: dict[int, Request] = {}
+        self._targets: dict[int, tuple[int, bool]] = {}
+        """The worker that generates each request, and whether it has the prompt from another one."""
+        self._gone: list[int] = []
+        """Requests that have ended since the last step began; their listeners learn that before the next one."""
+        self._counted: set[int] = set()
+        """Requests whose prompt was computed elsewhere, and counted there."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything will happen without a request."""
+        return self.fleet.next_ns() != NEVER_NS
+
+    def submit(self, request: Request, now_ns: int) -> None:
+        """Let `request` arrive."""
+        self._foreseen.draw(request, is_known=self._knows_tokens)
+        index = request.index
+        direct = self.direct.get(index) if self._keeps else self.direct.pop(index, None)
+        self._run_until(now_ns)
+        self._requests[index] = request
+        self.fleet.arrive(request, direct)
+
+    def cancel(self, request: Request) -> None:
+        """Drop `request`, now."""
+        now_ns = self.clock.now_ns()
+        self._run_until(now_ns)
+        if self._keeps:
+            self.gave_up_ns[request.index] = now_ns
+        self.fleet.give_up(request.index, now_ns)
+        self.clock.reached_ns = now_ns
+        self._forget(request.index)
+
+    def step(self, now_ns: int) -> list[Request]:
+        """Wait until something happens, or a task is queued; return the requests that have ended."""
+        next_ns = self.fleet.next_ns()
+        if next_ns == NEVER_NS:
+            self._run_until(now_ns)  # fails requests that cannot go on
+        elif self.clock.wait_unless(next_ns, self.is_asked):
+            self._run_until(max(next_ns + 1, self.clock.now_ns()))
+        return self._deliver()
+
+    def catch_up(self) -> None:
+        """Let everything happen that is due, such as the release of pages that were not fetched in time."""
+        self._run_until(self.clock.now_ns())
+
+    def target_of(self, index: int) -> tuple[int, bool] | None:
+        """Return the worker that generates a request, and whether it has the prompt from another one."""
+        return self._targets.get(index)
+
+    def _run_until(self, until_ns: int) -> None:
+        self.fleet.run_until(until_ns)
+        self.clock.reached_ns = max(self.clock.reached_ns, until_ns - 1)
+
+    def _deliver(self) -> list[Request]:
+        """Give requests their tokens, and return those that have ended."""
+        fleet, foreseen = self.fleet, self._foreseen
+        for index in self._gone:
+            self._targets.pop(index, None)
+        self._gone = []
+        finished = []
+        for handoff, reason in fleet.take_ended():
+            index = handoff.decode.index
+            self._note(handoff)
+            if reason is None:
+                foreseen.give(index, handoff.decode.max_tokens)
+            else:
+                foreseen.fail(index, RequestFailedError(reason))
+            finished.append(self._requests[index])
+            self._forget(index)
+        for handoff in fleet.on_their_way():
+            self._note(handoff)
+            foreseen.give(handoff.decode.index, fleet.num_generated(handoff))
+        return finished
+
+    def _note(self, handoff: Handoff) -> None:
+        """Note where a request generates, and count its prompt where it was computed."""
+        index = handoff.decode.index
+        worker = handoff.source if handoff.is_left or handoff.target < 0 else handoff.target
+        self._targets[index] = worker, handoff.activated_ns >= 0
+        prefill = handoff.prefill
+        if prefill is not None and handoff.placed < 0 and handoff.held_ns >= 0 and index not in self._counted:
+            self._counted.add(index)
+            meter = self._meters[handoff.source]
+            meter.prefilled(prefill)
+            meter.ended_by_reason["length"] += 1
+
+    def _forget(self, index: int) -> None:
+        self._requests.pop(index, None)
+        self._counted.discard(index)
+        self._gone.append(index)
+
+
+class FleetMeter:
+    """The ChoiceMeter of one choice: counts at the worker that generates it, as the engine there would.
+
+    `meters`: that of each worker; `otherwise`: for a request that no worker has received.
+    """
+
+    def __init__(self, fleet: PacedFleet, meters: Sequence[Meter], otherwise: Meter) -> None:
+        self._fleet = fleet
+        self._meters = meters
+        self._meter = otherwise
+
+    def prefilled(self, request: Request) -> None:
+        """Count a prompt that has been computed, here or elsewhere."""
+        target = self._fleet.target_of(request.index)
+        if target is not None:
+            self._meter = self._meters[target[0]]
+        if target is None or not target[1]:
+            self._meter.prefilled(request)
+            return
+        self._meter.num_prompt_tokens += request.num_prompt_tokens
+        self._meter.num_queried_tokens += request.num_prompt_tokens
+        self._meter.num_hit_tokens += request.num_prompt_tokens
+        self._meter.num_hit_tokens_below += request.num_prompt_tokens
+
+    def first_token(self, waited_s: float) -> None:
+        """Count a first token."""
+        self._meter.first_token(waited_s)
+
+    def next_tokens(self, num_tokens: int, waited_s: float) -> None:
+        """Count tokens after the first."""
+        self._meter.next_tokens(num_tokens, waited_s)
+
+    def ended(self, choice: ServedChoice, completion: Completion, now_s: float) -> None:
+        """Count a choice that has ended."""
+        self._meter.ended(choice, completion, now_s)

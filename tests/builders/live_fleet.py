@@ -1,0 +1,215 @@
+"""A small fleet of mocks on the wall clock: requests to its router and its workers, what happened, and its replay."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvarts.executor.cost import LinearCost
+from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
+from kvarts.fleet.replay import replay_fleet
+from kvarts.openai_api.fleet.opening import OpenedFleet, open_fleet
+from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
+from kvarts.openai_api.opening import Door
+from kvarts.openai_api.served import Ask, Limits, Served
+from kvarts.openai_api.server import Address
+from kvarts.sampling import SamplingParams
+from kvarts.sim.config import ReplayConfig
+from kvarts.traffic.recorded import RecordedRow, recorded_trace
+
+from builders.http_client import call
+from builders.parity import Heard
+
+LEAVES = {"do_remote_decode": True}
+
+
+@dataclass
+class Sent:
+    """A request, after how long it is sent, and to which worker: None for the router.
+
+    `left_at`: the worker that computes its prompt first, whose pages it then fetches. `gives_up_ms`: how long its
+    client waits.
+    """
+
+    delay_ms: float
+    prompt: list[int]
+    num_tokens: int
+    worker: int | None = None
+    left_at: int | None = None
+    gives_up_ms: float | None = None
+    num_stops: int = 0
+    priority: int = 0
+    salt: str | None = None
+
+
+def small_pool(role: Role, num_workers: int, *, step_ms: float = 0.05, **settings: Any) -> PoolConfig:
+    """Workers with short steps."""
+    sizes = {"num_pages": 60, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, **settings}
+    cost = LinearCost(step_ms=step_ms, chunk_token_ms=0.01, decode_ms=0.01)
+    return PoolConfig(role=role, each=ReplayConfig(replicas=num_workers, cost=cost, **sizes))
+
+
+@dataclass
+class LiveRun:
+    """What a fleet recorded, and what happened in each of its workers."""
+
+    rows: list[RecordedRow]
+    heard: dict[int, Heard]
+    fleet: OpenedFleet
+    failures: list[str] = field(default_factory=list)
+    told: list[dict[str, Any] | None] = field(default_factory=list)
+
+
+def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) -> LiveRun:
+    """Send requests to a fleet of mocks on the wall clock."""
+    heard = {worker.index: Heard() for worker in config.workers}
+    door = Door(is_recording=True, limits=Limits(max_queued=100_000))
+    fleet = open_fleet(config, door, speedup=speedup, readers_of=lambda worker: [heard[worker.index]])
+    run = LiveRun([], heard, fleet)
+
+    async def ask(served: Served, request: Sent, num_tokens: int, name: str, params: Any = None) -> Any:
+        stops = tuple(range(request.num_stops)) if num_tokens > 1 else ()
+        each = Ask(
+            tokens=request.prompt,
+            params=SamplingParams(max_tokens=num_tokens, temperature=1.0, stop_token_ids=stops),
+            priority=request.priority,
+            salt=request.salt,
+            request_id=name,
+            kv_transfer_params=params,
+        )
+        answer, choices = served.start([each])
+        try:
+            while not choices[0].is_over or answer.pieces:
+                await answer.take()
+        except Exception as error:
+            run.failures.append(str(error))
+        finally:
+            served.finish(choices)
+        return choices
+
+    async def one(number: int, request: Sent) -> None:
+        await asyncio.sleep(request.delay_ms / 1000)
+        params = None
+        workers = fleet.workers
+        if request.left_at is not None:
+            holder = workers[request.left_at]
+            choices = await ask(holder.opened.served, request, 1, f"{number}", LEAVES)
+            params = holder.transfers.told(LEAVES, choices)
+            run.told.append(params)
+        served = fleet.front.served if request.worker is None else workers[request.worker].opened.served
+        asking = asyncio.ensure_future(ask(served, request, request.num_tokens, f"{number}", params))
+        try:
+            timeout_s = None if request.gives_up_ms is None else request.gives_up_ms / 1000
+            await asyncio.wait_for(asking, timeout_s)
+        except TimeoutError:
+            pass
+
+    async def all_of_them() -> None:
+        fleet.front.models.open()
+        for worker in fleet.workers:
+            worker.opened.models.open()
+        await asyncio.gather(*(one(number, request) for number, request in enumerate(sent)))
+
+    asyncio.run(all_of_them())
+
+    def rest(_: Any) -> None:
+        while fleet.fleet.has_work:  # prompts that nobody has fetched, and transfers
+            fleet.fleet.fleet.run_until(fleet.fleet.fleet.next_ns() + 1)
+        for worker in fleet.fleet.fleet.workers:
+            worker.engine.log.flush()
+
+    fleet.loop.call(rest)
+    assert fleet.front.recorder is not None
+    run.rows = fleet.front.recorder.rows()
+    return run
+
+
+def replayed(config: FleetConfig, rows: list[RecordedRow]) -> tuple[Any, dict[int, Heard]]:
+    """Replay the record of a run on the same fleet, step by step."""
+    pools = tuple(replace(pool, each=replace(pool.each, step_by_step=True)) for pool in config.pools)
+    config = replace(config, pools=pools)
+    heard: dict[int, Heard] = {}
+
+    def observers_of(worker: FleetWorker) -> list[Heard]:
+        return [heard.setdefault(worker.index, Heard())]
+
+    report = replay_fleet(recorded_trace(rows), config, observers_of=observers_of)
+    return report, heard
+
+
+class RunningFleet:
+    """A fleet of mocks at free ports of the loopback address, in a thread of this process."""
+
+    def __init__(self, config: FleetConfig, *, door: Door | None = None, speedup: float = 1.0) -> None:
+        self.fleet = open_fleet(config, Door(hosts=()) if door is None else door, speedup=speedup)
+        self._started: Future[None] = Future()
+        self._drain_s = 0.2
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        self._started.result(30)
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            server = FleetServer(self.fleet, Address(port=0))
+            await server.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            raise
+        self.url, self.urls = server.url, [url for _, url in server.urls]
+        self._started.set_result(None)
+        await self._stopping.wait()
+        self._was_whole = await server.stop(self._drain_s)
+
+    def stop(self, drain_s: float = 0.2) -> bool:
+        """Stop serving; return whether all requests ended normally."""
+        if self._thread.is_alive():
+            self._drain_s = drain_s
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(30)
+        return self._was_whole
+
+    def __enter__(self) -> RunningFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way at all doors."""
+        return FleetModels(self.fleet).num_live
+
+    def metric(self, worker: int, name: str, **labels: str) -> float:
+        """A metric of a worker, summed over the labels that are not given."""
+        text = call(self.urls[worker], "/metrics").payload.decode()
+        found = re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(value) for has, value in found if all(each in has for each in wanted))
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Wait until something is so; fail if it is not in time."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def assert_at_rest(self) -> None:
+        """Assert that no worker has pages in use, and that all pages are accounted for."""
+
+        def check(_: Any) -> None:
+            self.fleet.fleet.catch_up()
+            for worker in self.fleet.fleet.fleet.workers:
+                worker.scheduler.check()
+                held = len(worker.handoffs.held)
+                assert worker.scheduler.cache.num_used == 0 or held, f"worker {worker.index}"
+
+        self.fleet.loop.call(check)

@@ -1,0 +1,210 @@
+"""L11 for a fleet: what arrived at its doors, replayed, is placed on the same workers, with the same events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvarts.events import Arrived
+from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
+from kvarts.fleet.faults import Fault, Kind
+from kvarts.fleet.replay import replay_fleet
+from kvarts.kv.group_memory import PartGroup
+from kvarts.offload.config import OffloadConfig
+from kvarts.routers.config import Routing
+from kvarts.traffic.formats import load_trace
+
+from builders.grouped import part_groups
+from builders.live_fleet import Sent, replayed, served_live, small_pool
+from builders.parity import shifted
+from builders.rooms import HAS_AUDIT
+
+MIXED, APART, BOTH = "mixed", "apart", "both"
+
+
+def small_fleet(
+    shape: str,
+    router: str = "round-robin",
+    *,
+    pages: int = 40,
+    seqs: int = 4,
+    budget: int = 32,
+    pool: dict[str, Any] | None = None,
+    **settings: Any,
+) -> FleetConfig:
+    each = {"num_pages": pages, "max_num_seqs": seqs, "max_num_batched_tokens": max(budget, seqs), "router": router,
+            "audit": HAS_AUDIT, **(pool or {})}  # fmt: skip
+    pools: list[PoolConfig] = []
+    if shape in (MIXED, BOTH):
+        pools.append(small_pool("mixed", 2, **each))
+    if shape in (APART, BOTH):
+        pools += [small_pool("prefill", 2, **each), small_pool("decode", 2, **each)]
+    return FleetConfig(pools=tuple(pools), token_bytes=10, **settings)
+
+
+def assert_same(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) -> None:
+    run = served_live(config, sent, speedup=speedup)
+    _, again = replayed(config, run.rows)
+    for worker, heard in run.heard.items():
+        mine, other = shifted(heard.events, 0), again[worker].events
+        for number, (one, two) in enumerate(zip(mine, other, strict=False)):
+            assert one == two, f"worker {worker}, event {number}"
+        assert len(mine) == len(other), f"worker {worker}"
+
+
+tokens = st.integers(0, 3)
+prompts = st.one_of(
+    st.lists(tokens, min_size=1, max_size=30),
+    st.tuples(st.integers(0, 2), st.lists(tokens, max_size=6)).map(lambda pair: [pair[0]] * 17 + pair[1]),
+)
+requests = st.builds(
+    Sent,
+    delay_ms=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
+    prompt=prompts,
+    num_tokens=st.integers(1, 24),
+    worker=st.sampled_from([None, None, None, 0, 1]),
+    left_at=st.sampled_from([None, None, 0, 1]),
+    gives_up_ms=st.sampled_from([None, None, None, 0.5, 2.0]),
+    num_stops=st.sampled_from([0, 0, 60, 450]),
+    priority=st.integers(0, 1),
+    salt=st.sampled_from([None, None, "a"]),
+)
+
+
+@pytest.mark.laws
+@settings(deadline=None, max_examples=max(1, settings().max_examples // 2))
+@given(
+    sent=st.lists(requests, min_size=1, max_size=12),
+    shape=st.sampled_from([MIXED, APART, BOTH]),
+    router=st.sampled_from(["round-robin", "least-loaded", "dynamo-kv"]),
+    pages=st.integers(16, 40),
+    seqs=st.integers(1, 4),
+    budget=st.sampled_from([4, 16, 64]),
+    rate=st.sampled_from([None, 1e5, 1e6]),
+    sharing=st.booleans(),
+    only_missing=st.booleans(),
+    least_remote=st.sampled_from([None, None, 8]),
+    hold_s=st.sampled_from([0.0, 0.002, 30.0]),
+    late=st.booleans(),
+    groups=st.one_of(st.just(()), st.just(()), part_groups()),
+    keeps=st.sampled_from(["all", "tails"]),
+)
+def test_a_recorded_fleet_replays_to_the_same_events(
+    sent: list[Sent],
+    shape: str,
+    router: str,
+    pages: int,
+    seqs: int,
+    budget: int,
+    rate: float | None,
+    sharing: bool,
+    only_missing: bool,
+    least_remote: int | None,
+    hold_s: float,
+    late: bool,
+    groups: tuple[PartGroup, ...],
+    keeps: str,
+) -> None:
+    config = small_fleet(
+        shape,
+        router,
+        pages=pages,
+        seqs=seqs,
+        budget=budget,
+        bytes_per_s=rate,
+        sharing="worker" if sharing and rate else "none",
+        transfer="missing" if only_missing else "full-prompt",
+        latency_ms=0.3 if late else 0.0,
+        least_remote=least_remote if shape != MIXED else None,
+        hold_s=hold_s,
+        pool={"groups": groups, "kv_groups": keeps} if groups else {},
+    )
+    assert_same(config, sent)
+
+
+@pytest.mark.laws
+@settings(deadline=None, max_examples=max(1, settings().max_examples // 4))
+@given(
+    sent=st.lists(requests, min_size=1, max_size=12),
+    shape=st.sampled_from([MIXED, APART]),
+    router=st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+    faults=st.lists(
+        st.tuples(
+            st.sampled_from(["down", "cut", "slow"]),
+            st.integers(0, 1),
+            st.integers(0, 8),
+            st.sampled_from([None, 1, 3]),
+        ),
+        max_size=3,
+        unique_by=lambda each: each[:2],
+    ),
+    has_host=st.booleans(),
+    has_store=st.booleans(),
+    staleness_ms=st.sampled_from([0.0, 0.0, 0.7]),
+)
+def test_failures_tiers_and_a_store_change_nothing_of_that(
+    sent: list[Sent],
+    shape: str,
+    router: str,
+    faults: list[tuple[Kind, int, int, int | None]],
+    has_host: bool,
+    has_store: bool,
+    staleness_ms: float,
+) -> None:
+    settings: dict[str, Any] = {}
+    if staleness_ms:
+        router, settings["routing"] = "llm-d", Routing(staleness=f"{staleness_ms}ms")
+    if has_host:
+        settings["offload"] = OffloadConfig(host_pages=30, policy="eager")
+    config = small_fleet(shape, router, pages=24, pool=settings, bytes_per_s=1e6)
+    changes: dict[str, Any] = {
+        "faults": tuple(
+            Fault(kind, worker, start * 1_000_000, None if after is None else (start + after) * 1_000_000,
+                  7 if kind == "slow" else 1)
+            for kind, worker, start, after in faults
+            if shape != MIXED or kind == "down"
+        )
+    }  # fmt: skip
+    if has_store:
+        changes["store"] = StoreSettings(pages=200, rate="1MB/s", worker_rate="1MB/s", latency_us=10.0)
+    assert_same(replace(config, **changes), sent)
+
+
+def test_a_run_under_load_replays_to_the_same_report_also_from_a_file(tmp_path: Path) -> None:
+    config = small_fleet(APART, "dynamo-kv", pages=60, bytes_per_s=1e6)
+    sent = [Sent(0.2 * index, [index % 3] * 16 + [index], 20) for index in range(60)]
+    run = served_live(config, sent)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in run.rows))
+    report = replay_fleet(load_trace(path), config)
+    columns = report.request_columns
+    assert report.summary["num_completed"] == len(sent)
+    placed = [[int(source), int(target)] for source, target in zip(columns["source"], columns["replica"], strict=True)]
+    for worker, heard in run.heard.items():
+        came = [dict(fields)["request_id"] for kind, fields in heard.events if kind == Arrived.__name__]
+        column = 0 if worker < 2 else 1
+        assert sorted(came) == sorted(str(row.request_id) for row, place in zip(run.rows, placed, strict=True)
+                                      if place[column] == worker)  # fmt: skip
+
+
+@pytest.mark.long
+def test_thousands_of_requests_replay_to_the_same_events() -> None:
+    config = small_fleet(BOTH, "dynamo-kv", pages=300, seqs=16, budget=128, bytes_per_s=1e6)
+    sent = [
+        Sent(
+            1.5 * index,
+            [index % 7] * 32 + [index % 97] * 20 + [index],
+            10 + index % 30,
+            worker=index % 6 if index % 5 == 0 else None,
+            left_at=index % 6 if index % 15 == 0 else None,
+            gives_up_ms=3.0 if index % 11 == 0 else None,
+        )
+        for index in range(4_000)
+    ]
+    assert_same(config, sent)
