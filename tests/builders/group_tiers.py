@@ -68,13 +68,17 @@ def returning(draw: st.DrawFn, *, max_requests: int, num_units: int = 12) -> Cas
 
 @st.composite
 def overlapping(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
-    """Prompts that come back to host memory, from where they take about as long as computing them."""
+    """Prompts that come back to host memory and files, from where they take about as long as computing them."""
     return Grouped(
         draw(returning(max_requests=max_requests, num_units=30)),
         draw(part_groups()),
         draw(st.sampled_from(["all", "tails"])),
         OffloadConfig(
-            host_pages=draw(st.sampled_from([30, 500])),
+            host_pages=draw(st.sampled_from([5, 30, 500])),
+            disk_pages=draw(st.sampled_from([None, 30, 500])),
+            disk_read=draw(st.sampled_from([500, 1000, 5000, 20_000])),
+            disk_write=draw(st.sampled_from([10_000, 10**15])),
+            disk_latency_us=draw(st.sampled_from([0.0, 5000.0])),
             policy=draw(st.sampled_from(["eager", "eager", "lazy"])),
             h2d=draw(st.sampled_from([500, 1000, 2000, 5000, 20_000])),
             d2h=draw(st.sampled_from([10_000, 10**15])),
