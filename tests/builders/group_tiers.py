@@ -67,10 +67,13 @@ def returning(draw: st.DrawFn, *, max_requests: int, num_units: int = 12) -> Cas
 
 
 @st.composite
-def overlapping(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
+def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False) -> Grouped:
     """Prompts that come back to host memory and files, from where they take about as long as computing them."""
+    case = draw(returning(max_requests=max_requests, num_units=30))
+    for row in case.rows if cancels else ():
+        row.cancel_after_ms = draw(st.sampled_from([None, None, None, 20, 100]))
     return Grouped(
-        draw(returning(max_requests=max_requests, num_units=30)),
+        case,
         draw(part_groups()),
         draw(st.sampled_from(["all", "tails"])),
         OffloadConfig(

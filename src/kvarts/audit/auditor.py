@@ -760,8 +760,8 @@ class Auditor:
 
     def _cancel(self, request: int) -> None:
         known = self._requests[request]
-        load = known.load
-        if load is not None and not self._has_groups and (request in self._loaded or known.num_named < load.stop):
+        load = None if self._has_groups else known.load
+        if load is not None and (request in self._loaded or known.num_named < load.stop):
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]
