@@ -463,9 +463,10 @@ class TieredMachine(RuleBasedStateMachine):
                 (part.group, part.name) for part in model.released if not part.stores
             ]
         if self.files:
-            keys = set(self.tiers[1]._keys.values())
+            files: Any = self.tiers[1]
+            keys = set(files._keys.values())
             assert keys <= self.files, "a part has no file"
-            assert self.files - keys <= set(self.tiers[1]._dropped), "a file stays for ever"
+            assert self.files - keys <= set(files._dropped), "a file stays for ever"
         for tier, naive in zip(self.tiers, model.below, strict=True):
             assert self.listed(tier.entries()) == [part.key for part in naive.idle()]
             for group in range(len(cache.groups)):
