@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200)
     parser.add_argument("--output", type=int, default=300)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--loads", nargs="+", choices=["preempted", "idle"], default=["preempted", "idle"])
     args = parser.parse_args()
     from kvarts.llm.llm import LLM
 
@@ -99,6 +100,8 @@ def main() -> None:
     first = LLM(model_path(), config=enough)
     most = args.requests * (args.prompt + args.output) // PAGE_SIZE
     for name, load, num_pages in (("preempted", preempted, most // 2), ("idle", idle, most // 3)):
+        if name not in args.loads:
+            continue
         expected = load(first, args)
         config = EngineConfig(num_pages=num_pages, page_size=PAGE_SIZE, max_num_batched_tokens=256, max_num_seqs=16)
         rows: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in MODES}

@@ -114,6 +114,7 @@ def put_manager_inside() -> None:
     from tests.v1.kv_connector.unit.offloading_connector import utils
     from vllm.v1.kv_offload.cpu import manager as of_host
 
+    importlib.import_module("vllm.v1.kv_offload.tiering.manager")  # a subclass of vLLM's, which stays
     of_host.CPUOffloadingManager = make_manager
     scripted = ("lookup", "prepare_store", "complete_load", "complete_store", "touch", "on_new_request", "take_events")
     scripted += ("on_request_finished", "on_schedule_end", "has_pending_work", "reset_cache", "get_stats", "shutdown")
@@ -177,6 +178,8 @@ def main() -> None:
         sys.path.insert(0, str(root))
         outcomes = Outcomes(inside)
         options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--no-header", "--tb=short"]
+        if path.startswith(CONNECTOR):
+            options += ["-p", f"{CONNECTOR.replace('/', '.')}.conftest"]  # for its fixture only
         pytest.main([*options, "--rootdir", str(root), path], plugins=[outcomes])
         passed, total = outcomes.counts["passed"], sum(outcomes.counts.values())
         print(f"@ {passed} of {total}")

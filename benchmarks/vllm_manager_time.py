@@ -128,11 +128,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
-    for _ in range(args.rounds):
-        rounds.append(
-            (measure(make_kvarts, args.requests, args.blocks), measure(make_vllm, args.requests, args.blocks))
-        )
+    sizes = args.requests, args.blocks
+    rounds = [(measure(make_kvarts, *sizes), measure(make_vllm, *sizes)) for _ in range(args.rounds)]
     for kind in ("hits", "prefill", "decode", "full"):
         ours, theirs = (statistics.median(each[side][kind] for each in rounds) for side in (0, 1))
         print(f"{kind:<8}kvarts {ours * 1e3:8.2f} ms  vLLM {theirs * 1e3:8.2f} ms  ratio {ours / theirs:.2f}")

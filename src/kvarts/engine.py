@@ -71,7 +71,9 @@ class Engine:
             scheduler = self.scheduler
             num_ahead = len(scheduler.waiting_with_pages) - 1 if has_own else scheduler.waiting.num_ahead(request)
             arrived = Arrived(request.index, now_ns, request.content, *asked, request.request_id, num_ahead, has_own)
-            tell(replace(arrived, stops=True) if request.stops else arrived)
+            if request.stops or request.num_output_tokens:
+                arrived = replace(arrived, stops=request.stops, num_generated=request.num_output_tokens)
+            tell(arrived)
         return None
 
     def cancel(self, request: Request) -> None:

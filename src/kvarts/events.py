@@ -231,6 +231,8 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     """It brings its own pages and takes no others."""
     stops: bool = False
     """Its last token ends it."""
+    num_generated: int = 0
+    """Tokens that another engine has generated before, which are known as well."""
 
 
 class PagesReserved(msgspec.Struct, frozen=True, gc=False):

@@ -64,6 +64,7 @@ def main() -> None:
         enable_prefix_caching=True,
         disable_hybrid_kv_cache_manager=False,
         kv_transfer_config=transfer,
+        disable_log_stats=False,
         seed=1,
     )
     print("ready", flush=True)
@@ -93,7 +94,10 @@ def tiers_of(llm: Any) -> dict[str, Any]:
         store.poll()
         store.files.check()
     store.host.check()
-    return {"counts": msgspec.to_builtins(store.counts), "used": store.host.num_used, "stored": len(store.host)}
+    from prometheus_client import generate_latest
+
+    counts = {"counts": msgspec.to_builtins(store.counts), "used": store.host.num_used, "stored": len(store.host)}
+    return {**counts, "metrics": generate_latest().decode()}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvarts.connect.metrics import parse_metrics
+
 from builders.vllm_python import vllm_environment, vllm_python
 
 pytestmark = pytest.mark.long
@@ -102,6 +104,11 @@ def test_host_memory_gives_the_same_tokens_and_hits(expected: tuple[str, list[An
     assert [answer["tokens"] for answer in answers] == tokens
     assert min(answers[1]["cached"]) >= 288 and min(answers[2]["cached"]) >= 288
     assert answers[2]["counts"]["loaded"] > 0 and answers[2]["counts"]["evicted"] == 0
+    # vLLM's registry has what the tiers had counted when the last step was planned.
+    sample = parse_metrics(answers[2]["metrics"])
+    assert sample.tier_pages["loaded"] == answers[2]["counts"]["loaded"]
+    assert 0 < sample.tier_resident["host"] <= answers[2]["stored"]
+    assert sample.num_loaded_bytes and sample.num_loaded_bytes % sample.tier_pages["loaded"] == 0
 
 
 def test_tiers_that_are_too_small_give_the_same_tokens(expected: tuple[str, list[Any]], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ pytest.importorskip("zmq", reason="needs kvarts[serve]")
 import msgspec
 import zmq
 
+from kvarts.cli.watch import tiers_line
 from kvarts.connect.metrics import parse_metrics
 from kvarts.content import Content
 from kvarts.events import PagesRemoved, PagesStored
@@ -206,6 +207,25 @@ def test_metrics_are_read_by_the_names_of_vllm() -> None:
     assert (sample.usage, sample.num_running, sample.num_waiting, sample.num_preempted) == (0.25, 3, 1, 2)
     assert (sample.num_blocks, sample.hit_share) == (4, 0.25)
     assert parse_metrics("").usage is None
+
+
+def test_tiers_inside_vllm_are_in_a_line() -> None:
+    """Pages found by tier, why others were not, bytes, and pages that wait for a file."""
+    text = (
+        'vllm:kvarts_pages_total{engine="0",model_name="m",what="loaded"} 55.0\n'
+        'vllm:kvarts_pages_total{engine="0",model_name="m",what="promoted"} 12.0\n'
+        'vllm:kvarts_pages_total{engine="0",model_name="m",what="refused"} 3.0\n'
+        'vllm:kvarts_resident_pages{engine="0",model_name="m",tier="host"} 120.0\n'
+        'vllm:kvarts_resident_pages{engine="0",model_name="m",tier="files"} 300.0\n'
+        'vllm:kvarts_waiting_pages{engine="0",model_name="m",lane="write"} 2.0\n'
+        'vllm:kv_offload_load_bytes_total{engine="0",model_name="m"} 8.8e+06\n'
+        "vllm:kvarts_resident_pages 7.0\n"
+    )
+    assert tiers_line(parse_metrics(text)) == (
+        "tiers: host 120, files 300 pages; loaded 55 (8.8 MB), read from files 12; stored 0 (0.0 MB); "
+        "not loaded or stored: no room 3, sooner computed 0, broken 0; waiting to be read 0, written 2"
+    )
+    assert parse_metrics("vllm:num_requests_running 3\n").tier_resident == {}
 
 
 def test_metrics_give_a_timeline_and_the_size_of_the_pool(run_command: Run, fake: Fake, tmp_path: Path) -> None:

@@ -296,11 +296,14 @@ class TieredMachine(RuleBasedStateMachine):
             self.store_now()
             self.end(self.holders.pop())
             self.store_now()
+            self.store_now()  # what has arrived is spilled
 
     def store_now(self) -> None:
         self.store()
         for number in sorted(self.stores):
             self.end_store_as(number, is_stored=True)
+        for number in sorted(self.spills):
+            self.end_spill_as(number, is_stored=True)
 
     @rule()
     def forget_device(self) -> None:
@@ -311,6 +314,19 @@ class TieredMachine(RuleBasedStateMachine):
             self.model.released.remove(part)
             self.model.lose(part)
             self.model.empty_bytes += self.model.bytes_of(part)
+
+    @precondition(lambda self: len(self.tiers) > 1)
+    @rule(share=st.sampled_from([1, 2]))
+    def forget_host(self, share: int) -> None:
+        """Host memory evicts all that it can, or half of it: what comes back comes from files."""
+        tier, naive = self.tiers[0], self.model.below[0]
+        lost = naive.idle()
+        lost = lost[: -(-len(lost) // share)]
+        tier.evict(tier.empty_bytes + sum(map(naive.size, lost)))
+        for part in lost:
+            naive.recent.remove(part)
+            del naive.here[part.key]
+            naive.num_lost += 1
 
     @rule()
     def store(self) -> None:
@@ -346,7 +362,9 @@ class TieredMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.spills)
     @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
     def end_spill(self, data: st.DataObject, is_stored: bool) -> None:
-        number = data.draw(st.sampled_from(sorted(self.spills)))
+        self.end_spill_as(data.draw(st.sampled_from(sorted(self.spills))), is_stored=is_stored)
+
+    def end_spill_as(self, number: int, *, is_stored: bool) -> None:
         self.end_transfer(number, None if is_stored else 0)
         self.model.end_spill(0, self.spills.pop(number), is_stored=is_stored)
 
@@ -384,6 +402,8 @@ class TieredMachine(RuleBasedStateMachine):
             tokens, tenant = [*data.draw(st.sampled_from(self.served)), 1], None
         if is_cleared:
             self.forget_device()
+            if len(self.tiers) > 1 and data.draw(st.booleans()):
+                self.forget_host(data.draw(st.sampled_from([1, 2])))
         content = self.content_of(tokens, tenant)
         limit = (len(tokens) - 1) // self.cache.page_size
         on_device = self.model.hit(tokens, tenant, limit)
@@ -580,9 +600,10 @@ class TieredMachine(RuleBasedStateMachine):
                 (part.group, part.name) for part in model.released if not part.stores
             ]
         if self.files:
-            keys = set(self.tiers[1]._keys.values())
+            files: Any = self.tiers[1]
+            keys = set(files._keys.values())
             assert keys <= self.files, "a part has no file"
-            assert self.files - keys <= set(self.tiers[1]._dropped), "a file stays for ever"
+            assert self.files - keys <= set(files._dropped), "a file stays for ever"
         for tier, naive in zip(self.tiers, model.below, strict=True):
             assert self.listed(tier.entries()) == [part.key for part in naive.idle()]
             for group in range(len(cache.groups)):

@@ -254,6 +254,7 @@ class Auditor:
             case Arrived():
                 known = KnownRequest(event.content, event.num_prompt_tokens, len(self.ledger.groups), event.max_tokens)
                 known.stops = event.stops and self._lags > 0
+                known.known += event.num_generated
                 self._requests[event.request] = self._holders[event.content.owner] = known
             case StepStarted():
                 self._pass_steps(event.step - 1)

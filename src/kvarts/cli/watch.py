@@ -31,7 +31,8 @@ from kvarts.files import (
 )
 
 if TYPE_CHECKING:
-    from kvarts.connect.watch import Watch
+    from kvarts.connect.metrics import EngineSample
+from kvarts.connect.watch import Watch
 
 __all__ = ["watch_command"]
 
@@ -222,6 +223,22 @@ class _View:
             usage = "-" if sample.usage is None else f"{sample.usage:.1%}"
             hits = "-" if sample.hit_share is None else f"{sample.hit_share:.1%}"
             yield f"running {sample.num_running}, waiting {sample.num_waiting}, KV in use {usage}, prompts found {hits}"
+            if sample.tier_resident:
+                yield tiers_line(sample)
+
+
+def tiers_line(sample: EngineSample) -> str:
+    """Return a line on kvarts' tiers inside vLLM: pages found by tier, and why others were not loaded."""
+    pages, waiting = sample.tier_pages, sample.tier_waiting
+    resident = ", ".join(f"{tier} {count:,}" for tier, count in sorted(sample.tier_resident.items(), reverse=True))
+    loaded, stored = (f"{(count or 0) / 1e6:,.1f} MB" for count in (sample.num_loaded_bytes, sample.num_stored_bytes))
+    refused = {"no room": "refused", "sooner computed": "computed_instead", "broken": "broken"}
+    why = ", ".join(f"{words} {pages.get(name, 0):,}" for words, name in refused.items())
+    return (
+        f"tiers: {resident} pages; loaded {pages.get('loaded', 0):,} ({loaded}), read from files "
+        f"{pages.get('promoted', 0):,}; stored {pages.get('stored', 0):,} ({stored}); not loaded or stored: {why}; "
+        f"waiting to be read {waiting.get('read', 0):,}, written {waiting.get('write', 0):,}"
+    )
 
 
 @contextmanager

@@ -30,6 +30,11 @@ _READ = frozenset(
         "vllm:inter_token_latency_seconds_count",
         "vllm:inter_token_latency_seconds_sum",
         "vllm:kv_cache_usage_perc",
+        "vllm:kv_offload_load_bytes_total",
+        "vllm:kv_offload_store_bytes_total",
+        "vllm:kvarts_pages_total",
+        "vllm:kvarts_resident_pages",
+        "vllm:kvarts_waiting_pages",
         "vllm:num_preemptions_total",
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -41,6 +46,12 @@ _READ = frozenset(
         "vllm:time_to_first_token_seconds_sum",
     }
 )
+_OF_TIERS = {
+    "vllm:kvarts_pages_total": "what",
+    "vllm:kvarts_resident_pages": "tier",
+    "vllm:kvarts_waiting_pages": "lane",
+}
+"""Metrics of kvarts' tiers inside vLLM, and the label that tells their values apart."""
 _BLOCKS = re.compile(r'(?:^|,)\s*num_gpu_blocks="(\d{1,18})"')
 
 
@@ -62,6 +73,15 @@ class EngineSample(msgspec.Struct, frozen=True, kw_only=True):
     next_token_s: tuple[float, int] | None = None
     """Sum and number of the inter-token latencies."""
 
+    tier_pages: dict[str, int] = {}
+    """Pages of kvarts' tiers inside vLLM, by what happened to them since the start of the engine."""
+    tier_resident: dict[str, int] = {}
+    """Pages in each tier."""
+    tier_waiting: dict[str, int] = {}
+    """Pages that wait to be read from files, or written."""
+    num_loaded_bytes: int | None = None
+    num_stored_bytes: int | None = None
+
     @property
     def hit_share(self) -> float | None:
         """Share of prompt tokens that were hits; None if unknown."""
@@ -73,11 +93,16 @@ class EngineSample(msgspec.Struct, frozen=True, kw_only=True):
 def parse_metrics(text: str) -> EngineSample:
     """Return the sample in a text in Prometheus format; invalid lines are skipped."""
     sums: dict[str, list[float]] = {}
+    tiers: dict[str, dict[str, int]] = {name: {} for name in _OF_TIERS}
     num_blocks: list[float] = []
     for name, labels, value in _lines(text):
         if name not in _READ:
             continue
         sums.setdefault(name, []).append(value)
+        if name in tiers:
+            label = re.search(rf'(?:^|,)\s*{_OF_TIERS[name]}="(\w{{1,40}})"', labels)
+            if label is not None:
+                tiers[name][label[1]] = tiers[name].get(label[1], 0) + int(value)
         if name == "vllm:cache_config_info":
             blocks = _BLOCKS.search(labels)
             if blocks is not None:
@@ -105,6 +130,11 @@ def parse_metrics(text: str) -> EngineSample:
         num_hit_tokens=total("vllm:prefix_cache_hits_total"),
         num_generated_tokens=total("vllm:generation_tokens_total"),
         first_token_s=sum_and_count("vllm:time_to_first_token"),
+        tier_pages=tiers["vllm:kvarts_pages_total"],
+        tier_resident=tiers["vllm:kvarts_resident_pages"],
+        tier_waiting=tiers["vllm:kvarts_waiting_pages"],
+        num_loaded_bytes=total("vllm:kv_offload_load_bytes_total"),
+        num_stored_bytes=total("vllm:kv_offload_store_bytes_total"),
         next_token_s=sum_and_count("vllm:inter_token_latency", "vllm:time_per_output_token"),
     )
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 
+from kvarts.connect.vllm.metrics import StoreMetrics
 from kvarts.connect.vllm.region import HostRegion
 from kvarts.connect.vllm.store import KeyStore, Reads
 from kvarts.offload.keyed import KeyState
@@ -82,6 +83,7 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
     def __init__(self, store: KeyStore, region: HostRegion, *, with_events: bool = False) -> None:
         self.store = store
         self._region = region
+        self._metrics = StoreMetrics(store)
         self._events: list[Any] | None = [] if with_events else None
 
     @override
@@ -144,6 +146,10 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
     def take_events(self) -> Iterable[Any]:
         events, self._events = self._events, None if self._events is None else []
         return events or ()
+
+    @override
+    def get_stats(self) -> Any:
+        return self._metrics.take()
 
     @override
     def reset_cache(self) -> None:

@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvarts.connect.vllm.folder import ModelFolder, bytes_of
 from kvarts.connect.vllm.manager import KvartsManager
+from kvarts.connect.vllm.metrics import metric_definitions
 from kvarts.connect.vllm.page_io import PageIo
 from kvarts.connect.vllm.region import HostRegion
 from kvarts.connect.vllm.store import KeyStore
@@ -55,6 +56,11 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         self._manager: KvartsManager | None = None
         self._worker: KvartsWorker | None = None
         self._folder: ModelFolder | None = None
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
 
     @override
     def get_manager(self) -> KvartsManager:

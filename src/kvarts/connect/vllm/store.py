@@ -74,7 +74,8 @@ class KeyStore:
         self._compute_s = compute_s
         self._read_s = 0.0
         self._most_read_s = most_read_s
-        self._num_writing = 0
+        self.num_writing = 0
+        """Pages that wait to be written to files."""
         self._reading: dict[bytes, tuple[float, Reads]] = {}
         """Keys that are being read, with the start and the reads of their request."""
 
@@ -82,6 +83,11 @@ class KeyStore:
     def has_work(self) -> bool:
         """Whether a page is being read for a request that waits."""
         return bool(self._reading)
+
+    @property
+    def num_reading(self) -> int:
+        """Pages that wait to be read from files."""
+        return len(self._reading)
 
     def lookup(self, key: bytes, path: Container[bytes], reads: Reads) -> KeyState:
         """Return whether `key` can be loaded; COMING if it will be, or may be. Begins to read a page that is in a file.
@@ -182,7 +188,7 @@ class KeyStore:
         for ended in self._page_io.take_ended():
             key = ended.key
             if ended.is_write:
-                self._num_writing -= 1
+                self.num_writing -= 1
                 self.host.unpin([key])
                 self.counts.written += ended.is_good
                 self.counts.unwritten += not ended.is_good
@@ -222,7 +228,7 @@ class KeyStore:
     def _write(self, key: bytes, path: Container[bytes]) -> None:
         if self.files is None or self._page_io is None or self.files.state(key) is not KeyState.MISSING:
             return
-        if self._num_writing >= self._most_writes:
+        if self.num_writing >= self._most_writes:
             self.counts.unwritten += 1
             return
         places, evicted = self.files.place([key], path)
@@ -232,5 +238,5 @@ class KeyStore:
             self.counts.unwritten += 1
             return
         (place,) = self.host.pin([key])
-        self._num_writing += 1
+        self.num_writing += 1
         self._page_io.write(key, place)
