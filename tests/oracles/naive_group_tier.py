@@ -364,7 +364,7 @@ class NaiveTieredGroups(NaiveGroups):
         """End a load of `parts`, of which the first `num_good` arrived; the others are broken, and leave their tier.
 
         In each group, what arrived before the first broken page can be found. What slower tiers had of it is to be
-        stored in the first. `is_used`: it can be found already.
+        stored in the first, unless another load found it broken. `is_used`: it can be found already.
         """
         self.end_transfer()
         length = sequence.num_tokens // self.page_size
@@ -386,7 +386,8 @@ class NaiveTieredGroups(NaiveGroups):
             found = [below for below in of_tier if self.page_of(below.key) < ends[below.key[0]]]
             if not is_used:
                 self.find_loaded(sequence, found)
-            self.wanted += [below.key for below in found if place]
+            tier = self.below[place]
+            self.wanted += [below.key for below in found if place and tier.here.get(below.key) is below]
         self.unpin(parts)
         needs = self.needs(sequence.tokens, sequence.salt, length)
         for tier in self.below:

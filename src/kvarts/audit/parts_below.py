@@ -119,7 +119,7 @@ class PartsBelow:
     def begin_load(self, known: KnownRequest, event: LoadStarted) -> None:
         """Hold the parts on the device that all groups need, and allocate the missing ones.
 
-        If the request computes its first pages meanwhile, the same of the pages after these, beside its hit.
+        If the request computes its first pages meanwhile: its hit, and the parts of the pages after these.
         """
         ledger, size = self._ledger, self._page_size
         first = event.num_hit_pages + event.num_front_pages
@@ -183,7 +183,7 @@ class PartsBelow:
         known.num_taken = known.num_named = load.num_pages
 
     def begin_front(self, request: int) -> None:
-        """Let a request take what is promised to it for the tokens of its front."""
+        """Let a request take its promised blocks for the tokens of its front."""
         self._end_promise(self._loads[request])
 
     def end_front(self, request: int) -> None:

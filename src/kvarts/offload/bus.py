@@ -37,7 +37,7 @@ class Lane:
         self.queue: deque[Carried] = deque()
 
 
-class Foreseen:
+class LaneEnds:
     """When lanes fall idle, by place, and when transfers end, by number."""
 
     __slots__ = ("ends_ns", "idle_ns")
@@ -62,7 +62,7 @@ class Bus:
         self._unnamed: list[Carried] = []
         self._num_left: dict[int, int] = {}
         """By transfer, how many lanes carry something for it."""
-        self._foreseen: Foreseen | None = None
+        self._foreseen: LaneEnds | None = None
         """What happens if nothing is submitted; None if it must be computed again."""
 
     def open(self, name: str, *, latency_us: float, bytes_per_s: int) -> BusChannel:
@@ -161,11 +161,11 @@ class Bus:
         """Return when `transfer` ends, exactly, if nothing is submitted; 0 if it has ended."""
         return self._foresee().ends_ns.get(transfer, 0)
 
-    def _foresee(self) -> Foreseen:
+    def _foresee(self) -> LaneEnds:
         """Return what happens if nothing is submitted: in every sum, what `take_ended` will compute."""
         if self._foreseen is not None:
             return self._foreseen
-        foreseen = self._foreseen = Foreseen([0] * len(self._lanes))
+        foreseen = self._foreseen = LaneEnds([0] * len(self._lanes))
         moving = [(job.owner, job.num_left) for job in self._shared.jobs]
         left_of = {owner.place: num_left for owner, num_left in moving if isinstance(owner, Lane)}
         queues = [list(lane.queue)[::-1] for lane in self._lanes]
