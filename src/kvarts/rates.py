@@ -36,7 +36,8 @@ class SharedRates:
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         """In the order in which they began."""
-        self._now_ns = 0
+        self.now_ns = 0
+        """The time up to which bytes are counted."""
         self._num_at: dict[End, int] = {}
         self.busy_ns: dict[End, int] = {}
         """How long each end has been in use."""
@@ -56,20 +57,20 @@ class SharedRates:
 
     def advance(self, now_ns: int) -> None:
         """Count the bytes that are transferred by `now_ns`."""
-        elapsed_ns = now_ns - self._now_ns
+        elapsed_ns = now_ns - self.now_ns
         if elapsed_ns:
             for job in self.jobs:
                 job.num_left -= elapsed_ns * self._rate(job)
             for end, count in self._num_at.items():
                 if count:
                     self.busy_ns[end] = self.busy_ns.get(end, 0) + elapsed_ns
-            self._now_ns = now_ns
+            self.now_ns = now_ns
 
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before; NEVER_NS if none is under way."""
         next_ns = NEVER_NS
         for job in self.jobs:
-            next_ns = min(next_ns, self._now_ns + max(1, ceil(job.num_left / self._rate(job))))
+            next_ns = min(next_ns, self.now_ns + max(1, ceil(job.num_left / self._rate(job))))
         return next_ns
 
     def take_ended(self, now_ns: int) -> list[Job]:
@@ -82,7 +83,7 @@ class SharedRates:
 
     def left_ns(self, job: Job, now_ns: int) -> int:
         """Return how long a transfer would still take if no other began or ended."""
-        return max(0, self._now_ns + ceil(job.num_left / self._rate(job)) - now_ns)
+        return max(0, self.now_ns + ceil(job.num_left / self._rate(job)) - now_ns)
 
     def num_sharing(self, end: End) -> int:
         """Return how many transfers share `end` now."""

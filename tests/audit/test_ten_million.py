@@ -20,6 +20,7 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig
 
 from builders.case import Case, Row
+from builders.group_tiers import COST
 from builders.tiered import BYTES_PER_TOKEN
 
 NUM_EVENTS = 10_000_000
@@ -112,6 +113,17 @@ def files(rng: Random, *, of_groups: bool = False) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def overlapping(rng: Random, case: Case) -> ReplayConfig:
+    """Loads that take about as long as computing, in part behind it."""
+    rates = [500, 1000, 2000, 5000, 20_000]
+    offload = msgspec.structs.replace(
+        files(rng, of_groups=True)["offload"], h2d=rng.choice(rates), disk_read=rng.choice(rates),
+        bus=rng.choice([None, None, 1500, 20_000]), copy_slowdown=rng.choice([0.0, 0.0, 0.5]),
+        load_overlap=rng.choice(["none", "layers"]), num_layers=rng.choice([2, 8]),
+    )  # fmt: skip
+    return case.config(**groups(rng), offload=offload, cost=COST)
+
+
 def mixed(rng: Random, case: Case) -> ReplayConfig:
     case.replicas = rng.choice([2, 3])
     return case.config(router=rng.choice(["round-robin", "least-loaded", "prefix"]), **files(rng))
@@ -143,6 +155,7 @@ KINDS: dict[str, Callable[[Random, Case], ReplayConfig | FleetConfig]] = {
     "whole pages, host memory and files": lambda rng, case: case.config(**files(rng)),
     "KV groups, host memory": lambda rng, case: case.config(**groups(rng), **host(rng)),
     "KV groups, host memory and files": lambda rng, case: case.config(**groups(rng), **files(rng, of_groups=True)),
+    "KV groups, host memory and files, loads behind computing": overlapping,
     "replicas, host memory and files": mixed,
     "prefill and decode apart": lambda rng, case: apart(rng, case, has_store=False),
     "a store that workers share": lambda rng, case: apart(rng, case, has_store=True),
@@ -178,8 +191,15 @@ def replayed(kind: str, seed: int) -> int:
         ("whole pages, host memory and files", 1333),
         ("whole pages, host memory and files", 1376),
         ("KV groups, host memory", 680),
+        ("KV groups, host memory and files, loads behind computing", 9193),
     ],
-    ids=["a sink", "a load that ends before its front", "who awaits such a load", "an offer that is not taken"],
+    ids=[
+        "a sink",
+        "a load that ends before its front",
+        "who awaits such a load",
+        "an offer that is not taken",
+        "a client that leaves a front",
+    ],
 )
 def test_workloads_that_failed(kind: str, seed: int) -> None:
     assert replayed(kind, seed) > 100

@@ -19,7 +19,7 @@ from builders.case import Case, Row, cases
 from builders.grouped import part_groups
 from builders.rooms import HAS_AUDIT
 
-__all__ = ["COST", "FAST", "Grouped", "grouped", "returning"]
+__all__ = ["COST", "FAST", "Grouped", "grouped", "overlapping", "returning"]
 
 COST = LinearCost(step_ms=1.0, chunk_token_ms=1.0, decode_ms=0.1)
 """By the token, so that a load of any length saves something."""
@@ -47,15 +47,15 @@ class Grouped:
 
 
 @st.composite
-def returning(draw: st.DrawFn, *, max_requests: int) -> Case:
+def returning(draw: st.DrawFn, *, max_requests: int, num_units: int = 12) -> Case:
     """Requests that come back to a few prompts, on a device that has room for little more than one of them."""
     page_size, unit_tokens = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4]))
-    bases = [[base * 100 + unit for unit in range(12)] for base in range(3)]
+    bases = [[base * 100 + unit for unit in range(num_units)] for base in range(3)]
     rows = []
     arrival_ms = 0
     for _ in range(draw(st.integers(2, max_requests))):
         arrival_ms += draw(st.sampled_from([0, 0, 5, 50, 400]))
-        units = bases[draw(st.integers(0, 2))][: draw(st.integers(1, 12))]
+        units = bases[draw(st.integers(0, 2))][: draw(st.integers(1, num_units))]
         units += draw(st.lists(st.integers(1000, 1003), max_size=3))
         num_tokens = len(units) * unit_tokens - draw(st.integers(0, unit_tokens - 1))
         priority = draw(st.sampled_from([0, 0, 0, 1]))
@@ -67,11 +67,40 @@ def returning(draw: st.DrawFn, *, max_requests: int) -> Case:
 
 
 @st.composite
+def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = False) -> Grouped:
+    """Prompts that come back to host memory and files, from where they take about as long as computing them."""
+    case = draw(returning(max_requests=max_requests, num_units=30))
+    for row in case.rows if cancels else ():
+        row.cancel_after_ms = draw(st.sampled_from([None, None, None, 20, 100]))
+    return Grouped(
+        case,
+        draw(part_groups()),
+        draw(st.sampled_from(["all", "tails"])),
+        OffloadConfig(
+            host_pages=draw(st.sampled_from([5, 30, 500])),
+            disk_pages=draw(st.sampled_from([None, 30, 500])),
+            disk_read=draw(st.sampled_from([500, 1000, 5000, 20_000])),
+            disk_write=draw(st.sampled_from([10_000, 10**15])),
+            disk_latency_us=draw(st.sampled_from([0.0, 5000.0])),
+            policy=draw(st.sampled_from(["eager", "eager", "lazy"])),
+            h2d=draw(st.sampled_from([500, 1000, 2000, 5000, 20_000])),
+            d2h=draw(st.sampled_from([10_000, 10**15])),
+            latency_us=draw(st.sampled_from([0.0, 0.0, 5000.0])),
+            fail_every=draw(st.sampled_from([0, 0, 0, 2, 5])),
+            bus=draw(st.sampled_from([None, None, 1500, 20_000])),
+            copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.5])),
+            load_overlap=draw(st.sampled_from(["none", "layers"])),
+            num_layers=draw(st.sampled_from([2, 8])),
+        ),
+    )
+
+
+@st.composite
 def grouped(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
     case = draw(st.one_of(returning(max_requests=max_requests), cases(max_requests=max_requests)))
     case.profile = "default"
     # A part takes from less than a step to many steps.
-    rates = st.sampled_from([100, 10_000, 10**15])
+    rates = st.sampled_from([100, 1000, 3000, 10_000, 10**15])
     return Grouped(
         case,
         draw(part_groups()),
@@ -89,5 +118,7 @@ def grouped(draw: st.DrawFn, *, max_requests: int = 24) -> Grouped:
             disk_latency_us=draw(st.sampled_from([0.0, 500.0])),
             store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
             fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
+            load_overlap=draw(st.sampled_from(["none", "layers"])),
+            num_layers=draw(st.sampled_from([2, 8])),
         ),
     )

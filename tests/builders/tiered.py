@@ -51,7 +51,7 @@ def tiers_below(draw: st.DrawFn, *, of_groups: bool = False, with_bus: bool = Tr
         store_within_ms=draw(st.sampled_from([0.0, 1.0, 20.0, 500.0])),
         fail_every=draw(st.sampled_from([0, 0, 1, 2, 5])),
         bus=bus,
-        load_overlap="none" if of_groups or bus else draw(st.sampled_from(["none", "layers"])),
+        load_overlap=draw(st.sampled_from(["none", "layers"])),
         num_layers=draw(st.sampled_from([1, 2, 7, 32])),
         copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.1, 1.5])),
         preemption_mode="recompute" if of_groups else draw(st.sampled_from(["swap", "swap", "recompute"])),

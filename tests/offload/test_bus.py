@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.errors import ConfigError
-from kvarts.events import TransferEnded
+from kvarts.events import Event, LoadUsed, StepDone, TransferEnded
 from kvarts.offload.bus import Bus, BusChannel
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.rates import NEVER_NS
 from kvarts.request import Request
-from kvarts.sim.config import ReplayConfig
 
 from builders.engines import make_replica
 from builders.kept import Kept
@@ -123,8 +122,10 @@ def test_what_is_said_is_what_happens_if_nothing_follows(
     until_ns = data.draw(st.integers(0, 10**8))
     ends = {number: end_ns for end_ns, number in bus.take_ended(until_ns)}
     busy_ns = [channel.busy_ns(until_ns) for channel in channels]
+    foreseen = {number: bus.end_ns(number) for number in range(len(submitted)) if number not in ends}
     while bus.next_ns() < NEVER_NS:
         ends.update({number: end_ns for end_ns, number in bus.take_ended(bus.next_ns())})
+    assert foreseen == {number: ends[number] for number in foreseen}
     for place, lane_ns in enumerate(busy_ns):
         mine = [ends[number] for number, each in enumerate(submitted) if each[1] == place]
         assert lane_ns == max(0, max(mine, default=0) - until_ns)
@@ -163,8 +164,11 @@ class SlowPrefill:
         return (end - start) * NS_PER_S
 
 
-def load_s(**tier: Any) -> float:
-    """How long a load of 60 pages takes beside stores, in seconds; each direction carries 100 pages a second."""
+def loaded(num_new: int, **tier: Any) -> tuple[int, list[Event]]:
+    """Load 60 pages for a prompt with `num_new` more, beside stores; each direction carries 100 pages a second.
+
+    Return the time before, and the events.
+    """
     kept = Kept()
     config = EngineConfig(num_pages=200, page_size=1, max_num_batched_tokens=256, max_num_seqs=4)
     below = OffloadConfig(host_pages=1000, latency_us=0.0, kv_bytes_per_token=1000, h2d=100_000, d2h=100_000, **tier)
@@ -180,11 +184,17 @@ def load_s(**tier: Any) -> float:
     submit(3, 3000, 130)
     engine.run_until(engine.now_ns + 100 * NS_PER_MS, [])
     since_ns = engine.now_ns
-    submit(4, 0, 61)
+    submit(4, 0, 60 + num_new)
     engine.run_until(1 << 60, [])
     engine.flush()
     assert all(channel.wait_ns(engine.now_ns) == 0 for channel in offloader_of(engine).channels)
-    (ended,) = [event for event in kept.events if isinstance(event, TransferEnded) and event.request == 4]
+    return since_ns, kept.events
+
+
+def load_s(**tier: Any) -> float:
+    """How long such a load takes, in seconds."""
+    since_ns, events = loaded(1, **tier)
+    (ended,) = [event for event in events if isinstance(event, TransferEnded) and event.request == 4]
     return (ended.time_ns - since_ns) / NS_PER_S
 
 
@@ -201,6 +211,17 @@ def test_what_is_no_bandwidth_is_refused(rate: str) -> None:
         OffloadConfig(host_pages=1, bus=rate)
 
 
-def test_loads_by_layer_need_ends_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="a load that others slow down ends later than planned"):
-        ReplayConfig(offload=OffloadConfig(host_pages=1, bus="50GB/s", load_overlap="layers"))
+def test_a_step_that_uses_layers_ends_after_a_load_that_stores_delay() -> None:
+    """A step of 50 new tokens, which takes 50 seconds in the eyes of the engine, begins with the first layer."""
+    end_s = {}
+    for bus in (1_000_000, 100_000):
+        since_ns, events = loaded(50, bus=bus, load_overlap="layers", num_layers=10)
+        (used,) = [event for event in events if isinstance(event, LoadUsed)]
+        (end_ns,) = [e.time_ns for e in events if isinstance(e, TransferEnded) and e.transfer == used.transfer]
+        steps = [(e.start_ns, e.start_ns + e.duration_ns) for e in events if isinstance(e, StepDone)]
+        (step,) = [step for step in steps if step[0] < end_ns <= step[1]]
+        assert step[0] < end_ns - 0.25 * NS_PER_S
+        assert end_ns <= step[1] < end_ns + 0.1 * NS_PER_S
+        end_s[bus] = (end_ns - since_ns) / NS_PER_S
+    assert end_s[1_000_000] == pytest.approx(0.6, abs=0.02)
+    assert end_s[100_000] > 0.8

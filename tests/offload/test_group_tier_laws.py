@@ -17,13 +17,17 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
 
 from builders.case import Case
-from builders.group_tiers import FAST, Grouped, grouped, returning
+from builders.group_tiers import FAST, Grouped, grouped, overlapping, returning
 from builders.grouped import STATES, WINDOW, Told, assert_same_outcome, part_groups
 
 pytestmark = pytest.mark.laws
 
 
-@given(grouped())
+ANY = st.one_of(grouped(), overlapping())
+WITH_CANCELS = st.one_of(grouped(), overlapping(cancels=True))
+
+
+@given(ANY)
 def test_every_token_is_counted_once_and_nothing_is_held_at_rest(tiers: Grouped) -> None:
     """L1, L2, L7, L8, L10; laws of page accounting are asserted after every step."""
     report = tiers.replayed()
@@ -41,7 +45,7 @@ def test_every_token_is_counted_once_and_nothing_is_held_at_rest(tiers: Grouped)
     assert tiers.replayed().to_json() == report.to_json()
 
 
-@given(grouped())
+@given(WITH_CANCELS)
 def test_leaps_and_readers_of_every_event_change_nothing(tiers: Grouped) -> None:
     """L5: in leaps, step by step, and with every part named for those that read what happens to it."""
     fast = tiers.replayed(audit=False)
@@ -49,7 +53,7 @@ def test_leaps_and_readers_of_every_event_change_nothing(tiers: Grouped) -> None
     assert_same_outcome(fast, tiers.replayed(lambda _: [Told()]))
 
 
-@given(grouped(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([0.0, 0.1]), st.sampled_from([None, 3.0, 10.0]))
+@given(WITH_CANCELS, st.sampled_from([1, 2, 3, 8]), st.sampled_from([0.0, 0.1]), st.sampled_from([None, 3.0, 10.0]))
 def test_leaps_change_nothing_with_every_limit_of_a_step(
     tiers: Grouped, threshold: int, watermark: float, max_itl_ms: float | None
 ) -> None:

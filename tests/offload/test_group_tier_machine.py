@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,10 +75,19 @@ class Load:
     holding: PartHolding
     sequence: NaiveSequence
     parts: list[list[NaiveBelow]]
+    by_tier: tuple[int, ...]
+    front: NaiveSequence | None = None
+    """What computes the pages before those that are loaded, up to `front_end`."""
+    front_end: int = 0
+    num_good: int = -1
+    """How many of `parts` arrived; -1 before the transfer has ended."""
 
     @property
     def num_parts(self) -> int:
         return sum(map(len, self.parts))
+
+    def has_front(self, page_size: int) -> bool:
+        return self.front is not None and self.front.num_tokens < self.front_end * page_size
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -160,6 +170,8 @@ class TieredMachine(RuleBasedStateMachine):
         self.stores: dict[int, list[tuple[NaivePart, NaiveBelow]]] = {}
         self.spills: dict[int, list[tuple[NaiveBelow, NaiveBelow]]] = {}
         self.loads: list[Load] = []
+        self.used: list[Load] = []
+        """Loads under way that a step uses."""
         self.served: list[list[int]] = []
         self.num_owners = 0
         self.now_ns = 0
@@ -284,11 +296,14 @@ class TieredMachine(RuleBasedStateMachine):
             self.store_now()
             self.end(self.holders.pop())
             self.store_now()
+            self.store_now()  # what has arrived is spilled
 
     def store_now(self) -> None:
         self.store()
         for number in sorted(self.stores):
             self.end_store_as(number, is_stored=True)
+        for number in sorted(self.spills):
+            self.end_spill_as(number, is_stored=True)
 
     @rule()
     def forget_device(self) -> None:
@@ -299,6 +314,19 @@ class TieredMachine(RuleBasedStateMachine):
             self.model.released.remove(part)
             self.model.lose(part)
             self.model.empty_bytes += self.model.bytes_of(part)
+
+    @precondition(lambda self: len(self.tiers) > 1)
+    @rule(share=st.sampled_from([1, 2]))
+    def forget_host(self, share: int) -> None:
+        """Host memory evicts all that it can, or half of it: what comes back comes from files."""
+        tier, naive = self.tiers[0], self.model.below[0]
+        lost = naive.idle()
+        lost = lost[: -(-len(lost) // share)]
+        tier.evict(tier.empty_bytes + sum(map(naive.size, lost)))
+        for part in lost:
+            naive.recent.remove(part)
+            del naive.here[part.key]
+            naive.num_lost += 1
 
     @rule()
     def store(self) -> None:
@@ -334,7 +362,9 @@ class TieredMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.spills)
     @rule(data=st.data(), is_stored=st.sampled_from([True, True, True, False]))
     def end_spill(self, data: st.DataObject, is_stored: bool) -> None:
-        number = data.draw(st.sampled_from(sorted(self.spills)))
+        self.end_spill_as(data.draw(st.sampled_from(sorted(self.spills))), is_stored=is_stored)
+
+    def end_spill_as(self, number: int, *, is_stored: bool) -> None:
         self.end_transfer(number, None if is_stored else 0)
         self.model.end_spill(0, self.spills.pop(number), is_stored=is_stored)
 
@@ -354,7 +384,8 @@ class TieredMachine(RuleBasedStateMachine):
         is_forgotten=st.sampled_from([False, False, False, True]),
         is_cleared=st.booleans(),
         ends=st.booleans(),
-        is_narrow=st.sampled_from([False, False, True]),
+        depths=st.sampled_from([(), (), (1,), (1, 2)]),
+        has_front=st.booleans(),
     )
     def load(
         self,
@@ -364,12 +395,15 @@ class TieredMachine(RuleBasedStateMachine):
         is_forgotten: bool,
         is_cleared: bool,
         ends: bool,
-        is_narrow: bool,
+        depths: tuple[int, ...],
+        has_front: bool,
     ) -> None:
         if self.served and data.draw(st.sampled_from([True, True, False])):
             tokens, tenant = [*data.draw(st.sampled_from(self.served)), 1], None
         if is_cleared:
             self.forget_device()
+            if len(self.tiers) > 1 and data.draw(st.booleans()):
+                self.forget_host(data.draw(st.sampled_from([1, 2])))
         content = self.content_of(tokens, tenant)
         limit = (len(tokens) - 1) // self.cache.page_size
         on_device = self.model.hit(tokens, tenant, limit)
@@ -382,13 +416,24 @@ class TieredMachine(RuleBasedStateMachine):
             return
         assert [sum(offer.by_tier[:depth]) for depth in range(1, len(self.tiers) + 1)] == lengths
         depth = len(self.tiers)
-        if is_narrow and lengths[0]:
-            depth = 1
-            self.offloader.narrow(self.num_owners, depth)
+        for depth in [depth for depth in depths if depth <= len(self.tiers) and lengths[depth - 1]]:
+            self.offloader.offer_up_to(self.num_owners, depth)
         length = on_device + lengths[depth - 1]
         parts = self.model.offer(tokens, tenant, length, depth)
-        for tier, num_bytes, of_tier in zip(self.model.below, offer.num_bytes[depth - 1], parts, strict=False):
-            assert num_bytes == sum(map(tier.size, of_tier))
+        num_bytes = [0] * len(self.tiers)
+        for place, start, end, size in offer.runs[depth - 1]:
+            num_bytes[place] += (end - start) * size
+        assert num_bytes[:depth] == [
+            sum(map(tier.size, of_tier)) for tier, of_tier in zip(self.model.below, parts, strict=False)
+        ]
+        assert not any(num_bytes[depth:])
+        most_front = self.most_front(tokens, tenant, on_device, length, parts)
+        assert offer.most_front[depth - 1] == most_front
+        if has_front and not is_forgotten and not self.cache.memory.has_states and most_front:
+            num_front = data.draw(st.integers(1, most_front))
+            by_tier = self.after(num_front, lengths[:depth])
+            if self.load_with_front(num_front, content, tokens, tenant, on_device, parts, by_tier):
+                return
         sequence = None if is_forgotten else self.model.begin_load(tokens, tenant, length)
         if sequence is None:
             self.offloader.forget(self.num_owners)
@@ -397,25 +442,136 @@ class TieredMachine(RuleBasedStateMachine):
         number = self.offloader.num_transfers
         holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
         self.offloader.start_load(self.num_owners, content, on_device, length - on_device, holding)
-        self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts))
+        by_tier = self.after(0, lengths[:depth])
+        self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts, by_tier))
         if ends:
             self.end_load_as(load := self.loads.pop(), load.num_parts)
 
-    @precondition(lambda self: self.loads)
+    def after(self, num_front: int, lengths: list[int]) -> tuple[int, ...]:
+        """The pages that each tier adds to those of faster ones and of a front, if it leads to so many."""
+        ends = [max(num_front, length) for length in lengths + lengths[-1:] * (len(self.tiers) - len(lengths))]
+        return tuple(end - before for before, end in pairwise([num_front, *ends]))
+
+    def most_front(
+        self, tokens: list[int], tenant: str | None, on_device: int, length: int, parts: list[list[NaiveBelow]]
+    ) -> int:
+        """The pages that the device lacks before the first that it has of a load, and before the last that moves."""
+        keys = [key for key in self.model.needs(tokens, tenant, length) if key in self.model.copies]
+        pages = [page for page in map(self.model.page_of, keys) if page >= on_device]
+        moved = [self.model.page_of(part.key) for of_tier in parts for part in of_tier]
+        return min([*pages, max(moved)]) - on_device
+
+    def load_with_front(
+        self,
+        num_front: int,
+        content: Content,
+        tokens: list[int],
+        tenant: str | None,
+        on_device: int,
+        parts: list[list[NaiveBelow]],
+        by_tier: tuple[int, ...],
+    ) -> bool:
+        page_size, request = self.cache.page_size, self.num_owners
+        found = self.offloader.offered(request)
+        length = found.num_pages
+        front_end = on_device + num_front
+        begun = self.model.begin_front(tokens, tenant, length, parts, on_device, front_end)
+        if begun is None:
+            return False
+        number = self.offloader.num_transfers
+        match = self.cache.match(content, (len(tokens) - 1) // page_size)
+        assert match.num_pages == on_device
+        holding = self.cache.open_with_front(match, found, front_end, 0)
+        self.offloader.start_load(request, content, front_end, length - front_end, holding, num_front)
+        self.loads.append(Load(number, request, content, holding, begun[1], parts, by_tier, begun[0], front_end))
+        return True
+
+    @precondition(lambda self: any(load.has_front(self.cache.page_size) for load in self.loads))
+    @rule(data=st.data(), num_new=st.integers(1, 8))
+    def compute_front(self, data: st.DataObject, num_new: int) -> None:
+        page_size = self.cache.page_size
+        load = data.draw(st.sampled_from([load for load in self.loads if load.has_front(page_size)]))
+        front = load.front
+        assert front is not None
+        start = front.num_tokens
+        end = min(load.front_end * page_size, start + num_new)
+        self.cache.begin_front(load.holding, start, 0)
+        fits = self.model.advance(front, end - start)
+        if fits:
+            self.cache.extend_front(load.holding, end)
+            self.model.note(front, is_end=False)
+        self.cache.count()
+        if not load.has_front(page_size) and load.num_good >= 0:
+            self.loads.remove(load)
+            self.end_front(load)
+
+    @precondition(lambda self: any(load.num_good >= 0 for load in self.loads))
+    @rule(data=st.data())
+    def give_front_up(self, data: st.DataObject) -> None:
+        load = data.draw(st.sampled_from([load for load in self.loads if load.num_good >= 0]))
+        self.loads.remove(load)
+        self.end_front(load, goes_on=False)
+
+    def end_front(self, load: Load, *, goes_on: bool = True) -> None:
+        self.cache.join_front(load.holding)
+        assert load.front is not None
+        self.model.join(load.front, load.sequence)
+        holder = Holder(load.content, load.holding.parts, load.sequence)
+        if goes_on and load.num_good == load.num_parts:
+            self.holders.append(holder)
+        else:
+            self.end(holder)
+
+    @precondition(lambda self: any(load.num_good < 0 for load in self.loads))
     @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
     def end_load(self, data: st.DataObject, is_good: bool) -> None:
-        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        load = data.draw(st.sampled_from([load for load in self.loads if load.num_good < 0]))
+        self.loads.remove(load)
         self.end_load_as(load, load.num_parts if is_good else data.draw(st.integers(0, load.num_parts - 1)))
 
-    def end_load_as(self, load: Load, num_good: int) -> None:
+    def can_be_used(self) -> list[Load]:
+        return [load for load in self.loads if load.num_good < 0 and not load.has_front(self.cache.page_size)]
+
+    @precondition(lambda self: self.can_be_used())
+    @rule(data=st.data())
+    def use_early(self, data: st.DataObject) -> None:
+        """A step uses a load under way, which ends before it does."""
+        load = data.draw(st.sampled_from(self.can_be_used()))
+        self.loads.remove(load)
+        self.offloader.use_early(load.transfer)
+        self.model.find_loaded(load.sequence, [part for of_tier in load.parts for part in of_tier])
+        load.num_good = load.num_parts
+        self.used.append(load)
+        if load.front is None:
+            self.holders.append(Holder(load.content, load.holding.parts, load.sequence))
+        else:
+            self.end_front(load)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def end_used(self, data: st.DataObject) -> None:
+        load = self.used.pop(data.draw(st.integers(0, len(self.used) - 1)))
+        self.end_load_as(load, load.num_parts, is_used=True)
+
+    def end_load_as(self, load: Load, num_good: int, *, is_used: bool = False) -> None:
         is_good = num_good == load.num_parts
         sizes = [self.model.below[0].size(part) for of_tier in load.parts for part in of_tier]
         num_blocks = sum(sizes[:num_good]) // self.block_bytes
         self.end_transfer(load.transfer, None if is_good else num_blocks)
-        self.model.end_load(load.sequence, load.parts, num_good)
+        self.model.end_load(load.sequence, load.parts, num_good, is_used=is_used)
         (loaded,) = self.offloader.take_loaded()
         assert loaded.request == load.request
         assert loaded.num_pages == (load.holding.num_pages if is_good else 0)
+        assert loaded.by_tier == (load.by_tier if is_good else (0,) * len(self.tiers))
+        if is_used:
+            return
+        if load.front is not None:
+            load.num_good = num_good
+            if load.has_front(self.cache.page_size):
+                self.loads.append(load)
+            else:
+                self.end_front(load)
+            return
         holder = Holder(load.content, load.holding.parts, load.sequence)
         if is_good:
             self.holders.append(holder)
@@ -428,6 +584,7 @@ class TieredMachine(RuleBasedStateMachine):
             return
         cache, model = self.parts, self.model
         holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
+        holdings += [load.holding.tail for load in self.loads if load.holding.tail is not None]
         holdings += [held.parts for held in self.offloader.holds() if isinstance(held, HeldParts)]
         cache.check(holdings)
         self.offloader.check()
@@ -443,9 +600,10 @@ class TieredMachine(RuleBasedStateMachine):
                 (part.group, part.name) for part in model.released if not part.stores
             ]
         if self.files:
-            keys = set(self.tiers[1]._keys.values())
+            files: Any = self.tiers[1]
+            keys = set(files._keys.values())
             assert keys <= self.files, "a part has no file"
-            assert self.files - keys <= set(self.tiers[1]._dropped), "a file stays for ever"
+            assert self.files - keys <= set(files._dropped), "a file stays for ever"
         for tier, naive in zip(self.tiers, model.below, strict=True):
             assert self.listed(tier.entries()) == [part.key for part in naive.idle()]
             for group in range(len(cache.groups)):
@@ -474,11 +632,13 @@ class TieredMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for number in sorted(self.stores | self.spills):
+        for number in sorted([*self.stores, *self.spills, *(load.transfer for load in self.used)]):
             self.end_transfer(number, None)
         while self.loads:
             load = self.loads.pop()
-            self.end_transfer(load.transfer, 0)
+            if load.num_good < 0:
+                self.end_transfer(load.transfer, 0)
+            self.cache.join_front(load.holding)
             self.close_parts(load.holding.parts, load.holding.parts.num_tokens)
         for holder in self.holders:
             self.close_parts(holder.holding, holder.sequence.num_tokens)

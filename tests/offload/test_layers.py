@@ -9,13 +9,12 @@ import pytest
 
 from kvarts.audit.finding import AuditError
 from kvarts.config import EngineConfig
-from kvarts.errors import ConfigError
 from kvarts.events import Admitted, ChunkComputed, Event, LoadStarted, LoadUsed, StepDone, TransferEnded
 from kvarts.executor.prefill import PrefillCost
 from kvarts.executor.simulated import SimExecutor
 from kvarts.offload.config import OffloadConfig
 from kvarts.sched.plan import Batch
-from kvarts.sim.config import ReplayConfig, make_config
+from kvarts.sim.config import make_config
 from kvarts.sim.replay import replay
 from kvarts.sim.replica import Replica
 from kvarts.traffic.trace import Trace, TraceRequest
@@ -219,13 +218,13 @@ def test_an_audit_finds_a_step_that_ends_before_its_load() -> None:
 # Real hardware --------------------------------------------------------------------------------------------
 
 
-def ttft_ms(num_pages: int, offload: OffloadConfig | None, *prompts: tuple[range, ...]) -> float:
+def ttft_ms(num_pages: int, offload: OffloadConfig | None, *prompts: tuple[range, ...], **values: Any) -> float:
     """TTFT of the last of prompts that arrive a minute apart."""
     rows = [
         TraceRequest(index, 60 * NS_PER_S * index, tokens, sum(map(len, tokens)), 1)
         for index, tokens in enumerate(prompts)
     ]
-    config = make_config({"model": "qwen3-8b", "device": "h100-80gb", "pages": num_pages})
+    config = make_config({"model": "qwen3-8b", "device": "h100-80gb", "pages": num_pages, **values})
     config = msgspec.structs.replace(config, offload=offload, audit=HAS_AUDIT)
     columns = replay(Trace(rows), config).request_columns
     return float(columns["first_token_ns"][-1] - columns["arrival_ns"][-1]) / 1e6
@@ -244,14 +243,14 @@ def test_where_load_and_compute_take_as_long_both_at_once_is_much_sooner() -> No
     assert 1.3 * layers_ms <= whole_ms
 
 
-# What it does not go with ---------------------------------------------------------------------------------
-
-
-def test_kv_groups_load_whole_parts() -> None:
-    tier = OffloadConfig(host_pages=10, load_overlap="layers")
-    with pytest.raises(ConfigError, match="parts of pages are loaded whole"):
-        ReplayConfig(offload=tier, kv_groups="all", groups=_groups())
-
-
-def _groups() -> Any:
-    return make_config({"model": "gemma-3-27b", "device": "h100-80gb", "kv_groups": "tails", "page_size": 128}).groups
+@pytest.mark.parametrize(("overlap", "times"), [("none", 1.3), ("layers", 1.6)])
+def test_with_kv_groups_the_last_pages_are_loaded_while_the_first_are_computed(overlap: Any, times: float) -> None:
+    """Where loading takes as long as computing; the device has evicted the whole history."""
+    history, turn = (range(32_768),), (range(32_768), range(50_000, 58_192))
+    others = (range(100_000, 197_000),), (range(300_000, 380_000),)
+    grouped = {"model": "gemma-3-27b", "page_size": 64, "kv_groups": "tails"}
+    new_ms, all_ms = ttft_ms(4000, None, history, turn, **grouped), ttft_ms(4000, None, turn, **grouped)
+    num_bytes = 512 * 64 * 10 * 8192 + 16 * 64 * 52 * 8192  # of ten layers that keep all tokens, and of windows
+    rate = round(num_bytes / (all_ms - new_ms) * 1e3)
+    tier = OffloadConfig(host_memory="64GiB", h2d=rate, num_layers=62, load_overlap=overlap)
+    assert times * ttft_ms(400, tier, history, *others, turn, **grouped) <= all_ms

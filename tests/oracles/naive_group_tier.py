@@ -284,9 +284,60 @@ class NaiveTieredGroups(NaiveGroups):
         for tier, of_tier in zip(self.below, parts, strict=False):
             tier.unpin(of_tier)
 
-    def begin_load(self, tokens: list[int], salt: str | None, length: int) -> NaiveSequence | None:
-        """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit."""
-        needs = self.needs(tokens, salt, length)
+    def begin_front(
+        self,
+        tokens: list[int],
+        salt: str | None,
+        length: int,
+        parts: list[list[NaiveBelow]],
+        on_device: int,
+        first: int,
+    ) -> tuple[NaiveSequence, NaiveSequence] | None:
+        """Do as `begin_load`, but compute the pages from `on_device` up to `first` meanwhile.
+
+        Return the sequence that does, and the other; None if they do not fit. Those of `parts` that are not loaded are
+        unpinned, and no longer among them.
+        """
+        front = self.found(tokens, salt, on_device)
+        idle = [part for parts in front.parts for part in parts.values() if part.refs == part.stores == 0]
+        room = self.free_bytes() - sum(map(self.bytes_of, idle))
+        if room < 0 or not self.fits_from(tokens, salt, length, first, room):
+            return None
+        self.hold(front)
+        for group, (layer, _) in enumerate(self.groups):
+            if layer.kind in ("window", "chunk"):
+                self.wanted += [(group, self.name(tokens, salt, page)) for page in sorted(front.parts[group])]
+        tail = self.begin_load(tokens, salt, length, first)
+        assert tail is not None
+        for tier, of_tier in zip(self.below, parts, strict=False):
+            tier.unpin([part for part in of_tier if self.page_of(part.key) < first])
+            of_tier[:] = [part for part in of_tier if self.page_of(part.key) >= first]
+        return front, tail
+
+    def page_of(self, key: Key) -> int:
+        return len(key[1][1]) // self.page_size - 1
+
+    def fits_from(self, tokens: list[int], salt: str | None, length: int, first: int, room: int) -> bool:
+        """Return whether `room` bytes suffice for what a sequence needs after `length` pages, from page `first` on."""
+        needs = [key for key in self.needs(tokens, salt, length) if self.page_of(key) >= first]
+        held = [key for key in needs if key in self.copies and (part := self.copies[key][0]).refs + part.stores]
+        return sum(self.groups[key[0]][1] for key in needs if key not in held) <= room
+
+    def join(self, front: NaiveSequence, tail: NaiveSequence) -> None:
+        """Go on after what was loaded; of the pages before, those that are not full are given up."""
+        for mine, others in zip(tail.parts, front.parts, strict=True):
+            for page, part in others.items():
+                if part.name is None:
+                    self.release(part)
+                else:
+                    mine[page] = part
+
+    def begin_load(self, tokens: list[int], salt: str | None, length: int, first: int = 0) -> NaiveSequence | None:
+        """Begin a sequence of which the first `length` pages are on the device or loaded; None if that does not fit.
+
+        Pages before `first` are left out.
+        """
+        needs = [key for key in self.needs(tokens, salt, length) if self.page_of(key) >= first]
         found = {key: self.copies[key][0] for key in needs if key in self.copies}
         idle = sum(self.bytes_of(part) for part in found.values() if part.refs == part.stores == 0)
         if idle + sum(self.groups[key[0]][1] for key in needs if key not in found) > self.free_bytes():
@@ -299,14 +350,21 @@ class NaiveTieredGroups(NaiveGroups):
         for key in needs:
             part = found[key] if key in found else self.take(key[0])
             part.is_kept = part.is_kept or key not in found
-            sequence.parts[key[0]][len(key[1][1]) // self.page_size - 1] = part
+            sequence.parts[key[0]][self.page_of(key)] = part
         return sequence
 
-    def end_load(self, sequence: NaiveSequence, parts: list[list[NaiveBelow]], num_good: int) -> None:
+    def find_loaded(self, sequence: NaiveSequence, parts: list[NaiveBelow]) -> None:
+        """What was loaded of a sequence, or will be when the step ends that uses it, can be found."""
+        for below in parts:
+            NaiveGroups.publish(self, sequence.parts[below.key[0]][self.page_of(below.key)], below.key[1])
+
+    def end_load(
+        self, sequence: NaiveSequence, parts: list[list[NaiveBelow]], num_good: int, *, is_used: bool = False
+    ) -> None:
         """End a load of `parts`, of which the first `num_good` arrived; the others are broken, and leave their tier.
 
         In each group, what arrived before the first broken page can be found. What slower tiers had of it is to be
-        stored in the first.
+        stored in the first, unless another load found it broken. `is_used`: it can be found already.
         """
         self.end_transfer()
         length = sequence.num_tokens // self.page_size
@@ -318,22 +376,20 @@ class NaiveTieredGroups(NaiveGroups):
                 if number < num_good:
                     arrived[-1].append(below)
                 else:
-                    ends[below.key[0]] = min(ends[below.key[0]], self.page_of(below))
+                    ends[below.key[0]] = min(ends[below.key[0]], self.page_of(below.key))
                     if tier.here.get(below.key) is below:
                         del tier.here[below.key]
                         tier.recent.remove(below)
                         tier.doomed.append(below)
                 number += 1
         for place, of_tier in enumerate(arrived):
-            found = [below for below in of_tier if self.page_of(below) < ends[below.key[0]]]
-            for below in found:
-                NaiveGroups.publish(self, sequence.parts[below.key[0]][self.page_of(below)], below.key[1])
-            self.wanted += [below.key for below in found if place]
+            found = [below for below in of_tier if self.page_of(below.key) < ends[below.key[0]]]
+            if not is_used:
+                self.find_loaded(sequence, found)
+            tier = self.below[place]
+            self.wanted += [below.key for below in found if place and tier.here.get(below.key) is below]
         self.unpin(parts)
         needs = self.needs(sequence.tokens, sequence.salt, length)
         for tier in self.below:
             for group in self.in_order():
                 tier.use([key for key in reversed(needs) if key[0] == group])
-
-    def page_of(self, below: NaiveBelow) -> int:
-        return len(below.key[1][1]) // self.page_size - 1

@@ -311,7 +311,12 @@ class Auditor:
                     self._end_transfer(event)
             case TransferEnded() if self._has_groups:
                 self._settle()
-                self._below.end(event)
+                if event.transfer in self._used:
+                    if event.num_good_blocks < (num_blocks := self._used.pop(event.transfer)):
+                        what = f"used {num_blocks} loaded blocks, and {event.num_good_blocks} arrived"
+                        self._find(what, event.request)
+                else:
+                    self._below.end(event)
             case TransferEnded():
                 self._end_transfer(event)
             case AtRest():
@@ -340,7 +345,10 @@ class Auditor:
             case LoadStarted():
                 self._settle()
                 self._load(event)
-            case LoadUsed() if not self._has_groups:
+            case LoadUsed() if self._has_groups:
+                self._settle()
+                self._used[event.transfer] = self._below.use(event.request)
+            case LoadUsed():
                 self._settle()
                 self._use(event)
             case ChunkComputed():
@@ -671,11 +679,15 @@ class Auditor:
         is_last = event.end == event.num_known_tokens
         is_end = is_last and not known.has_decoded
         page_end = event.end // size * size
+        if is_front and self._has_groups:
+            self._below.begin_front(event.request)
         if known.computed < known.branch <= event.end:
             self._held.grow(known, known.branch, is_end=True)
         if is_end and self._has_states and known.computed < page_end < event.end:
             self._held.grow(known, page_end, is_end=True)
         self._held.grow(known, event.end, is_end=is_end, num_unread=int(known.is_unread))
+        if is_front and self._has_groups:
+            self._below.end_front(event.request)
         if is_last:
             self._completing.append(event.request)
 
@@ -749,7 +761,8 @@ class Auditor:
 
     def _cancel(self, request: int) -> None:
         known = self._requests[request]
-        if known.load is not None and (request in self._loaded or known.num_named < known.load.stop):
+        load = None if self._has_groups else known.load
+        if load is not None and (request in self._loaded or known.num_named < load.stop):
             known.is_cancelled = True  # a transfer still writes to its pages, or has just ended
             return
         self._completing = [other for other in self._completing if other != request]

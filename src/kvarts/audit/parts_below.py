@@ -23,14 +23,24 @@ MEDIA = "host", "disk"
 
 class _Load(msgspec.Struct, eq=False):
     """A load for `known`, up to `num_pages` pages. `incoming`: the parts that it fills, each with its tier, the fastest
-    first, and its page."""
+    first, and its page. `num_blocks`: those that the request has until it runs, promised ones included.
+    """
 
     known: KnownRequest
     num_pages: int
     incoming: list[tuple[int, int, LedgerPart]]
+    num_blocks: int = 0
     num_promised: int = 0
     is_dropped: bool = False
     """Whether the request was cancelled or the load is incomplete."""
+    has_ended: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def has_front(self) -> bool:
+        """Whether the request still has to compute pages before those that are loaded."""
+        known = self.known
+        return known.load is not None and known.computed < known.load.start * known.content.page_size
 
 
 class PartsBelow:
@@ -107,15 +117,23 @@ class PartsBelow:
         self._stores[event.transfer] = runs
 
     def begin_load(self, known: KnownRequest, event: LoadStarted) -> None:
-        """Hold the parts on the device that all groups need, and allocate the missing ones."""
+        """Hold the parts on the device that all groups need, and allocate the missing ones.
+
+        If the request computes its first pages meanwhile: its hit, and the parts of the pages after these.
+        """
         ledger, size = self._ledger, self._page_size
-        num_pages = event.num_hit_pages + sum(count for _, count in event.by_tier)
+        first = event.num_hit_pages + event.num_front_pages
+        num_pages = first + sum(count for _, count in event.by_tier)
         if num_pages > (known.known - 1) // size:
             self._found.add(f"{num_pages} pages are loaded of {known.known} tokens", event.request)
+        if event.num_front_pages:
+            self._held.hit(known, event.num_hit_pages)
         load = self._loads[event.request] = _Load(known, num_pages, [])
         missing: list[tuple[int, int, int]] = []
         for index, group in enumerate(ledger.groups):
             for page in chain(*group.needed(num_pages * size, size)):
+                if event.num_front_pages and page < first:
+                    continue
                 digest = self._digests.of(known.content, page)
                 part = ledger.find(index, digest)
                 if part is not None:
@@ -135,15 +153,50 @@ class PartsBelow:
             known.parts[index][page] = part
             load.incoming.append((tier, page, part))
         load.incoming.sort(key=_tier_of)
+        load.num_blocks = event.num_held_pages
+        self._promise(load)
+        if event.num_front_pages:
+            known.load = range(first, num_pages)
+            known.computed = event.num_hit_pages * size
+        else:
+            self._pass_front(load)
+
+    def _promise(self, load: _Load) -> None:
+        """Promise a request the blocks that it does not hold yet."""
+        groups = self._ledger.groups
+        num_held = sum(groups[index].part_blocks * len(parts) for index, parts in enumerate(load.known.parts))
+        load.num_promised = max(0, load.num_blocks - num_held)
+        self._ledger.num_promised += load.num_promised
+
+    def _pass_front(self, load: _Load) -> None:
+        """Let a request go on after its loaded pages, which are published when the load ends."""
+        known = load.known
+        front_end = 0 if known.load is None else known.load.start
         for parts in known.parts:
+            for page in [page for page, part in parts.items() if page < front_end and part.name is None]:
+                self._ledger.release(parts.pop(page))  # it is not full
             ordered = dict(sorted(parts.items()))
             parts.clear()
             parts.update(ordered)
-        num_held = sum(ledger.groups[index].part_blocks * len(parts) for index, parts in enumerate(known.parts))
-        load.num_promised = event.num_held_pages - num_held
-        ledger.num_promised += load.num_promised
-        known.computed = num_pages * size
-        known.num_taken = known.num_named = num_pages  # loaded parts are published when the load ends
+        known.load = None
+        known.computed = load.num_pages * self._page_size
+        known.num_taken = known.num_named = load.num_pages
+
+    def begin_front(self, request: int) -> None:
+        """Let a request take its promised blocks for the tokens of its front."""
+        self._end_promise(self._loads[request])
+
+    def end_front(self, request: int) -> None:
+        """Promise it the rest again."""
+        self._promise(self._loads[request])
+
+    def use(self, request: int) -> int:
+        """Publish the parts of a load in progress, which ends before the step does; return their blocks."""
+        load = self._loads[request]
+        for _, page, part in sorted(load.incoming, key=_place_of):
+            part.stays = True
+            self._held.publish(load.known, part.group, page, part)
+        return sum(self._ledger.groups[part.group].part_blocks for _, _, part in load.incoming)
 
     def end(self, event: TransferEnded) -> None:
         """End a transfer: release the parts of a store, or publish the parts that a load has filled."""
@@ -154,6 +207,7 @@ class PartsBelow:
                     self._ledger.end_read(part, goes_first=goes_first)
             return
         load = self._loads[event.request]
+        load.has_ended = True
         num_left = event.num_good_blocks
         broken: dict[int, int] = {}
         for _, page, part in load.incoming:
@@ -169,16 +223,29 @@ class PartsBelow:
             self._ended.append(event.request)
 
     def drop_ended(self) -> None:
-        """At the start of a step, release the parts of requests that do not resume from their loads."""
-        for request in self._ended:
-            self._drop(request)
-        self._ended = []
+        """At the start of a step, release the parts of requests that do not resume from their loads.
+
+        Those that still compute what precedes their loaded pages keep them until then.
+        """
+        ended, self._ended = self._ended, []
+        for request in ended:
+            load = self._loads[request]
+            if load.has_front and not load.is_cancelled:
+                self._ended.append(request)
+            else:
+                self._drop(request)
 
     def cancel(self, request: int) -> bool:
         """Record that a request is cancelled; return whether a load for it is in progress, which keeps its parts."""
         load = self._loads.get(request)
         if load is None:
             return False
+        load.is_cancelled = True
+        if load.known.load is not None:
+            load.is_dropped = True
+            if load.has_ended and request not in self._ended:
+                self._ended.append(request)
+            return True
         if all(part.name is not None for _, _, part in load.incoming):
             self._end_promise(self._loads.pop(request))
             return False
@@ -188,17 +255,22 @@ class PartsBelow:
     def admit(self, request: int) -> int:
         """Record that a request begins to run after its load; return its number of pages."""
         load = self._loads.pop(request)
+        if load.has_front:
+            self._found.add("runs before it has computed what precedes its loaded pages", request)
+        self._pass_front(load)
         self._end_promise(load)
         return load.num_pages
 
     def _drop(self, request: int) -> None:
         load = self._loads.pop(request)
+        self._pass_front(load)
         self._end_promise(load)
         self._held.close(load.known)
         load.known.computed = 0
 
     def _end_promise(self, load: _Load) -> None:
         self._ledger.num_promised -= load.num_promised
+        load.num_promised = 0
 
 
 def _tier_of(incoming: tuple[int, int, LedgerPart]) -> int:

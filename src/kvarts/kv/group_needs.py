@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvarts.hardware.kv_groups import KvLayer
@@ -108,6 +109,17 @@ class GroupNeeds:
             return most
         in_all, in_step = self._beside_found(start, num_known, end)
         return max(in_all, in_step) + self._idle(start, found, of_whole=True) + self._idle(start, found, of_whole=False)
+
+    def front(self, held: Sequence[int], num_pages: int) -> int:
+        """Return the most blocks of windows and chunks that a request holds which computes `num_pages` pages.
+
+        `held`: the parts of each group that it begins with.
+        """
+        bounded = [held[index] for index, (group, _) in enumerate(self._groups) if group.is_bounded]
+        return sum(
+            part_blocks * min(most, count + num_pages)
+            for count, (most, part_blocks) in zip(bounded, self._most, strict=True)
+        )
 
     def sent(self, start: int, num_tokens: int) -> int:
         """Return the blocks of the parts, of pages from token `start` on, that the last of `num_tokens` tokens needs.

@@ -23,7 +23,7 @@ from kvarts.kv.pool import CountPool, IdPool, PageError, PageId
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_events import RunEvents
 from kvarts.kv.run_leaps import leap
-from kvarts.kv.run_loads import begin_load, begin_to_receive, receive
+from kvarts.kv.run_loads import begin_load, begin_to_receive, join_front, receive
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch, Span
 
 __all__ = ["GroupPages", "HeldByOthers", "HeldParts", "PartHolding", "PartMatch"]
@@ -42,15 +42,23 @@ class PartMatch(Match):
 class PartHolding(Holding):
     """Parts of one running request, or of a pin. `parts`: in every group. `page_ids`: blocks that are not parts.
 
-    `num_promised`: blocks that are reserved for it while it waits for a load, for the computation of the rest.
+    `num_promised`: blocks that are reserved for it while it waits for a load, for the computation of the rest. `tail`:
+    the parts that a load fills while `parts`, of the pages before them, are computed; `num_reserved`: the blocks that
+    it has until then, promised ones included.
     """
 
-    __slots__ = ("num_promised", "parts")
+    __slots__ = ("num_promised", "num_reserved", "parts", "tail")
 
     def __init__(self, parts: RunHolding, num_pages: int = 0, block_ids: list[PageId] | None = None) -> None:
         super().__init__(parts.content, [], num_pages, block_ids)
         self.parts = parts
-        self.num_promised = 0
+        self.tail: RunHolding | None = None
+        self.num_promised = self.num_reserved = 0
+
+    @property
+    def loading(self) -> RunHolding:
+        """The parts that a load fills."""
+        return self.parts if self.tail is None else self.tail
 
 
 class HeldParts(HeldPages):
@@ -199,7 +207,11 @@ class GroupPages(PartPages):
 
     def num_held(self, holding: Holding) -> int:
         """Return the blocks of all parts that `holding` has, including those that others hold as well."""
-        return self.parts.held_bytes(cast(PartHolding, holding).parts) // self.block_bytes
+        of_parts = cast(PartHolding, holding)
+        num_bytes = self.parts.held_bytes(of_parts.parts)
+        if of_parts.tail is not None:
+            num_bytes += self.parts.held_bytes(of_parts.tail)
+        return num_bytes // self.block_bytes
 
     def num_to_run(self, holding: Holding, start: int, end: int) -> int:
         """Return the blocks that tokens [start, end) need and `holding` does not have."""
@@ -360,6 +372,44 @@ class GroupPages(PartPages):
         self._promise(holding, max(0, num_wanted - (num_free - self.num_free)))
         return holding
 
+    def num_front(self, match: Match, num_pages: int) -> int:
+        """Return the most blocks of windows that are held while `num_pages` pages after `match` are computed."""
+        pieces = self.parts.tree.pieces(cast(PartMatch, match).found)
+        held = [sum(end - start for _, start, end in of_group) for of_group in pieces]
+        return self.needs.front(held, num_pages)
+
+    def open_with_front(self, match: Match, found: RunMatch, front_end: int, num_reserved: int) -> PartHolding:
+        """Hold `match`, after which pages are computed up to `front_end`, and take parts for the rest of `found`.
+
+        It has `num_reserved` blocks until `join_front`: those that it does not hold are promised to it.
+        """
+        of_parts = cast(PartMatch, match)
+        holding = PartHolding(self.parts.begin(of_parts.content, of_parts.found), found.num_pages)
+        holding.tail = begin_load(self.parts, of_parts.content, found, front_end)
+        holding.num_reserved = num_reserved
+        self._promise(holding, max(0, num_reserved - self.num_held(holding)))
+        return holding
+
+    def begin_front(self, holding: Holding, num_tokens: int, num_in_flight: int) -> None:
+        """Do as `settle` for a front; the released parts are for its own next tokens. `extend_front` must follow."""
+        of_parts = cast(PartHolding, holding)
+        self._promise(of_parts, 0)
+        self.parts.settle(of_parts.parts, num_tokens, num_in_flight)
+
+    def extend_front(self, holding: Holding, num_tokens: int) -> None:
+        """Take the parts of tokens up to `num_tokens`, which are computed while others are loaded."""
+        of_parts = cast(PartHolding, holding)
+        self.parts.extend(of_parts.parts, num_tokens)
+        self._promise(of_parts, max(0, of_parts.num_reserved - self.num_held(of_parts)))
+
+    def join_front(self, holding: Holding) -> None:
+        """Go on after the loaded pages: those before are computed, or given up."""
+        of_parts = cast(PartHolding, holding)
+        if of_parts.tail is not None:
+            join_front(self.parts, of_parts.parts, of_parts.tail)
+            of_parts.parts, of_parts.tail = of_parts.tail, None
+            self.count()
+
     def end_promise(self, holding: Holding) -> None:
         """Make the blocks promised to a holding free for all: its request is about to take them."""
         self._promise(cast(PartHolding, holding), 0)
@@ -478,6 +528,7 @@ class GroupPages(PartPages):
         every = [cast(PartHolding, holding) for holding, _ in holdings]
         taken_ids = [block_id for holding in every for block_id in holding.page_ids or ()]
         of_parts = [holding.parts for holding in every if holding.page_ids is None]
+        of_parts += [holding.tail for holding in every if holding.tail is not None]
         of_parts += [cast(HeldParts, held).parts for held in holds]
         self.parts.check(of_parts, taken_ids)
         if not self.parts.is_shared:

@@ -9,7 +9,7 @@ from kvarts.kv.node import NOTHING
 from kvarts.kv.run_cache import RunCache
 from kvarts.kv.spans import NOWHERE, PartRun, RunHolding, RunMatch, Span
 
-__all__ = ["arrive", "begin_load", "holding_of_transfer", "unhold"]
+__all__ = ["arrive", "begin_load", "begin_to_receive", "holding_of_transfer", "join_front", "receive", "unhold"]
 
 
 def holding_of_transfer(num_groups: int) -> RunHolding:
@@ -17,21 +17,27 @@ def holding_of_transfer(num_groups: int) -> RunHolding:
     return RunHolding(NOTHING, NOWHERE, 0, 1, num_groups)
 
 
-def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding:
+def begin_load(cache: RunCache, content: Content, match: RunMatch, first: int = 0) -> RunHolding:
     """Begin a sequence after `match`: hold the device's parts, and take parts for the rest, which a load fills.
 
-    The parts must fit. They cannot be found before `arrive`.
+    The parts must fit. They cannot be found before `arrive`. Parts before page `first` are left out: `join_front` adds
+    them later.
     """
     cache.note_begin()
     last = match.spans[-1]
     holding = RunHolding(content, last, match.num_pages, cache.page_size, len(cache.groups))
     last.num_users += 1
     assert match.pieces is not None
+    from_first = match.pieces
+    if first:
+        from_first = [
+            [(run, max(start, first), end) for run, start, end in pieces if end > first] for pieces in match.pieces
+        ]
     resident: list[list[PartRun]] = []
-    for index, pieces in enumerate(match.pieces):
+    for index, pieces in enumerate(from_first):
         cache.hold_path([run.cut(start, end) for run, start, end in pieces if run.list_index == index], holding)
         resident.append(holding.held[index])
-    for index, pieces in enumerate(match.pieces):
+    for index, pieces in enumerate(from_first):
         num_missing = sum(end - start for run, start, end in pieces if run.list_index != index)
         if not num_missing:
             continue
@@ -53,6 +59,20 @@ def begin_load(cache: RunCache, content: Content, match: RunMatch) -> RunHolding
             del ids[:at]
         holding.held[index] = held
     return holding
+
+
+def join_front(cache: RunCache, front: RunHolding, loaded: RunHolding) -> None:
+    """Move the full pages of `front`, a sequence of the pages before, to `loaded`; its other parts become empty."""
+    cache.drop_pages(front, front.num_named)
+    for index, held in enumerate(front.held):
+        for run in held:
+            run.holders[run.holders.index(front)] = loaded
+        loaded.held[index] = held + loaded.held[index]
+        front.held[index] = []
+    front.last.num_users -= 1
+    if not front.last.num_users:
+        front.last.prune()
+    front.is_open = False
 
 
 def arrive(cache: RunCache, holding: RunHolding, ends: Sequence[int]) -> None:

@@ -79,13 +79,16 @@ class TransferReport(msgspec.Struct, frozen=True, gc=False):
 class Offer(msgspec.Struct, frozen=True, gc=False):
     """The pages that the tiers below have for a request: from each tier in turn, after those of the device.
 
-    `num_bytes`: if these are not whole pages, the bytes to move from each tier, by the number of tiers that are used:
-    the first entry is of a load up to the pages of the first tier, which uses no other.
+    `runs`: if these are not whole pages, the runs of parts to move, by the number of tiers that are used: the first
+    entry is of a load up to the pages of the first tier, which uses no other. Each run has the place of its tier, pages
+    [start, end) of the sequence, and the bytes of each. `most_front`: by the same number, how many of the first pages
+    may be computed while the others are loaded; any number, if it is empty.
     """
 
     num_pages: int
     by_tier: tuple[int, ...]
-    num_bytes: tuple[tuple[int, ...], ...] = ()
+    runs: tuple[tuple[tuple[int, int, int, int], ...], ...] = ()
+    most_front: tuple[int, ...] = ()
 
 
 class Coming(msgspec.Struct, frozen=True, gc=False):

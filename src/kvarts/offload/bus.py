@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from copy import deepcopy
 from heapq import heapify, heappop, heappush
 from math import ceil
 
 from kvarts.offload.channel import NS_PER_S, Channel
-from kvarts.rates import NEVER_NS, Job, SharedRates
+from kvarts.rates import NEVER_NS, ROUNDING, Job, SharedRates
 
 __all__ = ["Bus", "BusChannel"]
 
@@ -38,6 +37,16 @@ class Lane:
         self.queue: deque[Carried] = deque()
 
 
+class LaneEnds:
+    """When lanes fall idle, by place, and when transfers end, by number."""
+
+    __slots__ = ("ends_ns", "idle_ns")
+
+    def __init__(self, idle_ns: list[int]) -> None:
+        self.idle_ns = idle_ns
+        self.ends_ns: dict[int, int] = {}
+
+
 class Bus:
     """`bytes_per_s` that the channels which carry something share evenly, each up to its own bandwidth.
 
@@ -53,6 +62,8 @@ class Bus:
         self._unnamed: list[Carried] = []
         self._num_left: dict[int, int] = {}
         """By transfer, how many lanes carry something for it."""
+        self._foreseen: LaneEnds | None = None
+        """What happens if nothing is submitted; None if it must be computed again."""
 
     def open(self, name: str, *, latency_us: float, bytes_per_s: int) -> BusChannel:
         """Return a new channel on this bus."""
@@ -62,6 +73,7 @@ class Bus:
 
     def name(self, transfer: int) -> None:
         """Record that the bytes submitted since the last call belong to `transfer`."""
+        self._foreseen = None
         for carried in self._unnamed:
             carried.number = transfer
         self._num_left[transfer] = len(self._unnamed)
@@ -91,6 +103,7 @@ class Bus:
 
     def submit(self, lane: Lane, num_bytes: int, now_ns: int) -> None:
         """Carry `num_bytes` on `lane`, after those in its queue."""
+        self._foreseen = None
         carried = Carried(num_bytes)
         self._unnamed.append(carried)
         lane.queue.append(carried)
@@ -99,6 +112,7 @@ class Bus:
 
     def withdraw(self, lane: Lane, now_ns: int) -> None:
         """Abort the last transfer submitted to `lane`."""
+        self._foreseen = None
         carried = lane.queue.pop()
         del self._num_left[carried.number]
         if carried.job is not None:
@@ -110,6 +124,7 @@ class Bus:
 
     def clear(self, now_ns: int) -> None:
         """Abort all transfers."""
+        self._foreseen = None
         self._shared.advance(now_ns)
         for lane in self._lanes:
             while lane.queue:
@@ -140,14 +155,40 @@ class Bus:
 
     def idle_ns(self, lane: Lane, now_ns: int) -> int:
         """Return how long `lane` carries something, exactly, if nothing is submitted."""
-        if not lane.queue:
-            return 0
-        bus = deepcopy(self)
-        end_ns = now_ns
-        while bus._lanes[lane.place].queue:
-            end_ns = bus.next_ns()
-            bus.take_ended(end_ns)
-        return end_ns - now_ns
+        return self._foresee().idle_ns[lane.place] - now_ns if lane.queue else 0
+
+    def end_ns(self, transfer: int) -> int:
+        """Return when `transfer` ends, exactly, if nothing is submitted; 0 if it has ended."""
+        return self._foresee().ends_ns.get(transfer, 0)
+
+    def _foresee(self) -> LaneEnds:
+        """Return what happens if nothing is submitted: in every sum, what `take_ended` will compute."""
+        if self._foreseen is not None:
+            return self._foreseen
+        foreseen = self._foreseen = LaneEnds([0] * len(self._lanes))
+        moving = [(job.owner, job.num_left) for job in self._shared.jobs]
+        left_of = {owner.place: num_left for owner, num_left in moving if isinstance(owner, Lane)}
+        queues = [list(lane.queue)[::-1] for lane in self._lanes]
+        beginning = self._beginning.copy()
+        now_ns = self._shared.now_ns
+        while left_of or beginning:
+            share = self._bytes_per_ns / max(1, len(left_of))
+            rates = {place: min(self._lanes[place].bytes_per_ns, share) for place in left_of}
+            next_ns = beginning[0][0] if beginning else NEVER_NS
+            for place, num_left in left_of.items():
+                next_ns = min(next_ns, now_ns + max(1, ceil(num_left / rates[place])))
+            for place, rate in rates.items():
+                left_of[place] -= (next_ns - now_ns) * rate
+            now_ns = next_ns
+            for place in [place for place, num_left in left_of.items() if num_left <= ROUNDING]:
+                del left_of[place]
+                foreseen.ends_ns[queues[place].pop().number] = foreseen.idle_ns[place] = now_ns
+                if queues[place]:
+                    heappush(beginning, (now_ns + self._lanes[place].latency_ns, place))
+            while beginning and beginning[0][0] <= now_ns:
+                place = heappop(beginning)[1]
+                left_of[place] = float(queues[place][-1].num_bytes)
+        return foreseen
 
     def _begin(self, lane: Lane, now_ns: int) -> None:
         if lane.latency_ns:

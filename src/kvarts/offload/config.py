@@ -282,8 +282,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             given["full_prompt_hits"] = "full_prompt_hits"
         if self.load_overlap == "layers":
             given["layers"] = "load_overlap"
-            if self.bus is not None:
-                given["bus"] = "bus"
         check_combination(given)
         host = self._num_blocks("host_pages", "host_memory", memory)
         return self._specs(host, self._num_blocks("disk_pages", "disk_memory", memory)) if host else ()

@@ -290,7 +290,8 @@ class Offloader(Transfers):
         under_way = UnderWay(Direction.LOAD, position - start, self._workers(), loads=tuple(loads), request=request)
         under_way.start_page, under_way.least_ns = start, least_ns
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
-        self._begin(under_way, end_ns, moves, NEVER_NS if wait_ns is None else self._now_ns + wait_ns)
+        early_ns = NEVER_NS if wait_ns is None else self._now_ns + wait_ns
+        self._begin(under_way, end_ns, moves, early_ns, self._now_ns + expected_ns)
         return end_ns if self._bus is None else self._now_ns + expected_ns
 
     @property
@@ -485,7 +486,9 @@ class Offloader(Transfers):
 
     # Transfers --------------------------------------------------------------------------------------------
 
-    def _begin(self, under_way: UnderWay, end_ns: int, moves: list[Move], early_ns: int = NEVER_NS) -> None:
+    def _begin(
+        self, under_way: UnderWay, end_ns: int, moves: list[Move], early_ns: int = NEVER_NS, expected_ns: int = 0
+    ) -> None:
         if self._tell is not None and under_way.stores:
             runs = tuple(
                 (store.content, segment.start, segment.end)
@@ -496,7 +499,7 @@ class Offloader(Transfers):
         dropped: tuple[bytes, ...] = ()
         if self._with_page_ids:
             dropped = tuple(key for tier in self.tiers for key in tier.take_dropped())
-        self._submit(under_way, end_ns, moves, dropped, early_ns)
+        self._submit(under_way, end_ns, moves, dropped, early_ns, expected_ns)
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._policy.end_refusal()

@@ -181,6 +181,8 @@ def open_part_offloader(
         policy,
         prefill=prefill,
         store_within_ns=round(offload.store_within_ms * 1e6),
+        num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
+        step_tokens=config.max_num_batched_tokens,
         copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
         bus=bus,
         deadline_ns=round(offload.deadline_s * 1e9),

@@ -20,7 +20,7 @@ from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages, HeldParts, PartHolding
-from kvarts.kv.node import HeldPages
+from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
@@ -31,7 +31,7 @@ from kvarts.offload.part_policy import PartPolicy
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.transfers import NEVER_NS, Transfers
 from kvarts.offload.under_way import ALL, UnderWay
-from kvarts.offload.weigher import Weigher
+from kvarts.offload.weigher import Weigher, between
 
 __all__ = ["ConnectedParts", "PartOffloader"]
 
@@ -57,13 +57,15 @@ class PartsUnderWay(UnderWay, kw_only=True):
     """A running transfer of parts. `pins`: by tier, the runs that it reads or writes there.
 
     `target`: the tier that a store or a spill writes. `above`: the runs that a store holds on the device. `loading`:
-    the parts that a load fills, so that its request begins with the pages `by_tier` from its first on.
+    the parts that a load fills, so that its request begins with the pages `by_tier` from its first on; None once it
+    uses them. `content`: that of its request.
     """
 
     pins: tuple[RunHolding, ...]
     target: int = -1
     above: Sequence[RunHolding] = ()
     loading: RunHolding | None = None
+    content: Content = NOTHING
     by_tier: tuple[int, ...] = ()
     num_idle: int = 0
     """Blocks of `above` that were unused when their store began."""
@@ -88,12 +90,14 @@ class NewStore(msgspec.Struct, eq=False):
 class Offered(msgspec.Struct, eq=False):
     """An offer to a request: `match` becomes available with the parts that `pins` pin, by tier.
 
-    `content` and `limit`: what was looked up. `by_tier`: the pages that each tier adds.
+    `content` and `limit`: what was looked up. `by_tier`: the pages that each tier adds, of which those of the first
+    `depth` tiers are offered.
     """
 
     content: Content
     limit: int
     by_tier: tuple[int, ...]
+    depth: int
     match: RunMatch
     pins: tuple[RunHolding, ...]
 
@@ -115,6 +119,8 @@ class PartOffloader(Transfers):
         *,
         prefill: PrefillTimes | None = None,
         store_within_ns: int = ALL,
+        num_layers: int = 1,
+        step_tokens: int = 1,
         copy_slowdown: float = 0.0,
         bus: Bus | None = None,
         deadline_ns: int = ALL,
@@ -126,7 +132,15 @@ class PartOffloader(Transfers):
         lanes = [connected.read for connected in tiers]
         super().__init__(
             lanes,
-            Weigher(lanes, cache.memory.page_bytes, prefill),
+            Weigher(
+                lanes,
+                cache.memory.page_bytes,
+                prefill,
+                # A state at the end of the first pages would have to be replaced by that at the end of the others.
+                splits=prefill is not None and not (with_page_ids or cache.memory.has_states),
+                num_layers=num_layers,
+                step_tokens=step_tokens,
+            ),
             copying=(tiers[0].write, *lanes),
             copy_slowdown=copy_slowdown,
             bus=bus,
@@ -198,7 +212,7 @@ class PartOffloader(Transfers):
 
     def begin_step(self, now_ns: int) -> None:
         """Take note that what became complete in the last step is computed."""
-        self._now_ns = now_ns
+        super().begin_step(now_ns)
         self._policy.begin_step()
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
@@ -415,40 +429,59 @@ class PartOffloader(Transfers):
         """
         self.forget(request)
         ends: list[int] = []
-        num_bytes: list[tuple[int, ...]] = []
+        runs: list[tuple[tuple[int, int, int, int], ...]] = []
+        most_front: list[int] = []
         for depth in range(1, len(self.tiers) + 1):
             match = self._parts.tree.match(content, limit, depth=depth)
             ends.append(max(start, match.num_pages))
-            num_bytes.append(self._bytes_of(match))
+            runs.append(self._runs_of(match))
+            most_front.append(self._most_front(start, match))
         if ends[-1] <= start:
             return None
         by_tier = tuple(end - before for before, end in pairwise([start, *ends]))
-        self._offered[request] = self._pinned(content, limit, by_tier, match)
+        self._offered[request] = self._pinned(content, limit, by_tier, len(self.tiers), match)
         self._newest = request
-        return Offer(ends[-1] - start, by_tier, tuple(num_bytes))
+        return Offer(ends[-1] - start, by_tier, tuple(runs), tuple(most_front))
 
-    def _bytes_of(self, match: RunMatch) -> tuple[int, ...]:
-        """Return the bytes of `match` to load, by tier."""
+    def _runs_of(self, match: RunMatch) -> tuple[tuple[int, int, int, int], ...]:
+        """Return the runs of `match` to load, see Offer."""
         assert match.pieces is not None
         count, part_bytes = len(self.tier.groups), self.tier.part_bytes
-        num_bytes = [0] * len(self.tiers)
-        for index, pieces in enumerate(match.pieces):
-            for run, start, end in pieces:
-                if run.list_index != index:
-                    num_bytes[(run.list_index // count - 1) // 2] += (end - start) * part_bytes[index]
-        return tuple(num_bytes)
+        return tuple(
+            [
+                ((run.list_index // count - 1) // 2, begin, end, part_bytes[index])
+                for index, pieces in enumerate(match.pieces)
+                for run, begin, end in pieces
+                if run.list_index != index
+            ]
+        )
 
-    def _pinned(self, content: Content, limit: int, by_tier: tuple[int, ...], match: RunMatch) -> Offered:
+    def _most_front(self, start: int, match: RunMatch) -> int:
+        """Return how many pages from `start` on may be computed while the others of `match` are loaded.
+
+        They end before the first page of which the device has a part, and before the last that is loaded.
+        """
         assert match.pieces is not None
-        return Offered(content, limit, by_tier, match, tuple([tier.pin(match.pieces) for tier in self.tiers]))
+        most, last = match.num_pages, start
+        for index, pieces in enumerate(match.pieces):
+            for run, begin, end in pieces:
+                if run.list_index != index:
+                    last = max(last, end - 1)
+                elif end > start:
+                    most = min(most, max(begin, start))
+        return min(most, last) - start
 
-    def narrow(self, request: int, depth: int) -> None:
-        """Offer to `request` no more than the device and the first `depth` tiers have."""
+    def _pinned(self, content: Content, limit: int, by_tier: tuple[int, ...], depth: int, match: RunMatch) -> Offered:
+        assert match.pieces is not None
+        pins = tuple([tier.pin(match.pieces) for tier in self.tiers])
+        return Offered(content, limit, by_tier, depth, match, pins)
+
+    def offer_up_to(self, request: int, depth: int) -> None:
+        """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
         offered = self._offered[request]
         self.forget(request)
         match = self._parts.tree.match(offered.content, offered.limit, depth=depth)
-        by_tier = (*offered.by_tier[:depth], *self._no_pages[depth:])
-        self._offered[request] = self._pinned(offered.content, offered.limit, by_tier, match)
+        self._offered[request] = self._pinned(offered.content, offered.limit, offered.by_tier, depth, match)
 
     def offered(self, request: int) -> RunMatch:
         """Return how far every group can resume with the parts offered to `request`."""
@@ -457,14 +490,15 @@ class PartOffloader(Transfers):
     def weigh(
         self, offer: Offer, start: int, page_size: int, num_known: int, *, num_behind: int, awaited: Awaited | None
     ) -> Weighed:
-        """Return whether to load `offer`, the newest, up to the end of one of the tiers; see LowerTiers.
+        """Return whether to load `offer`, the newest, up to the end of one of the tiers, or the last pages before it.
 
         What slower tiers have is then not offered any more. Only the gain of the request itself counts: while it waits
         it holds memory, which is usually what later requests wait for.
         """
         weighed = self._weigher.weigh(self._now_ns, offer, start, page_size, num_known, num_behind=0, awaited=awaited)
-        if 0 < weighed.num_pages < offer.num_pages:
-            self.narrow(self._newest, max(place for place, num_pages in enumerate(weighed.by_tier) if num_pages) + 1)
+        if weighed.num_pages not in (0, sum(offer.by_tier[: self._offered[self._newest].depth])):
+            last = max(place for place, num_pages in enumerate(weighed.by_tier) if num_pages)
+            self.offer_up_to(self._newest, last + 1)
         return weighed
 
     def forget(self, request: int) -> None:
@@ -484,14 +518,16 @@ class PartOffloader(Transfers):
         num_front: int = 0,
         wait_ns: int | None = None,
     ) -> int:
-        """Begin to load the offer to `request` into `holding`, which was opened for it.
+        """Begin to load the offer to `request` from page `start` on into `holding`, which was opened for it.
 
-        Return when that should end.
+        Return when that should end. `wait_ns`: see Weighed.
         """
-        assert not num_front, "parts of pages are loaded whole"
         offered = self._offered.pop(request)
-        pins, by_tier = offered.pins, offered.by_tier
-        loading = cast(PartHolding, holding).parts
+        pins = offered.pins
+        if num_front:
+            for tier, pin in zip(self.tiers, pins, strict=True):
+                tier.unpin_before(pin, start)
+        loading = cast(PartHolding, holding).loading
         moves: list[Move] = []
         lanes: list[tuple[Channel, int]] = []
         num_blocks, end_ns, lane, least_ns, expected_ns = 0, self._now_ns, "", 0, 0
@@ -514,10 +550,21 @@ class PartOffloader(Transfers):
         under_way = PartsUnderWay(
             Direction.LOAD, num_blocks, self._workers(), pins=pins, loading=loading, request=request, start_page=start
         )
-        under_way.by_tier, under_way.least_ns = by_tier, least_ns
+        under_way.by_tier = between(offered.by_tier, num_front, num_front + num_pages)
+        under_way.content, under_way.least_ns = content, least_ns
         under_way.lane, under_way.since_ns, under_way.lanes = lane, [self._now_ns], tuple(lanes)
-        self._submit(under_way, end_ns, moves, self._dropped())
+        early_ns = NEVER_NS if wait_ns is None else self._now_ns + wait_ns
+        self._submit(under_way, end_ns, moves, self._dropped(), early_ns, self._now_ns + expected_ns)
         return end_ns if self._bus is None else self._now_ns + expected_ns
+
+    def use_early(self, transfer: int) -> None:
+        """Make the parts of a load under way findable: the planned step uses them, and ends after the load."""
+        super().use_early(transfer)
+        under_way = self._under_way[transfer]
+        assert isinstance(under_way, PartsUnderWay) and under_way.loading is not None
+        self._policy.computes(under_way.loading, under_way.start_page)  # it is there when the step ends
+        arrive(self._parts, under_way.loading, [ALL] * len(self.tier.groups))
+        under_way.loading = None
 
     def reset(self) -> None:
         """Drop all parts, below and of those to be stored.
@@ -567,8 +614,7 @@ class PartOffloader(Transfers):
 
     def _end_load(self, transfer_id: int, under_way: PartsUnderWay) -> None:
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
-        loading = under_way.loading
-        assert loading is not None
+        loading, content = under_way.loading, under_way.content
         is_whole = under_way.num_good_pages >= under_way.num_pages
         num_pages = sum(under_way.by_tier) if is_whole else 0
         self._tell_ended(transfer_id, under_way, num_pages)
@@ -578,22 +624,29 @@ class PartOffloader(Transfers):
             ends_by_tier.append(self._good_ends(pin, num_left))
             num_left -= self._num_blocks(pin)
         ends = [min(of_group) for of_group in zip(*ends_by_tier, strict=True)]
-        arrive(self._parts, loading, ends)
-        content = loading.content
+        if loading is not None:
+            arrive(self._parts, loading, ends)
         for place, (tier, pin, good_ends) in enumerate(zip(self.tiers, under_way.pins, ends_by_tier, strict=True)):
             for group, runs in enumerate(pin.held if place else ()):
                 for run in runs:
                     if run.start < ends[group] and run.span is not None:
                         self._policy.complete(content, group, run.start, min(run.end, ends[group]))
             tier.drop(pin, good_ends)
-            tier.unpin(pin)
         # The request used its whole prefix, including the part on the device.
-        last = self._parts.tree.last_of(loading)
-        for tier in self.tiers:
-            tier.touch(last, loading.num_named)
+        last = under_way.start_page + sum(under_way.by_tier)
+        spans, _ = self._parts.tree.walk(content, last)
+        for tier, pin in zip(self.tiers, under_way.pins, strict=True):
+            tier.unpin(pin)
+            if spans:
+                tier.touch(spans[-1], last)
         self._count_load(under_way, is_whole=is_whole)
         end = under_way.start_page + num_pages if is_whole else 0
         self._loaded.append(Loaded(under_way.request, end, under_way.by_tier if is_whole else self._no_pages))
+
+    def _all_loaded(self, under_way: UnderWay) -> Loaded:
+        assert isinstance(under_way, PartsUnderWay)
+        end = under_way.start_page + sum(under_way.by_tier)
+        return Loaded(under_way.request, end, under_way.by_tier, is_under_way=True)
 
     def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
         """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""

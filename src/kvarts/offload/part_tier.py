@@ -223,6 +223,19 @@ class PartTier(RunAccount):
         """End a pin. It is not a use of its runs."""
         self.release_all(pin, self.order)
 
+    def unpin_before(self, pin: RunHolding, page: int) -> None:
+        """End a pin of all parts before `page`."""
+        passed = holding_of_transfer(len(self.groups))
+        for index, held in enumerate(pin.held):
+            for run in tuple(held):
+                if run.start >= page:
+                    continue
+                before = run if run.end <= page else run.split(page)
+                held.remove(before)
+                before.holders[before.holders.index(pin)] = passed
+                passed.held[index].append(before)
+        self.unpin(passed)
+
     def touch(self, last: Span, num_pages: int) -> None:
         """Make the tier's parts that a sequence of `num_pages` pages, ending in `last`, needs the most recent."""
         for index in self.order:

@@ -66,21 +66,20 @@ class Transfers:
         self._copying = copying
         self._bus = bus
         self._slow = round(copy_slowdown * MILLION)
-        self._used_end_ns = 0
-        """The end of the last load under way whose pages the planned step uses; 0 without one."""
+        self._used: list[int] = []
+        """The loads under way whose pages the planned step uses."""
 
     # Interface of the scheduler ---------------------------------------------------------------------------
 
     def begin_step(self, now_ns: int) -> None:
         """Take note that the step that starts at `now_ns` is planned."""
         self._now_ns = now_ns
-        self._used_end_ns = 0
+        self._used.clear()
 
     def use_early(self, transfer: int) -> None:
         """Record that the planned step uses the pages of a load under way: no request waits for it any longer."""
-        under_way = self._under_way[transfer]
-        self._count_waits(under_way)
-        self._used_end_ns = max(self._used_end_ns, under_way.end_ns)
+        self._count_waits(self._under_way[transfer])
+        self._used.append(transfer)
 
     def step_ns(self, now_ns: int, duration_ns: int) -> int:
         """Return the duration of the planned step, which starts at `now_ns` and would take `duration_ns` alone.
@@ -89,9 +88,10 @@ class Transfers:
         """
         if self._slow:
             (duration_ns,) = self.steps_ns(now_ns, [duration_ns])
-        if not self._used_end_ns:
+        if not self._used:
             return duration_ns
-        return max(duration_ns, self._used_end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
+        end_ns = max(map(self._end_ns, self._used))
+        return max(duration_ns, end_ns - now_ns - (-duration_ns // self._weigher.num_layers))
 
     def steps_ns(self, now_ns: int, durations_ns: list[int]) -> list[int]:
         """Return the durations of steps from `now_ns` on that would take these without copies.
@@ -215,16 +215,32 @@ class Transfers:
         while due and due[0][0] <= now_ns:
             _, transfer_id, is_end = heappop(due)
             if not is_end:
-                under_way = self._under_way[transfer_id]
-                if under_way.end_ns > now_ns and not self._is_to_fail(transfer_id):
-                    under_way.is_early = True
-                    self._loaded.append(self._all_loaded(under_way))
+                self._begin_early(transfer_id, now_ns)
                 continue
             under_way = self._under_way.pop(transfer_id)
             if not under_way.is_early and self._is_to_fail(transfer_id):
                 under_way.num_good_pages = 0
             self._end(transfer_id, under_way)
         return True
+
+    def _begin_early(self, transfer: int, now_ns: int) -> None:
+        """Let the request of a load compute on; later if other transfers on the bus have delayed its end."""
+        under_way = self._under_way.get(transfer)
+        if under_way is None or self._is_to_fail(transfer):
+            return
+        end_ns = self._end_ns(transfer)
+        if end_ns <= now_ns:
+            return
+        if (early_ns := end_ns - under_way.hidden_ns) > now_ns:
+            heappush(self._due, (early_ns, transfer, False))
+            return
+        under_way.is_early = True
+        self._loaded.append(self._all_loaded(under_way))
+
+    def _end_ns(self, transfer: int) -> int:
+        """Return when a load under way ends, if no other transfer begins."""
+        end_ns = self._under_way[transfer].end_ns
+        return end_ns if self._bus is None else self._bus.end_ns(transfer)
 
     def _is_to_fail(self, transfer: int) -> bool:
         fail_every, number = self._fail_every, transfer + 1
@@ -281,11 +297,12 @@ class Transfers:
         moves: list[Move],
         dropped_keys: tuple[bytes, ...] = (),
         early_ns: int = NEVER_NS,
+        expected_ns: int = 0,
     ) -> int:
         """Begin a transfer that should end at `end_ns`; return its number. An executor carries out `moves`.
 
-        With NEVER_NS, `ends` must follow, unless it is on the bus. `early_ns`: when the request of a load can compute
-        on, if that is before.
+        With NEVER_NS, `ends` must follow, or it is on the bus, and should end at `expected_ns`. `early_ns`: when the
+        request of a load can compute on, if that is before.
         """
         transfer_id = self.num_transfers
         self.num_transfers += 1
@@ -299,10 +316,11 @@ class Transfers:
                 Transfer(transfer_id, under_way.direction, tuple(moves), under_way.num_pages, dropped_keys)
             )
         elif end_ns < NEVER_NS:
-            under_way.end_ns = end_ns
+            under_way.end_ns = expected_ns = end_ns
             heappush(self._due, (end_ns, transfer_id, True))
-            if early_ns < end_ns:
-                heappush(self._due, (early_ns, transfer_id, False))
+        if early_ns < expected_ns and self._weigher.num_layers > 1:
+            under_way.hidden_ns = expected_ns - early_ns
+            heappush(self._due, (early_ns, transfer_id, False))
         return transfer_id
 
     def _report(self, report: TransferReport) -> None:

@@ -47,6 +47,8 @@ class UnderWay(msgspec.Struct, eq=False):
     """Whether its request may compute while later layers are loaded; such a load does not fail."""
     end_ns: int = ALL
     """When it ends, in virtual time."""
+    hidden_ns: int = 0
+    """How long before its end the request of a load can compute on."""
     deadline_ns: int = ALL
     least_ns: int = 0
     """When that part of a load ends of which it is known."""

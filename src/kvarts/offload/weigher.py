@@ -9,7 +9,7 @@ from kvarts.kv.transfer import Awaited, Offer, PrefillTimes, Weighed
 from kvarts.offload.channel import Channel
 from kvarts.offload.measured import MeasuredPrefill
 
-__all__ = ["Weigher"]
+__all__ = ["Weigher", "between"]
 
 SPLIT_GAIN, PER_GAIN = 5, 4
 """A load is split only if that is 5/4 as quick as the better of loading and computing: the front takes device time from
@@ -85,11 +85,11 @@ class Weigher:
 
         best, front, best_gain_ns, worth, load_ns, wait_ns = 0, 0, 0, 0, 0, 0
         position = 0
-        for num_pages in offer.by_tier:
+        for place, num_pages in enumerate(offer.by_tier):
             if num_pages:
                 position += num_pages
                 hidden_ns = self._hidden_ns((start + position) * page_size, num_known)
-                load_ns = self._wait_ns(now_ns, offer, 0, position, hidden_ns)
+                load_ns = self._wait_ns(now_ns, offer, start, 0, position, hidden_ns)
                 worth = worth_ns(position)
                 if worth - load_ns >= best_gain_ns:
                     best, front, best_gain_ns, wait_ns = position, 0, worth - load_ns, load_ns
@@ -98,12 +98,14 @@ class Weigher:
 
                 # Where the wait for the last pages takes no longer than the computation of those before them.
                 def is_enough(count: int, end: int = position, hidden_ns: int = hidden_ns) -> bool:
-                    return front_ns(count) >= self._wait_ns(now_ns, offer, count, end, hidden_ns)
+                    return front_ns(count) >= self._wait_ns(now_ns, offer, start, count, end, hidden_ns)
 
                 num_front = bisect_left(range(position), True, key=is_enough)
+                if offer.most_front:
+                    num_front = min(num_front, offer.most_front[place])
                 if 0 < num_front < position:
                     took_ns = front_ns(num_front)
-                    tail_ns = self._wait_ns(now_ns, offer, num_front, position, hidden_ns)
+                    tail_ns = self._wait_ns(now_ns, offer, start, num_front, position, hidden_ns)
                     rest_ns = prefill.prefill_ns((start + position) * page_size, num_known) or 0
                     both_ns, either_ns = max(took_ns, tail_ns) + rest_ns, min(load_ns + rest_ns, compute_ns)
                     gain_ns = (compute_ns - took_ns - rest_ns) * (1 + num_behind) * num_good // num_loads
@@ -114,7 +116,7 @@ class Weigher:
             awaits_ns = max(0, awaited.end_ns - now_ns)
             if worth_ns(awaited.num_pages) - awaits_ns >= best_gain_ns:
                 return Weighed(0, (0,) * len(offer.by_tier), is_awaited=True)
-        by_tier = _between(offer.by_tier, front, best)
+        by_tier = between(offer.by_tier, front, best)
         for lane, num_loaded, num_pages in zip(self._lanes, by_tier, offer.by_tier, strict=True):
             if num_loaded < num_pages:
                 lane.passed_over()
@@ -131,28 +133,32 @@ class Weigher:
         step_ns = self._prefill.prefill_ns(start, min(num_known, start + self._step_tokens)) or 0
         return step_ns * (self.num_layers - 1) // self.num_layers
 
-    def _wait_ns(self, now_ns: int, offer: Offer, start: int, end: int, hidden_ns: int) -> int:
+    def _wait_ns(self, now_ns: int, offer: Offer, first: int, start: int, end: int, hidden_ns: int) -> int:
         """Return how long pages [start, end) of `offer` keep a request waiting that computes `hidden_ns` meanwhile.
 
-        It waits at least for the first of their layers.
+        It waits at least for the first of their layers. `first`: the page at which the offer begins.
         """
         wait_ns = 0
-        for lane, num_bytes in zip(self._lanes, self._bytes_of(offer, start, end), strict=True):
+        for lane, num_bytes in zip(self._lanes, self._bytes_of(offer, first, start, end), strict=True):
             if num_bytes:
                 wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
                 if hidden_ns:
                     wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
         return wait_ns
 
-    def _bytes_of(self, offer: Offer, start: int, end: int) -> Sequence[int]:
-        """Return the bytes of pages [start, end) of `offer` to move from each tier."""
-        by_tier = _between(offer.by_tier, start, end)
-        if not offer.num_bytes:
+    def _bytes_of(self, offer: Offer, first: int, start: int, end: int) -> Sequence[int]:
+        """Return the bytes of pages [start, end) of `offer`, which begins at page `first`, to move from each tier."""
+        by_tier = between(offer.by_tier, start, end)
+        if not offer.runs:
             return [num_pages * self._page_bytes for num_pages in by_tier]
-        return offer.num_bytes[max(place for place, num_pages in enumerate(by_tier) if num_pages)]
+        num_bytes = [0] * len(by_tier)
+        last = max(place for place, num_pages in enumerate(by_tier) if num_pages)
+        for place, begin, stop, part_bytes in offer.runs[last]:
+            num_bytes[place] += max(0, stop - max(begin, first + start)) * part_bytes
+        return num_bytes
 
 
-def _between(by_tier: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+def between(by_tier: Sequence[int], start: int, end: int) -> tuple[int, ...]:
     """Return how many of pages [start, end) of an offer each tier has."""
     counts = []
     position = 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Holding
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.match import Match
 from kvarts.kv.spans import RunMatch
-from kvarts.kv.transfer import Awaited, Loaded
+from kvarts.kv.transfer import Awaited, Loaded, Offer, Weighed
 from kvarts.limits import MOST_COUNT
 from kvarts.request import Request
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
@@ -20,7 +22,7 @@ __all__ = ["GroupLoads", "GroupTiers"]
 
 
 class GroupTiers(LowerTiers, Protocol):
-    """The tiers below a device with KV groups. A load covers all that was offered, or nothing."""
+    """The tiers below a device with KV groups. A load covers all that is offered when it begins, except its front."""
 
     def offered(self, request: int) -> RunMatch:
         """Return the longest prefix that every group could resume from with the parts offered to `request`."""
@@ -28,8 +30,8 @@ class GroupTiers(LowerTiers, Protocol):
     def recognise(self, content: Content) -> None:
         """Make the parts of `content` that an earlier process stored findable. No match may be in use."""
 
-    def narrow(self, request: int, depth: int) -> None:
-        """Offer to `request` no more than the device and the first `depth` tiers have."""
+    def offer_up_to(self, request: int, depth: int) -> None:
+        """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
 
 
 class GroupLoads(Loads):
@@ -38,6 +40,9 @@ class GroupLoads(Loads):
     A request that waits for a load holds its match and the loaded parts. The further blocks that it may need while the
     rest of its known tokens is computed are promised to it. If a load does not arrive completely, the request is
     matched again, and hits the parts that did arrive.
+
+    While a request computes its front, it holds that as a sequence of its own next to the parts that are loaded. The
+    number of blocks that it holds or has a promise of is the same from the beginning of its load to the end.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class GroupLoads(Loads):
         num_wanted = self._wanted(request, num_known)
         for depth in range(len(offer.by_tier) - 1, 0, -1):
             if any(offer.by_tier[:depth]):
-                tiers.narrow(request.index, depth)
+                tiers.offer_up_to(request.index, depth)
                 num_wanted = min(num_wanted, self._wanted(request, num_known))
         tiers.forget(request.index)
         return num_wanted
@@ -77,18 +82,45 @@ class GroupLoads(Loads):
         """Return whether the most blocks that `request` may hold at a time are free."""
         return self._wanted(request, num_known) <= self._parts.num_free
 
-    def _num_held(self, request: Request, num_known: int) -> int:
-        """Return the blocks that `request` holds from the start of its load, plus those that are promised to it."""
-        found = self._group_tiers.offered(request.index)
-        return self._parts.num_held_while_loading(found, self._wanted(request, num_known))
+    def _weigh(
+        self, request: Request, offer: Offer, match: Match, num_known: int, num_behind: int, awaited: Awaited | None
+    ) -> Weighed:
+        """Return the part to load, without a front if memory lacks room for both."""
+        weighed = super()._weigh(request, offer, match, num_known, num_behind, awaited)
+        if weighed.num_front:
+            num_blocks = self._wanted(request, num_known) + self._parts.num_front(match, weighed.num_front)
+            if num_blocks > self._parts.num_free:
+                without = replace(offer, most_front=(0,) * len(offer.by_tier))
+                return super()._weigh(request, without, match, num_known, num_behind, awaited)
+        return weighed
 
-    def _open(self, request: Request, match: Match, num_known: int) -> Holding:
-        """Hold the device's match, allocate parts for the load, and promise the rest."""
+    def _num_held(self, request: Request, match: Match, num_known: int, num_front: int) -> int:
+        """Return the blocks that `request` holds from the start of its load, plus those that are promised to it."""
         num_wanted = self._wanted(request, num_known)
-        return self._parts.open_offered(request.content, self._group_tiers.offered(request.index), num_wanted)
+        if num_front:
+            num_wanted += self._parts.num_front(match, num_front)
+        return self._parts.num_held_while_loading(self._group_tiers.offered(request.index), num_wanted)
+
+    def _open(self, request: Request, match: Match, num_known: int, num_front: int) -> Holding:
+        """Hold the device's match, allocate parts for the load, and promise the rest."""
+        found = self._group_tiers.offered(request.index)
+        if num_front:
+            num_reserved = self._num_held(request, match, num_known, num_front)
+            return self._parts.open_with_front(match, found, match.num_pages + num_front, num_reserved)
+        return self._parts.open_offered(request.content, found, self._wanted(request, num_known))
+
+    def begin_front(self, holding: Holding, start: int, num_in_flight: int) -> None:
+        """Release the windows of a front that no token from `start` on attends to, for its next tokens."""
+        self._parts.begin_front(holding, start, num_in_flight)
+
+    def extend_front(self, holding: Holding, end: int) -> None:
+        """Take blocks that are promised to the request for the tokens of its front up to `end`."""
+        self._parts.extend_front(holding, end)
 
     def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Return whether everything arrived."""
+        assert load.request.holding is not None
+        self._parts.join_front(load.request.holding)
         return loaded.num_pages == load.end
 
     def _leader(self, request: Request, start: int, limit: int) -> tuple[LoadUnderWay | None, Awaited | None]:
@@ -104,10 +136,17 @@ class GroupLoads(Loads):
         self._parts.end_promise(request.holding)
         return super().resume(request, loaded)
 
+    def begin_run(self, request: Request) -> None:
+        """Release the windows with which the front was computed."""
+        assert request.holding is not None
+        self._parts.settle(request.holding, request.holding.num_pages * self._page_size)
+        self._parts.count()
+
     def _release(self, request: Request) -> None:
         """Release everything that `request` holds; it never ran."""
         holding = request.holding
         assert holding is not None
+        self._parts.join_front(holding)
         self._parts.end_promise(holding)
         self._parts.close(holding, holding.num_pages, holding.num_pages)
         request.holding = None

@@ -269,7 +269,7 @@ class Loads:
         leader, awaited = self._leader(request, start, limit) if self._loading else (None, None)
         if awaited is None and coming is not None:
             awaited = Awaited(num_offered + coming.num_pages, coming.end_ns)
-        weighed = tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
+        weighed = self._weigh(request, offer, match, num_known, num_behind, awaited)
         if weighed.is_awaited and leader is None:
             assert coming is not None
             tiers.forget(request.index)
@@ -297,7 +297,7 @@ class Loads:
         if self._tell is not None:
             # Emitted before the evictions that make room for it.
             by_tier = self._named(weighed.by_tier)
-            num_held = self._num_held(request, num_known)
+            num_held = self._num_held(request, match, num_known, weighed.num_front)
             self._tell(
                 LoadStarted(
                     tiers.num_transfers,
@@ -312,7 +312,7 @@ class Loads:
         front_end = start + weighed.num_front
         load = LoadUnderWay(request, tiers.num_transfers, start, front_end, start + weighed.num_pages)
         self._loading[request.index] = load
-        holding = request.holding = self._open(request, match, num_known)
+        holding = request.holding = self._open(request, match, num_known, weighed.num_front)
         request.become(RequestState.LOADING)
         num_loaded = weighed.num_pages - weighed.num_front
         load.end_ns = tiers.start_load(
@@ -331,17 +331,34 @@ class Loads:
         """
         return MOST_COUNT
 
+    def _weigh(
+        self, request: Request, offer: Offer, match: Match, num_known: int, num_behind: int, awaited: Awaited | None
+    ) -> Weighed:
+        """Return the part of `offer` to load for `request`, which has `match`."""
+        start = match.num_pages
+        return self.tiers.weigh(offer, start, self._page_size, num_known, num_behind=num_behind, awaited=awaited)
+
     def _fits(self, request: Request, num_known: int) -> bool:
         """Return whether there is room to load the offer to `request`: always, as it needs no more than computing."""
         return True
 
-    def _num_held(self, request: Request, num_known: int) -> int:
+    def _num_held(self, request: Request, match: Match, num_known: int, num_front: int) -> int:
         """Return the number of pages that `request` has from the start of its load."""
         return -(-num_known // self._page_size)
 
-    def _open(self, request: Request, match: Match, num_known: int) -> Holding:
+    def _open(self, request: Request, match: Match, num_known: int, num_front: int) -> Holding:
         """Take the pages that `request` needs for its known tokens, in addition to `match`, which is on the device."""
         return self._cache.open_to_load(match, num_known)
+
+    def begin_front(self, holding: Holding, start: int, num_in_flight: int) -> None:
+        """Release parts of a front to which neither tokens from `start` on nor the `num_in_flight` before attend."""
+
+    def extend_front(self, holding: Holding, end: int) -> None:
+        """Make the pages findable that the tokens of a front up to `end` fill, before those that are loaded."""
+        self._cache.extend(holding, end, is_end=False)
+
+    def begin_run(self, request: Request) -> None:
+        """Release the parts that `request`, which is admitted after its load, held only to compute its front."""
 
     def _can_go_on(self, load: LoadUnderWay, loaded: Loaded) -> bool:
         """Make the loaded pages findable; return whether the request can compute from there on."""
@@ -410,9 +427,9 @@ class Loads:
         self._ended.remove(load)
         del self._loading[request.index]
         self._count_front(load)
-        self.tiers.use_early(load.transfer)
         if self._tell is not None:
             self._tell(LoadUsed(load.transfer, request.index))
+        self.tiers.use_early(load.transfer)
         can_go_on = self._can_go_on(load, result)
         assert can_go_on, "what is under way does not fail any more"
         request.become(RequestState.LOADED)

@@ -149,9 +149,12 @@ class Prefill:
                 return budget
         end = request.num_computed = start + num_tokens
         num_known = request.num_prompt_tokens + request.num_output_tokens
+        loads.begin_front(holding, start, self._running.num_in_flight(request))
         if self._tell is not None:
             self._tell(ChunkComputed(request.index, start, end, num_known))
-        self._cache.extend(holding, end, is_end=False)
+        loads.extend_front(holding, end)
+        if self._running.lag:
+            self.computing[request] = num_tokens
         self._note_full(request, holding, start, end)
         chunks.append(Chunk(start, end - start, request.num_prompt_tokens, num_known))
         if end == front_end:

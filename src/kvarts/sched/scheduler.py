@@ -553,6 +553,7 @@ class Scheduler:
             hit_tokens = loads.resume(request, loaded)
             if tell is not None:
                 tell(Admitted(request.index, request.content, loaded.num_pages, loads.by_name(loaded)))
+            loads.begin_run(request)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
             admitted.append(request.index)
         if pages.is_draining:
