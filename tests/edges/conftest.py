@@ -72,7 +72,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
         await app({"type": "http", "method": "GET", "path": "/health", "headers": []}, nothing, nothing)
         app.close()
 
-    def serve_http(opened: Any, address: object, values: dict[str, Any], *, what: str, worker: None = None) -> None:
+    def serve_http(opened: Any, address: object, values: dict[str, Any], **_: object) -> None:
         asyncio.run(ask(opened.app))
         if opened.recorder is not None:
             opened.recorder.write(values["record"])

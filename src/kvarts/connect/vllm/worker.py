@@ -54,7 +54,7 @@ def _seen_by(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(error):
             with suppress(RuntimeError):
-                torch.zeros(1, device=device)  # CUDA reports the error once more, to whoever asks next
+                torch.zeros(1, device=device)  # CUDA reports the error once more, at the next kernel
             raise ConfigError(
                 f"CUDA cannot pin {memory.numel()} bytes of host memory (error {int(error)})",
                 field="kv_connector_extra_config.host_memory",
