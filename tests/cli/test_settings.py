@@ -30,6 +30,7 @@ FILE_ONLY = {
     "offload.num_layers",
     "offload.deadline_s",
     "offload.fail_every",
+    "transfer.hold_s",
     "sessions.chunk_tokens",
 }
 """Settings that only a file, or Python, can give."""

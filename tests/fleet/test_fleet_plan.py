@@ -40,8 +40,8 @@ def settings() -> Given:
         {
             "model": "llama-3.1-8b",
             "device": "h100-80gb",
-            "slo_ttft_ms": 3000,
-            "slo_tpot_ms": 25,
+            "slo_ttft_ms": 5000,
+            "slo_tpot_ms": 30,
             "transfer_rate": "50GB/s",
         },
         all_sections(),
