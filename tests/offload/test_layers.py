@@ -245,14 +245,19 @@ def test_where_load_and_compute_take_as_long_both_at_once_is_much_sooner() -> No
 
 @pytest.mark.parametrize(
     ("overlap", "host", "times"),
-    [("none", "64GiB", 1.3), ("layers", "64GiB", 1.6), ("none", "1GiB", 1.3), ("layers", "1GiB", 1.6)]
-    + [("layers", "16GiB", 2.0)],
+    [
+        ("none", "64GiB", 1.3),
+        ("layers", "64GiB", 1.6),
+        ("none", "1GiB", 1.3),
+        ("layers", "1GiB", 1.6),
+        ("layers", "16GiB", 2.0),
+    ],
     ids=["host memory", "by layer", "files", "files by layer", "both by layer"],
 )
 def test_with_kv_groups_the_last_pages_are_loaded_while_the_first_are_computed(
     overlap: Any, host: str, times: float
 ) -> None:
-    """Where loading takes as long as computing; the device has evicted the whole history, and host memory some of it."""
+    """Where loading takes as long as computing; the device has evicted the history, and host memory some of it."""
     history, turn = (range(32_768),), (range(32_768), range(50_000, 58_192))
     others = (range(100_000, 197_000),), (range(300_000, 380_000),)
     grouped = {"model": "gemma-3-27b", "page_size": 64, "kv_groups": "tails"}
