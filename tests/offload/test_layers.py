@@ -243,14 +243,29 @@ def test_where_load_and_compute_take_as_long_both_at_once_is_much_sooner() -> No
     assert 1.3 * layers_ms <= whole_ms
 
 
-@pytest.mark.parametrize(("overlap", "times"), [("none", 1.3), ("layers", 1.6)])
-def test_with_kv_groups_the_last_pages_are_loaded_while_the_first_are_computed(overlap: Any, times: float) -> None:
-    """Where loading takes as long as computing; the device has evicted the whole history."""
+@pytest.mark.parametrize(
+    ("overlap", "host", "times"),
+    [
+        ("none", "64GiB", 1.3),
+        ("layers", "64GiB", 1.6),
+        ("none", "1GiB", 1.3),
+        ("layers", "1GiB", 1.6),
+        ("layers", "16GiB", 2.0),
+    ],
+    ids=["host memory", "by layer", "files", "files by layer", "both by layer"],
+)
+def test_with_kv_groups_the_last_pages_are_loaded_while_the_first_are_computed(
+    overlap: Any, host: str, times: float
+) -> None:
+    """Where loading takes as long as computing; the device has evicted the history, and host memory some of it."""
     history, turn = (range(32_768),), (range(32_768), range(50_000, 58_192))
     others = (range(100_000, 197_000),), (range(300_000, 380_000),)
     grouped = {"model": "gemma-3-27b", "page_size": 64, "kv_groups": "tails"}
     new_ms, all_ms = ttft_ms(4000, None, history, turn, **grouped), ttft_ms(4000, None, turn, **grouped)
     num_bytes = 512 * 64 * 10 * 8192 + 16 * 64 * 52 * 8192  # of ten layers that keep all tokens, and of windows
     rate = round(num_bytes / (all_ms - new_ms) * 1e3)
-    tier = OffloadConfig(host_memory="64GiB", h2d=rate, num_layers=62, load_overlap=overlap)
+    tier = OffloadConfig(
+        host_memory=host, h2d=rate, disk_memory="128GiB", disk_read=rate, disk_write=rate * 100, num_layers=62,
+        load_overlap=overlap, store_within_ms=1000.0,
+    )  # fmt: skip
     assert times * ttft_ms(400, tier, history, *others, turn, **grouped) <= all_ms
