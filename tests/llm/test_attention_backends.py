@@ -275,6 +275,7 @@ def on_cuda(page_size: int = 16, head_dim: int = 8, dtype: torch.dtype = torch.b
 
 
 def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     assert type(choose_backend(pools())) is NumbaBackend
     assert type(choose_backend(pools(dtype=torch.float16))) is SdpaBackend
     assert type(choose_backend(pools(), "sdpa")) is SdpaBackend
@@ -294,7 +295,6 @@ def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     # On CUDA, the first that fits. No such device is needed to choose.
     monkeypatch.setattr(SdpaBackend, "__init__", lambda self, pools: None)
     monkeypatch.setattr(TritonBackend, "__init__", lambda self, pools: None)
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     assert type(choose_backend(on_cuda(8))) is TritonBackend
     assert type(choose_backend(on_cuda(head_dim=512))) is SdpaBackend
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -143,6 +143,21 @@ def test_a_rising_floor_is_named() -> None:
     assert "the floor keeps rising: from 3 to 15 blocks in 5 moments at rest" in verify(body).to_text()
 
 
+@pytest.mark.parametrize(("coming", "rules"), [(3, set()), (2, {"leak"})])
+def test_blocks_that_are_stored_at_rest_are_no_leak(coming: int, rules: set[str]) -> None:
+    """As many as host memory holds room for."""
+    body = good()
+    body["host_total_blocks"] = TOTAL
+    before = 0
+    for row in body["timeline"]:
+        row.update(host_used_blocks=0, host_cached_blocks=0)
+        if row["active_seqs"] == 0:
+            row.update(used_blocks=3, free_blocks=TOTAL - 3, used_pct=3 / TOTAL, host_used_blocks=coming)
+        row["allocated"], row["freed"] = max(0, row["used_blocks"] - before), max(0, before - row["used_blocks"])
+        before = row["used_blocks"]
+    assert violated_rules(body) == rules
+
+
 def test_boundedness_is_judged_by_slope() -> None:
     dice = random.Random(7)
     plateau = [min(step * 20, 4000) + dice.randrange(400) for step in range(4000)]

@@ -1,4 +1,4 @@
-"""The leak rule: without an active sequence, only reserved blocks are used."""
+"""The leak rule: without an active sequence, only reserved blocks and those that are being stored are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["Leak"]
 
 
 class Leak(TimelineRule):
-    """At rest, with no active sequence, only reserved blocks are used. A floor that keeps rising is reported."""
+    """At rest, with no active sequence, only reserved blocks are used, and blocks that are being copied to host memory,
+    which holds room for as many. A floor that keeps rising is reported.
+    """
 
     name = "leak"
 
@@ -28,7 +30,8 @@ class Leak(TimelineRule):
         """Judge rows at rest, and count rises and falls of their use."""
         columns = chunk.columns
         idle = (columns["active_seqs"] == 0) & (columns["preempted_seqs"] == 0) & (columns["waiting"] <= 0)
-        left = columns["used_blocks"] - np.maximum(columns["reserved_blocks"], 0)
+        excused = np.maximum(columns["reserved_blocks"], 0) + np.maximum(columns["host_used_blocks"], 0)
+        left = np.maximum(columns["used_blocks"] - excused, 0)
         used = left[idle]
         if not len(used):
             return
