@@ -275,6 +275,15 @@ def test_a_signal_lets_requests_of_all_workers_end() -> None:
         assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """A shell lets what it starts in the background ignore the key, and that is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_key_of_the_terminal_ends_them_once() -> None:
     with workers() as (process, url):
         with OpenStream(
