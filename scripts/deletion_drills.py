@@ -109,6 +109,7 @@ OPTIONAL = [
     "torch",
     "tqdm",
     "transformers",
+    "triton",
     "uvicorn",
     "uvloop",
     "vllm",
