@@ -123,8 +123,8 @@ def test_what_made_the_run_is_found() -> None:
     measured = made(40)
     found = calibrate(measured, ENGINE)
     assert found.before.worst > 0.1
-    assert found.overall.mean < 0.005
-    assert found.overall.worst < 0.015
+    assert found.overall.mean < 0.0065
+    assert found.overall.worst < 0.025
     assert found.cost.compute_efficiency == pytest.approx(TRUTH.compute_efficiency, rel=0.1)
     assert found.cost.bandwidth_efficiency == pytest.approx(TRUTH.bandwidth_efficiency, rel=0.1)
     # Another model on the same device, which nothing was fitted to.

@@ -110,7 +110,7 @@ def test_what_a_run_does_not_say_stays_guessed() -> None:
 def test_guesses_cost_little() -> None:
     run = run_of(DENSE, 20)
     free, guessed = calibrate_runs([run], guesses=0.0), calibrate_runs([run])
-    assert guessed.overall.mean < free.overall.mean + 0.005
+    assert guessed.overall.mean < free.overall.mean + 0.006
 
 
 # Files ----------------------------------------------------------------------------------------------------
