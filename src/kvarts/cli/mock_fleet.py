@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvarts.cli.http_sessions import GIVEN as SESSION_OPTIONS
 from kvarts.cli.options import GroupedOption
 from kvarts.cli.paths import INPUT
 from kvarts.cli.printing import tell_whole_pages
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
     from kvarts.settings import Given
 
 __all__ = ["open_if_given", "over_file", "server_options"]
-
-SESSIONS = (
-    "session_window",
-    "session_sink",
-    "session_retention",
-    "session_memory",
-    "session_ttl",
-    "max_sessions",
-    "state_dir",
-)
-"""Options of sessions, by parameter."""
 
 
 def server_options() -> list[click.Option]:
@@ -92,7 +82,7 @@ def open_if_given(
             check_combination({"scaling": key, "mock": "fleet"})
         except ConfigError as error:
             raise given.named(error, ()) from error
-    for name in SESSIONS:
+    for name in SESSION_OPTIONS:
         if params.get(name) is not None:
             check_combination({"sessions": name, "fleet": "fleet"})
     from kvarts.cli.fleet import with_eviction

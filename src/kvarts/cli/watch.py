@@ -32,7 +32,7 @@ from kvarts.files import (
 
 if TYPE_CHECKING:
     from kvarts.connect.metrics import EngineSample
-from kvarts.connect.watch import Watch
+    from kvarts.connect.watch import Watch
 
 __all__ = ["watch_command"]
 

@@ -255,7 +255,11 @@ class StepParts:
         ms = self._linear_ms(num_tokens, num_samples, num_tokens, parts)
         if self.num_collectives:
             ms += self._exchanged_ms(num_tokens, num_tokens, parts)
-        return ms + (self._launched_ms if num_tokens > self._graph_tokens else self.step_ms)
+        return ms + self._constant_ms(num_tokens)
+
+    def _constant_ms(self, num_tokens: int) -> float:
+        """Return the constant time of a step of so many tokens: longer without a CUDA graph."""
+        return self._launched_ms if num_tokens > self._graph_tokens else self.step_ms
 
     def fixed_ms(self, num_decodes: int) -> float:
         """Return the time of a step of decodes without attention."""
@@ -307,11 +311,7 @@ class StepParts:
                 ms += self.context_ms(num_decodes, batch.decode_known_tokens)
             slowest_ms = max(slowest_ms, ms)
         largest = max(counts, default=0)
-        ms = (
-            slowest_ms
-            + self._exchanged_ms(largest, num_routed, 1)
-            + (self._launched_ms if largest > self._graph_tokens else self.step_ms)
-        )
+        ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self._constant_ms(largest)
         if num_drafting and self._num_drafted:
             ms += self._drafting_ms(max(batch.num_decodes for batch in batches), num_drafting)
         return self.at_least(ms, largest)
@@ -322,9 +322,7 @@ class StepParts:
         num_drafting = sum(num_decodes for num_decodes, _ in decodes)
         num_routed = num_drafting * verified
         largest = max(num_decodes for num_decodes, _ in decodes) * verified
-        after_ms = self._exchanged_ms(largest, num_routed, 1) + (
-            self._launched_ms if largest > self._graph_tokens else self.step_ms
-        )
+        after_ms = self._exchanged_ms(largest, num_routed, 1) + self._constant_ms(largest)
         if self._num_drafted:
             after_ms += self._drafting_ms(largest // verified, num_drafting)
         fixed = []

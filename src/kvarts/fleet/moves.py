@@ -237,12 +237,11 @@ class Moves:
 
     def _brings(self, holder: Handoff, request: Request) -> bool:
         """Return whether the held prompt of `holder` is that of `request`."""
-        mine, other = holder.decode, request
-        num_tokens = other.num_prompt_tokens
+        held, num_tokens = holder.decode, request.num_prompt_tokens
         return (
-            mine.num_prompt_tokens == num_tokens
-            and mine.content.salt == other.content.salt
-            and mine.content.tokens(0, num_tokens) == other.content.tokens(0, num_tokens)
+            held.num_prompt_tokens == num_tokens
+            and held.content.salt == request.content.salt
+            and held.content.tokens(0, num_tokens) == request.content.tokens(0, num_tokens)
         )
 
     def _take_over(self, handoff: Handoff, holder: Handoff) -> None:

@@ -89,12 +89,11 @@ class LLM:
     steps with decodes this short, as far as the steps so far predict. `attention`: the backend, one of
     kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or `auto`
     (kvarts.executor.torch.layers). `quantization` and `trust_remote_code`: as for `load_model`. `offload`: host memory
-    and files below the pages; `disk_path`: the directory of the files, which a later run of the same model
-    reads again.
+    and files below the pages; `disk_path`: the directory of the files, which a later run of the same model reads again.
 
     `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
-    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory.
-    None: `all` if some layers keep less and the other settings go with it, else `off`, which is logged.
+    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. None: `all` if some
+    layers keep less and the other settings go with it, else `off`, which is logged.
 
     `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
 

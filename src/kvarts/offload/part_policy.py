@@ -92,10 +92,10 @@ class EagerParts:
                 found: list[tuple[PartRun, int, int]] = []
                 find(span.parts[group], max(start, span.start), min(known, span.end), found)
                 for run, first, last in found:
-                    last = min(last, self._computed_to(run))  # noqa: PLW2901
-                    if first < last:
+                    there = min(last, self._computed_to(run))
+                    if first < there:
                         wanted[0] = content, group, first, end  # the device has lost those before it
-                        yield run, first, last
+                        yield run, first, there
             wanted.popleft()
 
     def passed(self, run: PartRun, start: int, end: int) -> None:

@@ -3,10 +3,9 @@
 Runs are found by the spans of pages that device and tiers share. In each group, a page has at most one part here,
 stored or coming. Stored runs form one list, the least recently used first, and are evicted in that order, each from its
 tail. A pinned run is not evicted, and an entry stands for it in its place (`Spot`): only stores and loads count as
-uses. Runs that were used together are evicted in the order of their value to other sequences: first
-windows, chunks and snapshots, which serve one end only; then groups that keep all tokens, the deepest page first.
-Storing or loading a part makes all earlier parts in those groups more recent than itself, so the rest of a sequence is
-always a prefix of it.
+uses. Runs that were used together are evicted in the order of their value to other sequences: first windows, chunks and
+snapshots, which serve one end only; then groups that keep all tokens, the deepest page first. Storing or loading a part
+makes all earlier parts in those groups more recent than itself, so the rest of a sequence is always a prefix of it.
 
     used together:  full     [0 ........ 96)      listed, the least recent first:
                     window         [80 .. 96)     window [80, 96), full [0, 96)

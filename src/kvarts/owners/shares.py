@@ -85,11 +85,11 @@ class Shares:
     def force(self, name: str, amount: int = 1) -> None:
         """Take `amount` units regardless of room."""
         assert amount >= 0
-        self._change(name.partition(PARTED)[0] if PARTED in name else name, amount)
+        self._change(owner_of(name), amount)
 
     def give(self, name: str, amount: int = 1) -> None:
         """Return `amount` units held by the owner."""
-        owner = name.partition(PARTED)[0] if PARTED in name else name
+        owner = owner_of(name)
         assert 0 <= amount <= self._used.get(owner, 0), (name, amount, self.used(name))
         self._change(owner, -amount)
 

@@ -92,8 +92,8 @@ class KvartsWorker(OffloadingWorker):  # type: ignore[misc]
         self._tensors = [tensor.view(word) for tensor in tensors]
         self._device = tensors[0].device
         self._memory = torch.frombuffer(region.memory, dtype=torch.uint8)
-        self._unpin = weakref.finalize(self, _unpin, self._device, self._memory)
         places = _seen_by(self._device, self._memory).view(region.num_places, region.place_bytes)
+        self._unpin = weakref.finalize(self, _unpin, self._device, self._memory)
         self._host = places[:, rank * rank_bytes : (rank + 1) * rank_bytes].view(word)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._copies: deque[_Copy] = deque()

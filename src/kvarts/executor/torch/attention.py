@@ -147,12 +147,7 @@ class PagedAttention:
         self._tables = (0,) * len(pools.layers) if tables is None else tuple(tables)
         self.keeps_latents = any(layer.is_latent for layer in pools.layers)
         self._slots: list[torch.Tensor] = []
-        self._step: Sequence[AttentionMetadata] | None = None
         self._observing: list[_Observing] = []
-
-    def is_at(self, every: Sequence[AttentionMetadata]) -> bool:
-        """Return whether the last `begin` was for `every`."""
-        return self._step is every
 
     @property
     def reads_sinks(self) -> bool:
@@ -161,7 +156,6 @@ class PagedAttention:
 
     def begin(self, every: Sequence[AttentionMetadata], observed: Sequence[Observed] = ()) -> None:
         """Prepare for the step that `every` describes, one entry per page table. `observed`: what is to be scored."""
-        self._step = every
         self._slots = [metadata.slots for metadata in every]
         self._observing = [_Observing(self._pools, one) for one in observed]
         for backend, metadata in zip(self._backends, every, strict=True):

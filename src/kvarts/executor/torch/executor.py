@@ -101,10 +101,11 @@ class TorchExecutor:
         self._graphs: DecodeGraphs | None = None
         if not enforce_eager and self.attention in CAPTURED and self._states is None and self._facts.switch is None:
 
-            def open_forward() -> Forward:
+            def open_forward(every: Sequence[AttentionMetadata]) -> Forward:
                 own = [choose_backend(one, self.attention) for one in pools]
                 attention = PagedAttention(self.pools, own, self._tables)
-                return partial(self._forward, attention)
+                attention.begin(every)
+                return partial(self._run_model, attention)
 
             self._graphs = DecodeGraphs(
                 open_forward,
@@ -249,19 +250,6 @@ class TorchExecutor:
             where = metadata.tensor(np.concatenate(wheres))
             logits = self._run_model(self._attention, tokens, positions, where)
         return iter(logits.split([len(one) for one in wheres]))
-
-    def _forward(
-        self,
-        attention: PagedAttention,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        every: Sequence[AttentionMetadata],
-        where: torch.Tensor,
-    ) -> torch.Tensor:
-        """Prepare `attention` for a step, unless it is the last one once more, and return the logits at `where`."""
-        if not attention.is_at(every):
-            attention.begin(every)
-        return self._run_model(attention, tokens, positions, where)
 
     def _run_model(
         self, attention: PagedAttention, tokens: torch.Tensor, positions: torch.Tensor, where: torch.Tensor

@@ -1,7 +1,7 @@
 """CUDA graphs of steps that only decode: one launch for a forward pass, in place of a thousand.
 
 A graph replays kernels on the memory that they had when it was captured. So every input of a step has a place of its
-own, `_Inputs`, in which the next step of the same size writes its values:
+own, in which the next step of the same size writes its values:
 
     step                       place                           captured kernels
     tokens      [7 3 9]   ->   tokens    [7 3 9 7]        ->   embed ... attend through tables ... logits
@@ -31,6 +31,8 @@ __all__ = ["DecodeGraphs", "graph_sizes"]
 
 logger = logging.getLogger(__name__)
 
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns the logits at the given places, the last argument, from tokens and positions."""
 NUM_WARM_UPS = 2
 """Passes before a capture, in which libraries take their memory and kernels are compiled."""
 
@@ -61,27 +63,27 @@ class _Held(AttentionMetadata):
 
 
 class _Graph(msgspec.Struct):
-    """A captured step, and all that its kernels read: `kept`."""
+    """A captured step. `forward`: keeps what its kernels read."""
 
     graph: Any
-    logits: torch.Tensor
-    kept: Any
-
-
-Forward = Callable[[torch.Tensor, torch.Tensor, Sequence[AttentionMetadata], torch.Tensor], torch.Tensor]
-"""Returns the logits at the given places, from tokens, positions and one metadata per page table."""
+    forward: Forward
 
 
 class DecodeGraphs:
     """Graphs of a model's decodes, each captured when its number of sequences first occurs.
 
-    `open_forward` returns a forward pass with attention backends of its own, which a graph keeps. `num_tables` page
-    tables of up to `num_pages[table]` pages for at most `most` sequences. A model with a step that cannot be captured
-    runs without graphs, which is logged once.
+    `open_forward` returns the forward pass of a step with the given metadata, one entry per page table; its attention
+    backends are its own. `num_pages`: the most pages of each page table; `most`: the most sequences. A model with a
+    step that cannot be captured runs without graphs, which is logged once.
     """
 
     def __init__(
-        self, open_forward: Callable[[], Forward], device: torch.device, *, most: int, num_pages: Sequence[int]
+        self,
+        open_forward: Callable[[Sequence[AttentionMetadata]], Forward],
+        device: torch.device,
+        *,
+        most: int,
+        num_pages: Sequence[int],
     ) -> None:
         self._open_forward = open_forward
         self._device = device
@@ -114,13 +116,13 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= count)
         self._fill(batch, size)
         if size not in self._graphs:
-            captured = self._capture(batch, size)
+            captured = self._capture(size)
             if captured is None:
                 return None
             self._graphs[size] = captured
-        graph = self._graphs[size]
-        graph.graph.replay()
-        return graph.logits[:count]
+        self._graphs[size].graph.replay()
+        assert self._logits is not None
+        return self._logits[:count]
 
     def _fill(self, batch: FlatBatch, size: int) -> None:
         """Write the inputs of a step of `size` rows."""
@@ -137,16 +139,16 @@ class DecodeGraphs:
         rows = np.concatenate((values, np.repeat(values[:1], missing, axis=0))) if missing else values
         place[:size].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
 
-    def _capture(self, batch: FlatBatch, size: int) -> _Graph | None:
-        """Capture a step of `size` sequences, with the inputs of `batch`."""
-        forward = self._open_forward()
+    def _capture(self, size: int) -> _Graph | None:
+        """Capture a step of `size` sequences, whose inputs are in their places."""
         zeros = np.zeros(size, np.int64)
         held = [
             _Held(DecodeMetadata.plain(zeros, zeros[:, None]), slots[:size], self._starts[:size], tables[:size])
             for slots, tables in zip(self._slots, self._tables, strict=True)
         ]
-        inputs = self._tokens[:size], self._positions[:size], held, self._where[:size]
+        inputs = self._tokens[:size], self._positions[:size], self._where[:size]
         try:
+            forward = self._open_forward(held)
             stream = _stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
@@ -166,4 +168,4 @@ class DecodeGraphs:
             logger.info("decodes run without CUDA graphs: %s", self.reason)
             return None
         self._pool = graph.pool()
-        return _Graph(graph, self._logits, forward)
+        return _Graph(graph, forward)
