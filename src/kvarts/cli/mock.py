@@ -149,8 +149,11 @@ def mock_command(**params: Any) -> None:
     kv_groups: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         opened: Opened
+        # Declared apart from their calls: where a room is deleted, its call goes, and the name stays.
+        fleet: DoorsBehind | None = None
+        sharing: Opened | None = None
         readers_of = kv_events.server_readers(stack, params, sources, kv_groups, rank=rank)
-        fleet: DoorsBehind | None = mock_fleet.open_if_given(
+        fleet = mock_fleet.open_if_given(
             given, sections, params, door, model=str(given["model"]) if "model" in given else "mock", speedup=speedup,
             readers_of=readers_of, sources=sources, kv_groups=kv_groups,
         )  # fmt: skip
