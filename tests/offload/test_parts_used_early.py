@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvarts.content import Content
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import GroupPages
+from kvarts.offload import backlog
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
 from kvarts.offload.part_policy import EagerParts
@@ -79,3 +82,13 @@ def test_what_a_step_loads_is_copied_to_a_faster_tier_when_that_has_ended() -> N
     assert not device.plan_stores()
     device.begin_step()
     assert device.plan_stores() == 1
+
+
+def test_what_has_just_arrived_is_not_removed_from_a_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "PRUNE_AT", 0)
+    device = Device()
+    content = device.serve([0, 1, 2, 3])
+    device.cache.parts.clear()
+    device.offloader.tiers[0].reset()
+    offer = device.offloader.lookup(1, content, 0, NUM_PAGES)
+    assert offer is not None and offer.by_tier == (0, NUM_PAGES)

@@ -10,7 +10,6 @@ running transfers, so separate files would have to pass all of these to each oth
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -35,19 +34,18 @@ from kvarts.kv.transfer import (
     Weighed,
 )
 from kvarts.kv.tree import Node
+from kvarts.offload.backlog import Backlog, Spill
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.marks import Marks
 from kvarts.offload.safe_first import Below, SafeFirst
-from kvarts.offload.store_policy import StorePolicy, precedes
+from kvarts.offload.store_policy import StorePolicy
 from kvarts.offload.tier import ConnectedTier, Tier, TierLoad, TierStore
 from kvarts.offload.transfers import NEVER_NS, Transfers
 from kvarts.offload.under_way import ALL, UnderWay
 from kvarts.offload.weigher import Weigher
 
 __all__ = ["Offloader"]
-
-PRUNE_AT = 10_000
 
 
 class Offloader(Transfers):
@@ -129,12 +127,7 @@ class Offloader(Transfers):
             order.on_grown = self._marks.mark_as_held
             # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
             order.hears_all = len(self.tiers) > 1
-        self._spills: list[deque[tuple[Content, int, int]]] = [deque() for _ in self.tiers]
-        """By tier, the pages that have arrived and are to be stored in the next tier."""
-        self._is_behind = [False] * len(tiers)
-        """By tier, whether the channel to the next is behind: no spill begins before a transfer has ended."""
-        self._prune_at = PRUNE_AT
-        """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
+        self._backlog = Backlog(len(tiers), lambda place, spill: bool(self.tiers[place].find(spill[0], *spill[2:])))
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -179,8 +172,9 @@ class Offloader(Transfers):
         self._plan_spills()
 
     def _plan_spills(self) -> None:
-        for place, wanted in enumerate(self._spills):
-            if wanted and not self._is_behind[place]:
+        backlog = self._backlog
+        for place, wanted in enumerate(backlog.spills):
+            if wanted and not backlog.is_behind[place + 1]:
                 self._begin_spills(place)
 
     def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
@@ -297,7 +291,7 @@ class Offloader(Transfers):
     @property
     def is_due(self) -> bool:
         """Whether a store or a spill is due, independent of later changes on the device."""
-        return self._has_spills or self._policy.has_work
+        return self._backlog.has_spills or self._policy.has_work
 
     def num_pages(self) -> tuple[int, ...]:
         """Return pages used and cached in each tier, alternating."""
@@ -306,14 +300,9 @@ class Offloader(Transfers):
             counts += tier.num_used, tier.num_cached
         return counts
 
-    @property
-    def _has_spills(self) -> bool:
-        """Whether there are pages to spill, and the channel to the next tier is not behind."""
-        return any(wanted and not is_behind for wanted, is_behind in zip(self._spills, self._is_behind, strict=True))
-
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken in identical steps before the tiers must act; None: in the next step."""
-        if self._loaded or self._has_spills:
+        if self._loaded or self._backlog.has_spills:
             return None
         spare = self._policy.pages_to_spare()
         if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.tiers)):
@@ -331,8 +320,7 @@ class Offloader(Transfers):
         Running transfers end as they would have; the pages that they store are dropped.
         """
         self._policy.forget()
-        for wanted in self._spills:
-            wanted.clear()
+        self._backlog.clear()
         for tier in self.tiers:
             tier.reset()
         self._marks.unmark_removed(Below.NOT)
@@ -411,7 +399,7 @@ class Offloader(Transfers):
     def _moves(self, stores: list[tuple[Tier, TierStore]]) -> bool:
         """Return whether something is on its way to a tier, or is to be: after it there may be room."""
         is_moving = any(under_way.direction is not Direction.LOAD for under_way in self._under_way.values())
-        return bool(stores) or is_moving or self._has_spills
+        return bool(stores) or is_moving or self._backlog.has_spills
 
     def _begin_stores(self, stores: list[tuple[Tier, TierStore]], held: list[tuple[HeldPages, ...]]) -> None:
         num_pages = 0
@@ -432,15 +420,15 @@ class Offloader(Transfers):
     def _begin_spills(self, place: int) -> None:
         """Begin to copy pages that have arrived in the tier at `place` to the next tier."""
         upper, lower = self.tiers[place], self.tiers[place + 1]
-        wanted = self._spills[place]
-        early: list[tuple[Content, int, int]] = []
+        wanted = self._backlog.spills[place]
+        early: list[Spill] = []
         stores = []
         sources: list[TierLoad] = []
         num_pages = 0
         moves: list[Move] = []
         room = self._connected[place + 1].write.num_within(self._now_ns, self._store_within_ns, self.page_bytes)
         while wanted and room:
-            content, start, end = wanted.popleft()
+            content, _, start, end = wanted.popleft()
             source = upper.read(content, start, end)
             if source is None:
                 continue
@@ -448,7 +436,7 @@ class Offloader(Transfers):
             if num_above + lower.find(content, num_above, start) < start:
                 # The device has evicted the pages before it, and their store in the tier above has not ended.
                 upper.end_read(source)
-                early.append((content, start, end))
+                early.append((content, 0, start, end))
                 continue
             num_refused = lower.num_refused
             store = lower.prepare_store(content, start, source.segments[0].end, limit=room)
@@ -471,9 +459,9 @@ class Offloader(Transfers):
                     moves.append(Move(lower.name, part, segment.slots))
             if not room and position < end:
                 # Pages whose spill has begun are not tried again, even if it fails.
-                wanted.appendleft((content, position, end))
+                wanted.appendleft((content, 0, position, end))
         wanted.extendleft(reversed(early))
-        self._is_behind[place] = not room or bool(early)
+        self._backlog.is_behind[place + 1] = not room or bool(early)
         self._marks.unmark_removed()
         if not stores:
             return
@@ -503,7 +491,7 @@ class Offloader(Transfers):
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
         self._policy.end_refusal()
-        self._is_behind = [False] * len(self.tiers)
+        self._backlog.go_on()
         if under_way.direction is Direction.LOAD:
             self._end_load(transfer_id, under_way)
         else:
@@ -608,16 +596,7 @@ class Offloader(Transfers):
     def _on_stored(self, place: int, content: Content, start: int, end: int, parent: Content | None) -> None:
         if self._tell is not None:
             self._tell(PagesStored(content, start, end, parent, self.tier_names[place]))
-        end = min(end, content.num_known_pages)  # others stay in the first tier
-        if place + 1 < len(self.tiers) and start < end:
-            spills = self._spills[place]
-            if spills and precedes(spills[-1][0], spills[-1][2], content, start):
-                start = spills.pop()[1]
-            spills.append((content, start, end))
-            if len(spills) > self._prune_at:
-                find = self.tiers[place].find
-                spills = self._spills[place] = deque(run for run in spills if find(*run))
-                self._prune_at = max(PRUNE_AT, 2 * len(spills))
+        self._backlog.add(place, content, 0, start, end)
 
     def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
         if self._tell is not None:

@@ -8,7 +8,6 @@ Parts that are loaded from a slower tier than the first are stored in the first 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
@@ -25,6 +24,7 @@ from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
 from kvarts.kv.transfer import Awaited, Direction, Loaded, Move, Offer, PrefillTimes, TransferTotals, Weighed
+from kvarts.offload.backlog import Backlog, Spill
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.part_policy import PartPolicy
@@ -40,9 +40,6 @@ MOST_IDLE = 16
 IDLE_WITHIN_NS = 10_000_000
 """Limit on unused blocks held by stores, and on the blocks of one store, since those in use may go out of use while it
 is under way: those that their lane carries in IDLE_WITHIN_NS, or one in MOST_IDLE."""
-
-
-PRUNE_AT = 10_000
 
 
 class ConnectedParts(msgspec.Struct, frozen=True):
@@ -171,22 +168,12 @@ class PartOffloader(Transfers):
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
         """Blocks that stores hold and that were unused when these began."""
-        self._is_behind = [False] * len(tiers)
-        """By tier, whether the way to it is behind: nothing is copied there before a transfer has ended."""
-        self._spills: list[deque[tuple[Content, int, int, int]]] = [deque() for _ in tiers]
-        """By tier, what has arrived and is to be copied to the next: contents, each with a group and its pages."""
-        self._prune_at = PRUNE_AT
-        """How many runs may wait to be spilled before those that have been evicted since are removed from the queue."""
+        self._backlog = Backlog(len(tiers), self._is_stored)
 
     @property
     def is_due(self) -> bool:
         """Whether a store or a spill is due, independent of later changes on the device."""
-        return (self._policy.has_work and not self._is_behind[0]) or self._has_spills
-
-    @property
-    def _has_spills(self) -> bool:
-        """Whether there are parts to spill, and the way to the next tier is not behind."""
-        return any(wanted and not self._is_behind[place + 1] for place, wanted in enumerate(self._spills))
+        return (self._policy.has_work and not self._backlog.is_behind[0]) or self._backlog.has_spills
 
     def num_pages(self) -> tuple[int, ...]:
         """Return blocks used and cached in each tier, alternating."""
@@ -236,10 +223,11 @@ class PartOffloader(Transfers):
         Spills come first: what is stored next could evict what is to be spilled.
         """
         self._now_ns = now_ns
-        for place in range(len(self.tiers) - 1):
-            if self._spills[place] and not self._is_behind[place + 1]:
+        backlog = self._backlog
+        for place, wanted in enumerate(backlog.spills):
+            if wanted and not backlog.is_behind[place + 1]:
                 self._begin_spill(place)
-        if self._is_behind[0]:
+        if backlog.is_behind[0]:
             return
         room = min(
             self.channels[0].num_within(now_ns, self._store_within_ns, self._block_bytes),
@@ -290,7 +278,7 @@ class PartOffloader(Transfers):
                 continue
             room = store.room - store.num_blocks
             if room <= 0:
-                self._is_behind[0] = True
+                self._backlog.is_behind[0] = True
                 return False
             count = min(last - first, -(-room // blocks))
             is_idle = not run.holders
@@ -305,7 +293,7 @@ class PartOffloader(Transfers):
             num_fit = tier.free_bytes // tier.part_bytes[index]
             if not num_fit:
                 if self._moves(store) and tier.part_bytes[index] <= tier.total_bytes:
-                    self._is_behind[0] = True  # there may be room when that has ended
+                    self._backlog.is_behind[0] = True  # there may be room when that has ended
                     return False
                 self.counts.num_pages_without_room += last - first
                 policy.passed(run, first, last)
@@ -340,9 +328,10 @@ class PartOffloader(Transfers):
 
     def _begin_spill(self, place: int) -> None:
         """Begin to copy parts that have arrived in the tier at `place` to the next tier."""
-        wanted, tree = self._spills[place], self._parts.tree
+        wanted, tree = self._backlog.spills[place], self._parts.tree
         room = self._connected[place + 1].write.num_within(self._now_ns, self._store_within_ns, self._block_bytes)
         spill = NewStore(self._new_pins(), room)
+        is_behind = self._backlog.is_behind
         while wanted:
             content, index, start, end = wanted[0]
             self.tiers[place + 1].recognise(content, end)
@@ -354,11 +343,11 @@ class PartOffloader(Transfers):
                     if position < last:
                         # Parts whose spill has begun are not tried again, even if it fails.
                         wanted[0] = content, index, position, end
-                        self._is_behind[place + 1] = True
+                        is_behind[place + 1] = True
                         break
-                if self._is_behind[place + 1]:
+                if is_behind[place + 1]:
                     break
-            if self._is_behind[place + 1]:
+            if is_behind[place + 1]:
                 break
             wanted.popleft()
         if spill.num_blocks:
@@ -393,25 +382,9 @@ class PartOffloader(Transfers):
             spill.num_blocks += count * blocks
         return end
 
-    def _note_arrived(self, place: int, pin: RunHolding) -> None:
-        """Queue the runs of `pin`, which have arrived in the tier at `place`, to be spilled to the next one."""
-        if place + 1 == len(self.tiers):
-            return
-        wanted = self._spills[place]
-        for index, runs in enumerate(pin.held):
-            for run in runs:
-                span = run.span
-                if span is None:
-                    continue  # the tier was reset meanwhile
-                end = min(run.end, span.content.num_known_pages)
-                if run.start < end:
-                    wanted.append((span.content, index, run.start, end))
-        if len(wanted) > self._prune_at:
-            self._spills[place] = deque(each for each in wanted if self._is_stored(place, *each))
-            self._prune_at = max(PRUNE_AT, 2 * len(self._spills[place]))
-
-    def _is_stored(self, place: int, content: Content, index: int, start: int, end: int) -> bool:
-        """Return whether the tier at `place` has some of pages [start, end) of a group."""
+    def _is_stored(self, place: int, spill: Spill) -> bool:
+        """Return whether the tier at `place` has some of a run."""
+        content, index, start, end = spill
         spans, _ = self._parts.tree.walk(content, end)
         return any(self.tiers[place].stored(span, index, start, end) for span in spans if span.end > start)
 
@@ -572,15 +545,14 @@ class PartOffloader(Transfers):
         Running transfers end as they would have; the parts that they store are dropped.
         """
         self._policy.forget()
-        for wanted in self._spills:
-            wanted.clear()
+        self._backlog.clear()
         for tier in self.tiers:
             tier.reset()
 
     # Ends of transfers ------------------------------------------------------------------------------------
 
     def _settle(self, transfer_id: int, under_way: UnderWay) -> None:
-        self._is_behind = [False] * len(self.tiers)
+        self._backlog.go_on()
         assert isinstance(under_way, PartsUnderWay)
         if under_way.direction is Direction.LOAD:
             self._end_load(transfer_id, under_way)
@@ -595,12 +567,20 @@ class PartOffloader(Transfers):
         self._num_idle -= under_way.num_idle
         target = under_way.target
         pin = under_way.pins[target]
+        arrived: list[Spill] = []
         if is_stored:
-            self._note_arrived(target, pin)
+            arrived = [
+                (run.span.content, group, run.start, run.end)
+                for group, runs in enumerate(pin.held)
+                for run in runs
+                if run.span is not None  # else the tier was reset meanwhile
+            ]
             if not target:
                 for group, runs in enumerate(pin.held):
                     self._num_stored[group] += sum(run.end - run.start for run in runs)
         self.tiers[target].settle(pin, is_stored=is_stored)
+        for spill in arrived:
+            self._backlog.add(target, *spill)
         if target:
             self.tiers[target - 1].unpin(under_way.pins[target - 1])
         for held in reversed(under_way.above):

@@ -13,9 +13,10 @@ from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.tree import Node, Path
+from kvarts.offload.backlog import precedes
 from kvarts.offload.safe_first import SafeFirst
 
-__all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy", "precedes"]
+__all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy"]
 
 ANY = 1 << 62
 Where = TypeVar("Where")
@@ -267,8 +268,3 @@ class LazyPolicy:
             if num_covered >= target:
                 break
         return chosen, num_covered
-
-
-def precedes(before: Content, end: int, content: Content, start: int) -> bool:
-    """Return whether page `start` of `content` directly follows the first `end` pages of `before`, in one sequence."""
-    return end == start and before.salt == content.salt and content.common_pages(before, 0, end) == end
