@@ -123,7 +123,7 @@ def check_outputs(
     assert_undisturbed(arrivals, requests, cancelled)
     offloader = offloader_of(engine)
     for tier in offloader.tiers:
-        assert tier.num_used == 0, "L2: at rest nothing is held"
+        assert tier.num_used_blocks == 0, "L2: at rest nothing is held"
     return engine, executor
 
 

@@ -21,8 +21,10 @@ from kvarts.kv.run_leaps import leap
 from kvarts.kv.spans import PartRun, RunHolding
 from kvarts.kv.transfer import Direction, TransferReport
 from kvarts.offload.channel import Channel
+from kvarts.offload.layout import ConnectedTier
+from kvarts.offload.offloader import Offloader
 from kvarts.offload.part_files import PartFiles
-from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
+from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts
 from kvarts.offload.part_tier import PartTier
 
@@ -137,10 +139,10 @@ class TieredMachine(RuleBasedStateMachine):
         if has_ids and is_files and file_blocks is not None:
             self.tiers[1] = PartFiles("disk", file_blocks, memory, self.parts.tree, place=1)
         rate = memory.block_bytes * 10**9 // NS_A_BLOCK
-        self.offloader = PartOffloader(
+        layout = PartLayout(
             self.cache,
             [
-                ConnectedParts(
+                ConnectedTier(
                     tier,
                     Channel(f"to {tier.name}", latency_us=0.0, bytes_per_s=rate),
                     Channel(f"from {tier.name}", latency_us=0.0, bytes_per_s=rate),
@@ -151,6 +153,7 @@ class TieredMachine(RuleBasedStateMachine):
             store_within_ns=limit * NS_A_BLOCK,
             with_page_ids=has_ids,
         )
+        self.offloader = Offloader(self.cache, layout, with_page_ids=has_ids)
         self.limit = limit
         self.most_bytes = max(
             max(num_blocks // 16, 2) * memory.block_bytes, *(group.part_bytes for group in memory.groups)
@@ -417,7 +420,7 @@ class TieredMachine(RuleBasedStateMachine):
         assert [sum(offer.by_tier[:depth]) for depth in range(1, len(self.tiers) + 1)] == lengths
         depth = len(self.tiers)
         for depth in [depth for depth in depths if depth <= len(self.tiers) and lengths[depth - 1]]:
-            self.offloader.offer_up_to(self.num_owners, depth)
+            self.offloader.layout.offer_up_to(self.num_owners, depth)
         length = on_device + lengths[depth - 1]
         parts = self.model.offer(tokens, tenant, length, depth)
         num_bytes = [0] * len(self.tiers)
@@ -440,7 +443,7 @@ class TieredMachine(RuleBasedStateMachine):
             self.model.unpin(parts)
             return
         number = self.offloader.num_transfers
-        holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
+        holding = self.cache.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
         self.offloader.start_load(self.num_owners, content, on_device, length - on_device, holding)
         by_tier = self.after(0, lengths[:depth])
         self.loads.append(Load(number, self.num_owners, content, holding, sequence, parts, by_tier))
@@ -472,7 +475,7 @@ class TieredMachine(RuleBasedStateMachine):
         by_tier: tuple[int, ...],
     ) -> bool:
         page_size, request = self.cache.page_size, self.num_owners
-        found = self.offloader.offered(request)
+        found = self.offloader.layout.offered(request)
         length = found.num_pages
         front_end = on_device + num_front
         begun = self.model.begin_front(tokens, tenant, length, parts, on_device, front_end)

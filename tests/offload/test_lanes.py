@@ -229,7 +229,7 @@ def test_a_store_that_is_never_reported_lets_go_of_its_pages_at_its_deadline() -
     assert cache.num_used == 0
     assert (offloader.counts.num_late, offloader.counts.num_failed) == (1, 1)
     assert told[-1] == TransferEnded(0, -1, 0, 3 * NS_PER_S)
-    assert offloader.tiers[0].find(content, 0, 4) == 0
+    assert offloader.layout.tiers[0].find(content, 0, 4) == 0
     offloader.report([TransferReport(0)], 4 * NS_PER_S)
     assert offloader.counts.num_stray_reports == 1
     offloader.check()

@@ -203,7 +203,7 @@ def test_a_request_may_be_cancelled_at_any_time(after_s: float) -> None:
     engine.flush()
     assert not engine.has_work
     assert engine.scheduler.cache.num_used == 0
-    assert offloader_of(engine).tiers[0].num_used == 0
+    assert offloader_of(engine).tiers[0].num_used_blocks == 0
 
 
 @pytest.mark.skipif(not HAS_AUDIT, reason="the room of audits is not installed")

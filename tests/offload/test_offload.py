@@ -20,6 +20,7 @@ from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import open_offloader
+from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.request import Request
 from kvarts.sim.replica import Replica
@@ -109,7 +110,9 @@ def test_lazy_stores_what_is_next_to_be_evicted_and_no_more_than_its_target() ->
     assert stores_of(events) == [[(0, 6, 8)], [(0, 4, 6)]]
 
 
-def lazy_offloader(num_pages: int, target_free: int, order: SafeFirst | None = None) -> tuple[Offloader, PageCache]:
+def lazy_offloader(
+    num_pages: int, target_free: int, order: SafeFirst | None = None
+) -> tuple[Offloader[PageLayout], PageCache]:
     order = order or SafeFirst()
     cache = PageCache(CountPool(num_pages), PrefixTree(order, watcher=order))
     config = OffloadConfig(host_pages=64, policy="lazy", target_free=target_free, kv_bytes_per_token=1000)
@@ -133,13 +136,13 @@ def test_after_a_lazy_store_the_next_pages_taken_lose_nothing() -> None:
     assert cache.num_used == 5, "the transfer holds the pages that it copies, and not the one before them"
     offloader.advance_to(1 << 60)
     assert cache.num_used == 0
-    assert offloader.tiers[0].find(old, 1, 6) == 5
+    assert offloader.layout.tiers[0].find(old, 1, 6) == 5
     offloader.plan_stores(0)
     assert offloader.next_ns == 1 << 62, "the target is met"
     cache.take(5)
     assert cache.match(old, 6).num_pages == 1
     assert cache.match(young, 6).num_pages == 6
-    assert offloader.tiers[0].find(old, 1, 6) == 5
+    assert offloader.layout.tiers[0].find(old, 1, 6) == 5
 
 
 def test_pages_with_a_copy_below_go_before_pages_without() -> None:
@@ -165,8 +168,8 @@ def test_the_lazy_scan_does_not_stall_behind_what_it_cannot_store() -> None:
     other = leave(cache, range(100, 104), 1)
     offloader.plan_stores(0)
     offloader.advance_to(1 << 60)
-    assert offloader.tiers[0].find(private, 0, 4) == 1
-    assert offloader.tiers[0].find(other, 0, 4) == 4
+    assert offloader.layout.tiers[0].find(private, 0, 4) == 1
+    assert offloader.layout.tiers[0].find(other, 0, 4) == 4
 
 
 def test_a_store_that_failed_is_not_tried_for_ever() -> None:
@@ -258,7 +261,7 @@ def test_a_failed_load_is_a_miss() -> None:
     assert offloader.counts.num_failed == 1
     assert request.num_output_tokens == 1
     assert request.cached_tokens == 0
-    assert offloader.tiers[0].find(request.content, 0, 10) == 10, "it was computed and stored anew"
+    assert offloader.layout.tiers[0].find(request.content, 0, 10) == 10, "it was computed and stored anew"
 
 
 def test_a_request_cancelled_while_it_loads_is_cleaned_up_when_the_load_ends() -> None:
@@ -318,10 +321,10 @@ def test_a_transfer_is_complete_when_all_workers_have_reported() -> None:
     assert transfer.num_pages == 4
     offloader.report([TransferReport(0, 1)], 0)
     offloader.report([TransferReport(0, 1)], 0)
-    assert offloader.tiers[0].find(content, 0, 4) == 0
+    assert offloader.layout.tiers[0].find(content, 0, 4) == 0
     assert cache.num_used == 4
     offloader.report([TransferReport(0, 0), TransferReport(77, 0)], 0)
-    assert offloader.tiers[0].find(content, 0, 4) == 4
+    assert offloader.layout.tiers[0].find(content, 0, 4) == 4
     assert cache.num_used == 0
     offloader.report([TransferReport(0, 0)], 0)
     assert offloader.counts.num_stray_reports == 3
@@ -338,9 +341,9 @@ def test_a_prompt_goes_through_a_host_tier_that_is_smaller_in_pieces() -> None:
     engine, _ = make_engine(host_pages=4, disk_pages=64)
     content = content_of(range(20))
     run(engine, request_of(0, range(20)))
-    host, disk = offloader_of(engine).tiers
+    host, disk = offloader_of(engine).layout.tiers
     assert disk.find(content, 0, 20) == 20
-    assert host.num_used == 0
+    assert host.num_used_blocks == 0
     run(engine, request_of(1, range(100, 132)))
     prompt = request_of(2, range(21))
     run(engine, prompt)
@@ -352,9 +355,9 @@ def test_lazily_too_and_goes_on_while_nothing_runs() -> None:
     content = content_of(range(20))
     run(engine, request_of(0, range(20)))
     run(engine, request_of(1, range(100, 101)))
-    host, disk = offloader_of(engine).tiers
+    host, disk = offloader_of(engine).layout.tiers
     assert disk.find(content, 0, 20) == 20
-    assert host.num_used == 0
+    assert host.num_used_blocks == 0
 
 
 # Pages that stores give back ------------------------------------------------------------------------------
@@ -374,7 +377,7 @@ def test_a_store_gives_its_idle_pages_back_and_its_channel_is_free() -> None:
     offloader.plan_stores(0)
     assert cache.num_lent() == 8, "it is not given up for ever"
     offloader.advance_to(1 << 60)
-    assert offloader.tiers[0].find(content, 0, 8) == 8
+    assert offloader.layout.tiers[0].find(content, 0, 8) == 8
 
 
 def test_a_store_that_was_given_up_may_be_reported_later() -> None:
@@ -393,7 +396,7 @@ def test_a_store_that_was_given_up_may_be_reported_later() -> None:
     cache.give_back(4)
     offloader.report([TransferReport(0, 0), TransferReport(0, 1)], 5)
     assert offloader.counts.num_stray_reports == 0
-    assert offloader.tiers[0].find(content, 0, 4) == 0
+    assert offloader.layout.tiers[0].find(content, 0, 4) == 0
     offloader.report([TransferReport(0, 1)], 5)
     assert offloader.counts.num_stray_reports == 1
 

@@ -90,8 +90,8 @@ def test_everything_is_as_in_the_naive_engine(tiers: Tiered) -> None:
         for channel in offloader.channels:
             assert channel.num_bytes // page_bytes == naive.lane_pages[channel.name], channel.name
         for tier_index, naive_tier in enumerate(naive.tiers):
-            assert offloader.tiers[tier_index].num_evicted == len(naive_tier.evicted)
-            assert offloader.tiers[tier_index].num_used == 0, "L2: at rest nothing is held"
+            assert offloader.tiers[tier_index].num_evicted_blocks == len(naive_tier.evicted)
+            assert offloader.tiers[tier_index].num_used_blocks == 0, "L2: at rest nothing is held"
 
 
 @given(tiered(max_requests=24))
@@ -150,4 +150,4 @@ def test_with_cancellations_fast_forward_equals_step_by_step(
     assert_fast_as_slow(tiers.case, **changes)
     for engine in run_kvarts(tiers.case, **changes).engines:
         assert engine.scheduler.cache.num_used == 0
-        assert all(tier.num_used == 0 for tier in offloader_of(engine).tiers)
+        assert all(tier.num_used_blocks == 0 for tier in offloader_of(engine).tiers)

@@ -10,7 +10,9 @@ from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.kv.group_pages import GroupPages
 from kvarts.offload import backlog
 from kvarts.offload.channel import Channel
-from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
+from kvarts.offload.layout import ConnectedTier
+from kvarts.offload.offloader import Offloader
+from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts
 from kvarts.offload.part_tier import PartTier
 
@@ -29,11 +31,11 @@ class Device:
             for place, (name, num_blocks) in enumerate([("host", NUM_PAGES), ("disk", 4 * NUM_PAGES)])
         ]
         connected = [
-            ConnectedParts(tier, *[Channel(way, latency_us=0.0, bytes_per_s=1000) for way in ("to", "from")])
+            ConnectedTier(tier, *[Channel(way, latency_us=0.0, bytes_per_s=1000) for way in ("to", "from")])
             for tier in tiers
         ]
         self.policy = EagerParts(self.cache.parts)
-        self.offloader = PartOffloader(self.cache, connected, self.policy, num_layers=8)
+        self.offloader = Offloader(self.cache, PartLayout(self.cache, connected, self.policy), num_layers=8)
         self.now_ns = 0
 
     def serve(self, tokens: list[int]) -> Content:
@@ -75,7 +77,7 @@ def test_what_a_step_loads_is_copied_to_a_faster_tier_when_that_has_ended() -> N
     device.begin_step()
     offer = device.offloader.lookup(1, content, 0, NUM_PAGES)
     assert offer is not None and offer.by_tier == (0, NUM_PAGES)
-    holding = device.cache.open_offered(content, device.offloader.offered(1), 0)
+    holding = device.cache.open_offered(content, device.offloader.layout.offered(1), 0)
     load = device.offloader.num_transfers
     device.offloader.start_load(1, content, 0, NUM_PAGES, holding)
     device.offloader.use_early(load)

@@ -53,7 +53,7 @@ def test_host_memory_drops_them_when_their_request_ends(policy: Any) -> None:
             first = max(event.start_page, event.content.num_known_pages)
             private[isinstance(event, PagesStored)] += max(0, event.end_page - first)
     assert private[True] == private[False] > 0
-    assert offloader_of(outcome.engines[0]).tiers[0].num_cached <= 2 * 16 // 4
+    assert offloader_of(outcome.engines[0]).tiers[0].num_cached_blocks <= 2 * 16 // 4
 
 
 def test_a_cancelled_request_leaves_none() -> None:
@@ -61,7 +61,7 @@ def test_a_cancelled_request_leaves_none() -> None:
     outcome = outcome_of("swap", "eager", cancel_after_ms=end_ns // 1_000_000 - 100)
     assert outcome.requests.columns["preemptions"].sum() == 1
     assert outcome.requests.columns["status"][1] == CANCELLED
-    assert offloader_of(outcome.engines[0]).tiers[0].num_cached <= 2 * 16 // 4
+    assert offloader_of(outcome.engines[0]).tiers[0].num_cached_blocks <= 2 * 16 // 4
 
 
 def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int, per_s: float) -> Trace:

@@ -165,8 +165,8 @@ class StoreMachine(RuleBasedStateMachine):
         for worker, view in self.shared.views.items():
             assert self.told[worker] == model.of_writer(worker)
             assert view.num_pages_from == dict(self.loaded[worker])
-            assert (view.num_used, view.num_cached) == (self.moving[worker], 0)
-        assert sum(view.num_evicted for view in self.shared.views.values()) == index.num_evicted
+            assert (view.num_used_blocks, view.num_cached_blocks) == (self.moving[worker], 0)
+        assert sum(view.num_evicted_blocks for view in self.shared.views.values()) == index.num_evicted
 
 
 TestStore = StoreMachine.TestCase

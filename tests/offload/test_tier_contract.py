@@ -8,9 +8,9 @@ import pytest
 
 from kvarts.content import Content
 from kvarts.offload.filetier import FileTier
-from kvarts.offload.tier import MemoryTier, Tier, TierStore
+from kvarts.offload.tier import MemoryTier, PageTier, TierStore
 
-TIERS: dict[str, Callable[[int], Tier]] = {
+TIERS: dict[str, Callable[[int], PageTier]] = {
     "memory, counted": lambda num_pages: MemoryTier("host", num_pages),
     "memory, with slots": lambda num_pages: MemoryTier("host", num_pages, with_slots=True),
     "files": lambda num_pages: FileTier("disk", num_pages),
@@ -19,8 +19,8 @@ TIERS: dict[str, Callable[[int], Tier]] = {
 
 
 @pytest.fixture(params=list(TIERS.values()), ids=list(TIERS))
-def make(request: pytest.FixtureRequest) -> Callable[[int], Tier]:
-    factory: Callable[[int], Tier] = request.param
+def make(request: pytest.FixtureRequest) -> Callable[[int], PageTier]:
+    factory: Callable[[int], PageTier] = request.param
     return factory
 
 
@@ -28,26 +28,26 @@ def content_of(tokens: range | list[int], owner: int = 0) -> Content:
     return Content.from_tokens(tokens, page_size=1, owner=owner)
 
 
-def stored(tier: Tier, content: Content, end: int, start: int = 0) -> TierStore:
+def stored(tier: PageTier, content: Content, end: int, start: int = 0) -> TierStore:
     store = tier.prepare_store(content, start, end)
     assert store is not None
     assert tier.complete_store(store)
     return store
 
 
-def test_nothing_is_findable_before_its_store_is_complete(make: Callable[[int], Tier]) -> None:
+def test_nothing_is_findable_before_its_store_is_complete(make: Callable[[int], PageTier]) -> None:
     tier, content = make(8), content_of(range(6))
     store = tier.prepare_store(content, 0, 4)
     assert store is not None
     assert store.num_pages == 4
     assert tier.find(content, 0, 6) == 0
-    assert tier.num_used == 4
+    assert tier.num_used_blocks == 4
     tier.complete_store(store)
     assert tier.find(content, 0, 6) == 4
-    assert tier.num_used == 0
+    assert tier.num_used_blocks == 0
 
 
-def test_what_is_stored_or_coming_is_not_stored_again(make: Callable[[int], Tier]) -> None:
+def test_what_is_stored_or_coming_is_not_stored_again(make: Callable[[int], PageTier]) -> None:
     tier, content = make(8), content_of(range(6))
     first = tier.prepare_store(content, 0, 3)
     assert first is not None
@@ -60,18 +60,20 @@ def test_what_is_stored_or_coming_is_not_stored_again(make: Callable[[int], Tier
     assert tier.prepare_store(content, 0, 5) is None
 
 
-def test_a_failed_store_leaves_nothing(make: Callable[[int], Tier]) -> None:
+def test_a_failed_store_leaves_nothing(make: Callable[[int], PageTier]) -> None:
     tier, content = make(4), content_of(range(6))
     store = tier.prepare_store(content, 0, 4)
     assert store is not None
     tier.complete_store(store, is_stored=False)
     assert tier.find(content, 0, 6) == 0
-    assert tier.num_used == tier.num_cached == 0 or tier.num_used == 0
+    assert tier.num_used_blocks == tier.num_cached_blocks == 0 or tier.num_used_blocks == 0
     stored(tier, content, 4)
     assert tier.find(content, 0, 6) == 4
 
 
-def test_a_lookup_is_contiguous_after_the_device_hit_and_keeps_within_its_limit(make: Callable[[int], Tier]) -> None:
+def test_a_lookup_is_contiguous_after_the_device_hit_and_keeps_within_its_limit(
+    make: Callable[[int], PageTier],
+) -> None:
     tier, content = make(8), content_of(range(8))
     stored(tier, content, 6)
     assert tier.lookup(1, content, 2, 8) == 4
@@ -81,18 +83,18 @@ def test_a_lookup_is_contiguous_after_the_device_hit_and_keeps_within_its_limit(
     assert tier.lookup(1, content_of([9, 1, 2, 3], 2), 1, 4) == 0
 
 
-def test_a_repeated_lookup_piles_up_no_pins(make: Callable[[int], Tier]) -> None:
+def test_a_repeated_lookup_piles_up_no_pins(make: Callable[[int], PageTier]) -> None:
     tier, content = make(8), content_of(range(6))
     stored(tier, content, 6)
     for _ in range(5):
         tier.lookup(1, content, 0, 6)
-    assert tier.num_used == 6
+    assert tier.num_used_blocks == 6
     tier.forget(1)
     tier.forget(1)
-    assert tier.num_used == 0
+    assert tier.num_used_blocks == 0
 
 
-def test_a_lookup_disturbs_nobody_elses_order(make: Callable[[int], Tier]) -> None:
+def test_a_lookup_disturbs_nobody_elses_order(make: Callable[[int], PageTier]) -> None:
     tier = make(4)
     old, young = content_of([1, 2], 1), content_of([3, 4], 2)
     stored(tier, old, 2)
@@ -104,7 +106,7 @@ def test_a_lookup_disturbs_nobody_elses_order(make: Callable[[int], Tier]) -> No
     assert tier.find(young, 0, 2) == 2
 
 
-def test_a_hit_makes_its_pages_most_recent(make: Callable[[int], Tier]) -> None:
+def test_a_hit_makes_its_pages_most_recent(make: Callable[[int], PageTier]) -> None:
     tier = make(4)
     old, young = content_of([1, 2], 1), content_of([3, 4], 2)
     stored(tier, old, 2)
@@ -116,15 +118,15 @@ def test_a_hit_makes_its_pages_most_recent(make: Callable[[int], Tier]) -> None:
     assert tier.find(young, 0, 2) == 0
 
 
-def test_what_remains_of_an_evicted_prompt_is_a_usable_prefix(make: Callable[[int], Tier]) -> None:
+def test_what_remains_of_an_evicted_prompt_is_a_usable_prefix(make: Callable[[int], PageTier]) -> None:
     tier, content = make(64), content_of(range(64))
     stored(tier, content, 64)
     stored(tier, content_of(range(100, 128), 1), 28)
     assert tier.find(content, 0, 64) == 36
-    assert tier.num_evicted == 28
+    assert tier.num_evicted_blocks == 28
 
 
-def test_what_is_pinned_stays(make: Callable[[int], Tier]) -> None:
+def test_what_is_pinned_stays(make: Callable[[int], PageTier]) -> None:
     tier, content = make(4), content_of(range(4))
     stored(tier, content, 4)
     tier.lookup(1, content, 0, 3)
@@ -136,7 +138,7 @@ def test_what_is_pinned_stays(make: Callable[[int], Tier]) -> None:
     assert tier.find(content, 0, 4) == 3
 
 
-def test_a_tier_too_small_for_a_request_degrades_to_a_miss(make: Callable[[int], Tier]) -> None:
+def test_a_tier_too_small_for_a_request_degrades_to_a_miss(make: Callable[[int], PageTier]) -> None:
     tier, content = make(2), content_of(range(8))
     stored(tier, content, 8)
     assert tier.find(content, 0, 8) == 2
@@ -145,27 +147,27 @@ def test_a_tier_too_small_for_a_request_degrades_to_a_miss(make: Callable[[int],
     assert tier.prepare_store(content_of([9], 1), 0, 1) is None
 
 
-def test_fewer_pages_may_be_taken_than_were_offered(make: Callable[[int], Tier]) -> None:
+def test_fewer_pages_may_be_taken_than_were_offered(make: Callable[[int], PageTier]) -> None:
     tier, content = make(8), content_of(range(8))
     stored(tier, content, 8)
     assert tier.lookup(1, content, 2, 8) == 6
     load = tier.prepare_load(1, 3)
     assert [(segment.start, segment.end) for segment in load.segments] == [(2, 5)]
-    assert tier.num_used == 5, "and what is before it"
+    assert tier.num_used_blocks == 5, "and what is before it"
     tier.complete_load(load)
-    assert tier.num_used == 0
+    assert tier.num_used_blocks == 0
 
 
-def test_broken_pages_leave_the_index(make: Callable[[int], Tier]) -> None:
+def test_broken_pages_leave_the_index(make: Callable[[int], PageTier]) -> None:
     tier, content = make(8), content_of(range(8))
     stored(tier, content, 8)
     tier.lookup(1, content, 2, 7)
     tier.complete_load(tier.prepare_load(1), 2)
     assert tier.find(content, 0, 8) == 4
-    assert tier.num_used == 0
+    assert tier.num_used_blocks == 0
 
 
-def test_completions_that_come_twice_are_harmless_and_counted(make: Callable[[int], Tier]) -> None:
+def test_completions_that_come_twice_are_harmless_and_counted(make: Callable[[int], PageTier]) -> None:
     tier, content = make(4), content_of(range(4))
     store = stored(tier, content, 4)
     assert not tier.complete_store(store)
@@ -176,10 +178,10 @@ def test_completions_that_come_twice_are_harmless_and_counted(make: Callable[[in
     assert not tier.complete_load(load, 0)
     assert tier.num_stray_completions == 3
     assert tier.find(content, 0, 4) == 4
-    assert tier.num_used == 0
+    assert tier.num_used_blocks == 0
 
 
-def test_a_reset_with_transfers_under_way_registers_nothing(make: Callable[[int], Tier]) -> None:
+def test_a_reset_with_transfers_under_way_registers_nothing(make: Callable[[int], PageTier]) -> None:
     tier, content, coming = make(8), content_of(range(4)), content_of(range(10, 14), 1)
     stored(tier, content, 4)
     tier.lookup(1, content, 0, 4)
@@ -188,26 +190,26 @@ def test_a_reset_with_transfers_under_way_registers_nothing(make: Callable[[int]
     assert store is not None
     tier.reset()
     assert tier.find(content, 0, 4) == 0
-    assert tier.num_used == 8, "what is in flight stays pinned"
+    assert tier.num_used_blocks == 8, "what is in flight stays pinned"
     tier.complete_store(store)
     tier.complete_load(load)
     assert tier.find(coming, 0, 4) == 0
-    assert tier.num_used == tier.num_cached == 0
+    assert tier.num_used_blocks == tier.num_cached_blocks == 0
     stored(tier, content, 4)
     assert tier.find(content, 0, 4) == 4
 
 
-def test_what_follows_a_page_that_is_nowhere_is_forgotten(make: Callable[[int], Tier]) -> None:
+def test_what_follows_a_page_that_is_nowhere_is_forgotten(make: Callable[[int], PageTier]) -> None:
     """L3: the device had pages 0 and 1, and evicts them."""
     tier, content = make(8), content_of(range(4))
     stored(tier, content, 4, start=2)
     assert tier.find(content, 2, 4) == 2
     tier.lose(content, 0, 2)
     assert tier.find(content, 2, 4) == 0
-    assert tier.num_used == 0
+    assert tier.num_used_blocks == 0
 
 
-def test_tenants_share_nothing(make: Callable[[int], Tier]) -> None:
+def test_tenants_share_nothing(make: Callable[[int], PageTier]) -> None:
     """L9."""
     tier = make(8)
     mine = Content.from_tokens([1, 2], page_size=1, owner=1, salt="me")
@@ -216,7 +218,7 @@ def test_tenants_share_nothing(make: Callable[[int], Tier]) -> None:
     assert tier.find(Content.from_tokens([1, 2], page_size=1, owner=3), 0, 2) == 0
 
 
-def test_only_its_request_finds_pages_of_unknown_tokens(make: Callable[[int], Tier]) -> None:
+def test_only_its_request_finds_pages_of_unknown_tokens(make: Callable[[int], PageTier]) -> None:
     """Memory may keep them until the request ends; a file would outlive it."""
     tier, content = make(8), content_of(range(3))
     store = tier.prepare_store(content, 0, 6)
@@ -243,4 +245,4 @@ def test_files_of_transfers_under_way_stay_until_they_are_reported() -> None:
     assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(4))
     tier.complete_store(store)
     assert sorted(tier.take_dropped()) == sorted(tier.key(content, page) for page in range(4, 8))
-    assert (tier.num_used, tier.num_cached) == (0, 0)
+    assert (tier.num_used_blocks, tier.num_cached_blocks) == (0, 0)

@@ -191,8 +191,8 @@ class TierMachine(RuleBasedStateMachine):
 
         tier.check(is_above)
         assert tier.index.pool.num_empty == model.num_empty
-        assert tier.num_cached == model.num_cached()
-        assert tier.num_used + tier.num_cached + model.num_empty == self.num_pages
+        assert tier.num_cached_blocks == model.num_cached()
+        assert tier.num_used_blocks + tier.num_cached_blocks + model.num_empty == self.num_pages
         in_order = [
             page_name(run.content, page)
             for run in tier.index.recency()
@@ -201,7 +201,7 @@ class TierMachine(RuleBasedStateMachine):
         assert in_order == [entry.name for entry in model.recency]
         assert sorted(map(str, self.removed)) == sorted(map(str, model.removed))
         if not (self.stores or self.loads or self.offers):
-            assert tier.num_used == 0, "L2: at rest something is held"
+            assert tier.num_used_blocks == 0, "L2: at rest something is held"
 
 
 class SlotMachine(TierMachine):

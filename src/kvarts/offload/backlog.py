@@ -1,4 +1,4 @@
-"""Copies that have not begun: runs that are to be spilled to the next tier, and channels that are behind."""
+"""Copies that have not begun: runs that are to be spilled to the next tier, and tiers that nothing can be copied to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Backlog:
         self.spills: list[deque[Spill]] = [deque() for _ in range(num_tiers)]
         """By tier, the runs that have arrived in it."""
         self.is_behind = [False] * num_tiers
-        """By tier, whether the way to it is behind: nothing is copied there before a transfer has ended."""
+        """By tier, whether its channel is behind, or it lacks room: nothing is copied there before a transfer ends."""
         self._is_stored = is_stored
         self._prune_at = PRUNE_AT
 
@@ -53,7 +53,8 @@ class Backlog:
         self.is_behind = [False] * len(self.is_behind)
 
     def clear(self) -> None:
-        """Spill nothing of what has arrived so far."""
+        """Spill nothing of what has arrived so far; the first tier may have room again."""
+        self.is_behind[0] = False
         for wanted in self.spills:
             wanted.clear()
 

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from kvarts.kv.group_memory import GroupMemory
     from kvarts.kv.group_pages import GroupPages
     from kvarts.kv.transfer import PrefillTimes
+    from kvarts.offload.offloader import Offloader
     from kvarts.offload.opening import TiersToOpen
     from kvarts.offload.pagefiles import PageFiles
-    from kvarts.offload.part_offloader import PartOffloader
+    from kvarts.offload.part_layout import PartLayout
 
 __all__ = ["FilesBelow", "LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
 
@@ -316,7 +317,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         fingerprint: Callable[[], str] | None = None,
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
-    ) -> PartOffloader:
+    ) -> Offloader[PartLayout]:
         """Open the tiers below `cache`. `tell` receives their events.
 
         `prefill` and `fingerprint`: see PreparedTiers. `known_keys` and `namespace`: see FilesBelow.
@@ -422,7 +423,7 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
         tell: Tell | None = None,
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
-    ) -> PartOffloader:
+    ) -> Offloader[PartLayout]:
         """Open the tiers below `cache`."""
         return self.config.open_group_tiers(
             config,

@@ -45,12 +45,12 @@ class FileTier(MemoryTier):
         self.find = self._find
 
     @property
-    def num_used(self) -> int:
+    def num_used_blocks(self) -> int:
         """Pages that are pinned or coming."""
         return self.index.num_used - len(self._unknown)
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """Pages that can be found, or have unknown content, and are not pinned."""
         return self.index.num_cached + len(self._unknown)
 

@@ -9,7 +9,7 @@ from kvarts.kv.match import Match
 from kvarts.kv.node import HeldPages, walk
 from kvarts.kv.page_cache import PageCache
 from kvarts.offload.safe_first import Below, SafeFirst
-from kvarts.offload.tier import Tier
+from kvarts.offload.tier import PageTier
 
 __all__ = ["Marks"]
 
@@ -21,7 +21,7 @@ class Marks:
     `unmark_removed` consumes them.
     """
 
-    def __init__(self, cache: PageCache, tiers: Sequence[Tier], order: SafeFirst | None) -> None:
+    def __init__(self, cache: PageCache, tiers: Sequence[PageTier], order: SafeFirst | None) -> None:
         self._cache = cache
         self._tiers = tiers
         self._order = order

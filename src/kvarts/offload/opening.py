@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
+from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
@@ -17,18 +18,22 @@ from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.filetier import FileTier
+from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.measured import MeasuredChannel
 from kvarts.offload.offloader import Offloader
+from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.part_files import PartFiles
-from kvarts.offload.part_offloader import ConnectedParts, PartOffloader
+from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.offload.spec import MakeChannel
-from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, StorePolicy
-from kvarts.offload.tier import ConnectedTier, MemoryTier, Tier
+from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, PagePolicy
+from kvarts.offload.tier import MemoryTier, PageTier
 
 __all__ = ["TiersToOpen", "open_offloader", "open_part_offloader"]
+
+LayoutT = TypeVar("LayoutT", bound=Layout[Any])
 
 
 class TiersToOpen:
@@ -46,7 +51,7 @@ class TiersToOpen:
         *,
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
-        more: Sequence[ConnectedTier] = (),
+        more: Sequence[ConnectedTier[PageTier]] = (),
     ) -> None:
         self._offload = offload
         self._more = more
@@ -67,7 +72,7 @@ class TiersToOpen:
         tell: Tell | None,
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader:
+    ) -> Offloader[PageLayout]:
         """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
         namespace = self._namespace
         if namespace is None and with_page_ids:
@@ -99,47 +104,39 @@ def open_offloader(
     namespace: str = "",
     order: SafeFirst | None = None,
     prefill: PrefillTimes | None = None,
-    more: Sequence[ConnectedTier] = (),
-) -> Offloader:
+    more: Sequence[ConnectedTier[PageTier]] = (),
+) -> Offloader[PageLayout]:
     """Open the tiers of `offload` below `cache`. `order`: the eviction order of `cache`, for a lazy policy.
 
     `more`: tiers below these, which are open already.
     """
     assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
     make, bus = _channels(offload, with_page_ids=with_page_ids)
-    tiers = []
+    tiers: list[ConnectedTier[PageTier]] = []
     for spec in offload.tier_specs(page_size):
-        tier: Tier
+        tier: PageTier
         if spec.is_files and with_page_ids:
             tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
         else:
             tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
         tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
     tiers += more
-    policy: StorePolicy[Any] = EagerPolicy(cache)
+    policy: PagePolicy[Any] = EagerPolicy(cache)
     if order is not None:
         num_below = sum(connected.tier.num_pages for connected in tiers)
         policy = LazyPolicy(cache, order, _target_free(offload, num_below, page_size, max_num_batched_tokens))
-    return Offloader(
+    layout = PageLayout(
         cache,
         tiers,
         policy,
         page_bytes=offload.kv_bytes_per_token * page_size,
         order=order,
-        prefill=prefill,
-        full_prompt_hits=offload.full_prompt_hits,
         store_within_ns=round(offload.store_within_ms * 1e6),
-        copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
-        bus=bus,
-        num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
-        step_tokens=max_num_batched_tokens,
         swaps=offload.preemption_mode == "swap" and len(tiers) > len(more),  # others would find no use for them
-        deadline_ns=round(offload.deadline_s * 1e9),
-        workers=offload.workers,
-        fail_every=offload.fail_every,
         with_page_ids=with_page_ids,
         tell=tell,
     )
+    return _open(offload, cache, layout, max_num_batched_tokens, bus, prefill, tell, with_page_ids=with_page_ids)
 
 
 def open_part_offloader(
@@ -153,11 +150,11 @@ def open_part_offloader(
     fingerprint: Callable[[], str] | None = None,
     known_keys: Iterable[bytes] = (),
     namespace: str | None = None,
-) -> PartOffloader:
+) -> Offloader[PartLayout]:
     """Open the tiers of `offload` below the cache of a device with KV groups, of an engine of `config`."""
     memory, page_size = cache.memory, config.page_size
     make, bus = _channels(offload, with_page_ids=with_page_ids)
-    tiers = []
+    tiers: list[ConnectedTier[PartTier]] = []
     for place, spec in enumerate(offload.group_specs(memory, page_size)):
         tree, num_blocks = cache.parts.tree, spec.num_pages
         if spec.is_files and with_page_ids:
@@ -168,21 +165,37 @@ def open_part_offloader(
             )
         else:
             tier = PartTier(spec.name, num_blocks, memory, tree, place=place, with_slots=with_page_ids, tell=tell)
-        tiers.append(ConnectedParts(tier, spec.write.open(make), spec.read.open(make)))
+        tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
     policy: PartPolicy = EagerParts(cache.parts)
     if offload.policy == "lazy":
         num_blocks = sum(connected.tier.num_blocks for connected in tiers)
         num_pages = num_blocks * memory.block_bytes // memory.page_bytes
         target_free = _target_free(offload, num_pages, page_size, config.max_num_batched_tokens)
         policy = LazyParts(cache.parts, target_free * memory.page_bytes)
-    return PartOffloader(
+    within_ns = round(offload.store_within_ms * 1e6)
+    layout = PartLayout(cache, tiers, policy, store_within_ns=within_ns, with_page_ids=with_page_ids)
+    step_tokens = config.max_num_batched_tokens
+    return _open(offload, cache, layout, step_tokens, bus, prefill, tell, with_page_ids=with_page_ids)
+
+
+def _open(
+    offload: OffloadConfig,
+    cache: Cache,
+    layout: LayoutT,
+    step_tokens: int,
+    bus: Bus | None,
+    prefill: PrefillTimes | None,
+    tell: Tell | None,
+    *,
+    with_page_ids: bool,
+) -> Offloader[LayoutT]:
+    return Offloader(
         cache,
-        tiers,
-        policy,
+        layout,
+        full_prompt_hits=offload.full_prompt_hits,
         prefill=prefill,
-        store_within_ns=round(offload.store_within_ms * 1e6),
         num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
-        step_tokens=config.max_num_batched_tokens,
+        step_tokens=step_tokens,
         copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
         bus=bus,
         deadline_ns=round(offload.deadline_s * 1e9),

@@ -15,12 +15,16 @@ from kvarts.content import Content
 from kvarts.kv.run_cache import RunCache, Wants
 from kvarts.kv.span_tree import find
 from kvarts.kv.spans import PartRun, RunHolding
+from kvarts.offload.store_policy import StorePolicy
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
 
 
-class PartPolicy(Wants, Protocol):
-    """Chooses runs to store. Promises: the run that it yielded last is yielded again until `passed` is called."""
+class PartPolicy(StorePolicy[tuple[PartRun, int, int]], Wants, Protocol):
+    """Chooses runs to store: each with its first page and the page after its last.
+
+    Promises: the run that it yielded last is yielded again until `passed` is called.
+    """
 
     goes_first: bool
     """Whether the device evicts stored parts next, rather than last."""
@@ -28,17 +32,11 @@ class PartPolicy(Wants, Protocol):
     def begin_step(self) -> None:
         """Take note that what became complete so far is computed: it can be stored in the step that begins."""
 
-    def choose(self) -> Iterator[tuple[PartRun, int, int]]:
-        """Yield runs to store, each with its first page and the page after its last."""
-
     def passed(self, run: PartRun, start: int, end: int) -> None:
         """Note that pages [start, end) of the last yielded run are stored, need not be, or find no room.
 
         `run` has them; pages are passed in order.
         """
-
-    def forget(self) -> None:
-        """Note that the device has lost all its parts."""
 
 
 class EagerParts:

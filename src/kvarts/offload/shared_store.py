@@ -22,10 +22,12 @@ from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.index import TierIndex
 from kvarts.offload.index_laws import check_index
+from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
-from kvarts.offload.part_offloader import PartOffloader
-from kvarts.offload.tier import ConnectedTier, MemoryTier, OnRemoved, OnStored, TierLoad, TierStore
+from kvarts.offload.page_layout import PageLayout
+from kvarts.offload.part_layout import PartLayout
+from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, PageTier, TierLoad, TierStore
 from kvarts.offload.tier_run import ALL, Placement, TierRun
 from kvarts.offload.transfers import NEVER_NS
 
@@ -146,17 +148,17 @@ class StoreView(MemoryTier):
         self.on_stored, self.on_removed = on_stored, on_removed
 
     @property
-    def num_used(self) -> int:
+    def num_used_blocks(self) -> int:
         """Pages of the store that transfers of this engine read or write."""
         return self._num_moving
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """0: what is cached is of all engines."""
         return 0
 
     @property
-    def num_evicted(self) -> int:
+    def num_evicted_blocks(self) -> int:
         """Pages that were evicted to make room for pages of this engine."""
         return self._num_evicted
 
@@ -257,7 +259,7 @@ class StoreChannel(Channel):
         self._is_read = is_read
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
-        self.tiers: Offloader
+        self.tiers: Offloader[PageLayout]
         self.view: StoreView | None = None
         """The tier whose writes it carries."""
 
@@ -302,7 +304,7 @@ class StoreChannel(Channel):
 
     def _bytes_there(self, num_bytes: int) -> int:
         """Return what the pages of `num_bytes` bytes here weigh in the store."""
-        return num_bytes // self.tiers.page_bytes * self._page_bytes
+        return num_bytes // self.tiers.block_bytes * self._page_bytes
 
 
 MANY = 1000
@@ -337,7 +339,7 @@ class TiersWithStore:
         tell: Tell | None = None,
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
-    ) -> PartOffloader:
+    ) -> Offloader[PartLayout]:
         """Never called, as there are no such tiers."""
         raise NotImplementedError
 
@@ -350,7 +352,7 @@ class StoreToOpen(TiersToOpen):
         offload: OffloadConfig,
         config: EngineConfig,
         make_order: Callable[[], EvictionOrder],
-        store: Sequence[ConnectedTier],
+        store: Sequence[ConnectedTier[PageTier]],
     ) -> None:
         super().__init__(offload, config, make_order, more=store)
         self._store = store
@@ -363,7 +365,7 @@ class StoreToOpen(TiersToOpen):
         tell: Tell | None,
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader:
+    ) -> Offloader[PageLayout]:
         """Open the tiers below `cache`."""
         opened = super().open_below(
             cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill, fingerprint=fingerprint

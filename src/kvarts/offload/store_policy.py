@@ -16,14 +16,35 @@ from kvarts.kv.tree import Node, Path
 from kvarts.offload.backlog import precedes
 from kvarts.offload.safe_first import SafeFirst
 
-__all__ = ["EagerPolicy", "LazyPolicy", "StorePolicy"]
+__all__ = ["EagerPolicy", "LazyPolicy", "PagePolicy", "StorePolicy"]
 
 ANY = 1 << 62
 Where = TypeVar("Where")
+ChoiceT_co = TypeVar("ChoiceT_co", covariant=True)
 
 
-class StorePolicy(Protocol, Generic[Where]):
-    """Chooses pages to store. Promises: `choose` changes nothing on the device, and does bounded work."""
+class StorePolicy(Protocol, Generic[ChoiceT_co]):
+    """Chooses what to store. Promises: `choose` changes nothing on the device, and does bounded work.
+
+    It is not called while the channel to the first tier is behind, or that lacks room.
+    """
+
+    def choose(self) -> Iterator[ChoiceT_co]:
+        """Yield what to store in this step. If the caller stops iterating, the last and all later ones stay wanted."""
+
+    def forget(self) -> None:
+        """Note that the device has lost everything."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `choose` would yield something, independent of later changes on the device."""
+
+
+class PagePolicy(StorePolicy[tuple[Content, int, int, Where]], Protocol[Where]):
+    """Chooses whole pages: content, first page, page after the last, and where these are."""
+
+    stores_deepest_first: bool
+    """Whether the last of the chosen pages are stored if there is not room for all."""
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Note that the first `num_pages` pages of `content`, in `holding`, are complete and will not change."""
@@ -37,21 +58,11 @@ class StorePolicy(Protocol, Generic[Where]):
     def ended(self, content: Content) -> None:
         """Note that the request of `content`, which was preempted before, has ended."""
 
-    def choose(self) -> Iterator[tuple[Content, int, int, Where]]:
-        """Yield pages to store in this step: content, first page, page after the last, and where these are.
-
-        If the caller stops iterating, the last pages and all later ones stay wanted.
-        """
-
     def path(self, content: Content, end: int, where: Where) -> tuple[Path, int]:
         """Return the runs with the first `end` pages of the last choice, and how many of these the device has.
 
         The last run may reach beyond.
         """
-
-    @property
-    def stores_deepest_first(self) -> bool:
-        """Whether the last of the chosen pages are stored if there is not room for all."""
 
     def first_wanted(self, start: int, where: Where) -> int:
         """Return the first page to store of the last choice, which begins at page `start`, if its channel is behind.
@@ -59,24 +70,11 @@ class StorePolicy(Protocol, Generic[Where]):
         Pages stored from there on can be found even if the device evicts the rest before it is stored.
         """
 
-    def refuse(self) -> None:
-        """Note that the tier lacked room for the chosen pages."""
-
     def wait(self, position: int) -> None:
-        """Note that the channel to the tier is behind: no store begins before a transfer has ended.
+        """Note that the tier lacked room for the last choice, or its channel was behind.
 
-        Pages of the last choice from `position` on stay wanted.
+        Its pages from `position` on stay wanted.
         """
-
-    def end_refusal(self) -> None:
-        """Note that the tier may have room again, and its channel too."""
-
-    def forget(self) -> None:
-        """Note that the device has lost all its pages."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `choose` would yield pages, independent of later changes on the device."""
 
     def pages_to_spare(self) -> int | None:
         """Return how many pages of the device may be taken before `choose` would yield pages.
@@ -95,7 +93,6 @@ class EagerPolicy:
         self._wanted: dict[int, tuple[Content, int, int, Holding]] = {}
         self._chosen = -1
         """The content that was chosen last."""
-        self._is_waiting = False
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Keep the pages for `choose`, in place of fewer pages of the same content."""
@@ -114,8 +111,6 @@ class EagerPolicy:
     def choose(self) -> Iterator[tuple[Content, int, int, Holding]]:
         """Yield wanted pages, by request."""
         wanted = self._wanted
-        if self._is_waiting:
-            return
         for owner in sorted(wanted):
             self._chosen = owner
             yield wanted[owner]
@@ -134,33 +129,24 @@ class EagerPolicy:
 
     @property
     def has_work(self) -> bool:
-        """Whether pages are wanted and may be chosen."""
-        return bool(self._wanted) and not self._is_waiting
+        """Whether pages are wanted."""
+        return bool(self._wanted)
 
     def pages_to_spare(self) -> int | None:
         """Return None if there is something to choose, else any number."""
-        return None if self._wanted and not self._is_waiting else ANY
-
-    def refuse(self) -> None:
-        """Do nothing: a page that has not found room is not chosen again."""
+        return None if self._wanted else ANY
 
     def wait(self, position: int) -> None:
-        """Choose nothing until a transfer has ended, and do not choose earlier pages again."""
-        self._is_waiting = True
+        """Do not choose earlier pages again."""
         content, _, end, holding = self._wanted[self._chosen]
         if position < end:
             self._wanted[self._chosen] = content, position, end, holding
         else:
             del self._wanted[self._chosen]
 
-    def end_refusal(self) -> None:
-        """Choose again."""
-        self._is_waiting = False
-
     def forget(self) -> None:
         """Want nothing."""
         self._wanted.clear()
-        self._is_waiting = False
 
 
 class LazyPolicy:
@@ -179,24 +165,16 @@ class LazyPolicy:
         self._target_free = target_free
         self._preempted: set[int] = set()
         """Owners of contents whose pages of unknown tokens may be looked up."""
-        self.is_stuck = self._has_left = False
-        """Whether the tier lacked room for the chosen pages, or its channel was behind; whether it did last time."""
-
-    def refuse(self) -> None:
-        """Choose nothing until a transfer has ended."""
-        self.is_stuck = self._has_left = True
+        self.has_work = False
+        """Whether pages were left that may find room now: otherwise stores depend on the device alone."""
 
     def wait(self, position: int) -> None:
-        """Choose nothing until a transfer has ended."""
-        self.is_stuck = self._has_left = True
-
-    def end_refusal(self) -> None:
-        """Choose again."""
-        self.is_stuck = False
+        """Choose again when a transfer has ended."""
+        self.has_work = True
 
     def forget(self) -> None:
         """Have nothing left to choose."""
-        self.is_stuck = self._has_left = False
+        self.has_work = False
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: pages are chosen when they are about to be evicted."""
@@ -210,10 +188,8 @@ class LazyPolicy:
         self._preempted.discard(content.owner)
 
     def choose(self) -> Iterator[tuple[Content, int, int, Node]]:
-        """Yield the unsafe pages nearest to eviction; nothing while none can be stored."""
-        if self.is_stuck:
-            return iter(())
-        self._has_left = False
+        """Yield the unsafe pages nearest to eviction."""
+        self.has_work = False
         return iter(self._scan()[0])
 
     def first_wanted(self, start: int, where: Node) -> int:
@@ -224,15 +200,8 @@ class LazyPolicy:
         """Return the path to the chosen run."""
         return self._order.path_to(where, end), end
 
-    @property
-    def has_work(self) -> bool:
-        """Whether pages were left that may find room now: otherwise stores depend on the device alone."""
-        return self._has_left and not self.is_stuck
-
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken while the target stays covered; None if it is not covered now."""
-        if self.is_stuck:
-            return ANY
         chosen, num_covered = self._scan()
         if chosen:
             return None

@@ -1,4 +1,4 @@
-"""The protocol of a lower tier, and a tier that keeps pages in memory or only counts them.
+"""The protocol of a tier of whole pages, and a tier that keeps pages in memory or only counts them.
 
 Operations that take time have two halves, and their pages are pinned in between: a store is prepared and completed, and
 so is a load. Failure is a kind of completion. A holder is the number on behalf of which pages are pinned.
@@ -13,12 +13,12 @@ import msgspec
 
 from kvarts.content import Content
 from kvarts.kv.transfer import Coming
-from kvarts.offload.channel import Channel
 from kvarts.offload.index import TierIndex
 from kvarts.offload.index_laws import check_index
+from kvarts.offload.layout import Tier
 from kvarts.offload.tier_run import ALL, NodeState, Placement, Segment, TierRun
 
-__all__ = ["ConnectedTier", "MemoryTier", "OnRemoved", "OnStored", "Tier", "TierLoad", "TierStore"]
+__all__ = ["MemoryTier", "OnRemoved", "OnStored", "PageTier", "TierLoad", "TierStore"]
 
 OnStored = Callable[[Content, int, int, Content | None], object]
 """Called for a run that becomes findable: content, first page, page after the last, the content before it."""
@@ -47,14 +47,13 @@ class TierLoad(msgspec.Struct, eq=False):
     is_open: bool = True
 
 
-class Tier(Protocol):
-    """Pages kept below the device.
+class PageTier(Tier, Protocol):
+    """Whole pages kept below the device.
 
     Promises: no page is findable before its store is complete; pinned pages stay; a second completion of the same
     transfer changes nothing and is counted.
     """
 
-    name: str
     num_pages: int
     num_stray_completions: int
 
@@ -69,18 +68,6 @@ class Tier(Protocol):
     @property
     def has_offers(self) -> bool:
         """Whether pages are pinned because `lookup` returned them."""
-
-    @property
-    def num_evicted(self) -> int:
-        """Pages that were evicted to make room."""
-
-    @property
-    def num_used(self) -> int:
-        """Pages that are pinned or coming."""
-
-    @property
-    def num_cached(self) -> int:
-        """Pages that can be found and are not pinned."""
 
     def find(self, content: Content, start: int, limit: int) -> int:
         """Return how many consecutive pages of `content` in [start, limit) are stored, from `start` on."""
@@ -154,25 +141,11 @@ class Tier(Protocol):
     def lose(self, content: Content, start: int, end: int) -> None:
         """Note that pages [start, end) have left every faster tier."""
 
-    def reset(self) -> None:
-        """Drop all pages. Running transfers end without effect."""
-
-    def take_dropped(self) -> tuple[bytes, ...]:
-        """Return the keys of files to delete since the last call; empty for a tier without files."""
-
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs that become findable or stop being findable."""
 
     def check(self, is_above: Callable[[Content, int], bool]) -> None:
         """Assert laws L1 to L3. `is_above`: whether the first n pages of a content are in faster tiers."""
-
-
-class ConnectedTier(msgspec.Struct, frozen=True):
-    """A tier, and the channels to it and from it."""
-
-    tier: Tier
-    write: Channel
-    read: Channel
 
 
 class _Pin(msgspec.Struct, eq=False):
@@ -183,7 +156,7 @@ class _Pin(msgspec.Struct, eq=False):
 
 
 class MemoryTier:
-    """A Tier of `num_pages` pages of memory, with ids (`slots`) if an executor copies into them.
+    """A PageTier of `num_pages` pages of memory, with ids (`slots`) if an executor copies into them.
 
     `on_stored` and `on_removed` are called for runs that become or stop being findable:
     content, first page, page after the last, and for the former the content before it.
@@ -219,17 +192,17 @@ class MemoryTier:
         return self.index.num_refused
 
     @property
-    def num_used(self) -> int:
+    def num_used_blocks(self) -> int:
         """Pages that are pinned or coming."""
         return self.index.num_used
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_blocks(self) -> int:
         """Pages that can be found and are not pinned."""
         return self.index.num_cached
 
     @property
-    def num_evicted(self) -> int:
+    def num_evicted_blocks(self) -> int:
         """Pages that were evicted to make room."""
         return self.index.num_evicted
 

@@ -1,20 +1,18 @@
 """The transfers between one device and the tiers below it, from their beginning to their end.
 
-Subclasses decide which pages are moved and what their end changes: `Offloader` for runs of pages, `PartOffloader` for
-parts of pages in KV groups.
+`Offloader` decides when they begin, and a `Layout` what they copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from typing import cast
 
-from kvarts.content import Content
-from kvarts.kv.cache import Holding
-from kvarts.kv.transfer import Coming, Direction, Loaded, Move, Transfer, TransferReport
+from kvarts.kv.transfer import Direction, Loaded, Move, Transfer, TransferReport
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
-from kvarts.offload.under_way import OffloadCounts, UnderWay
+from kvarts.offload.under_way import Loading, OffloadCounts, UnderWay
 from kvarts.offload.weigher import Weigher
 
 __all__ = ["NEVER_NS", "Transfers"]
@@ -113,20 +111,6 @@ class Transfers:
     def measure(self, num_tokens: int, num_decodes: int, duration_ns: int) -> None:
         """Record how long a step of a real executor took, without transfers; `num_tokens`: tokens of prompts."""
         self._weigher.measure(num_tokens, num_decodes, duration_ns)
-
-    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
-        """Do nothing: pages that no other request can find are computed again."""
-
-    def ended(self, content: Content) -> None:
-        """Do nothing: all pages of a request can be found by others."""
-
-    def coming(self, content: Content, start: int, limit: int) -> Coming | None:
-        """Return the pages of `content` from `start` on that other engines are storing below; None without any."""
-        return None
-
-    def await_write(self, write: int) -> None:
-        """Note that a request waits for a write of another engine."""
-        raise NotImplementedError
 
     def follow(self, transfer: int) -> None:
         """Note that one more request waits for a running load."""
@@ -235,7 +219,9 @@ class Transfers:
             heappush(self._due, (early_ns, transfer, False))
             return
         under_way.is_early = True
-        self._loaded.append(self._all_loaded(under_way))
+        loading = cast(Loading, under_way.copies)
+        end = loading.start + sum(loading.by_tier)
+        self._loaded.append(Loaded(loading.request, end, loading.by_tier, is_under_way=True))
 
     def _end_ns(self, transfer: int) -> int:
         """Return when a load under way ends, if no other transfer begins."""
@@ -245,10 +231,6 @@ class Transfers:
     def _is_to_fail(self, transfer: int) -> bool:
         fail_every, number = self._fail_every, transfer + 1
         return bool((fail_every and number % fail_every == 0) or (self.fails and self.fails(number)))
-
-    def _all_loaded(self, under_way: UnderWay) -> Loaded:
-        """Return what a load under way will bring."""
-        raise NotImplementedError
 
     def ends(self, transfer: int, end_ns: int) -> None:
         """Record that `transfer`, the end of which was not known when it began, ends at `end_ns`."""

@@ -1,15 +1,15 @@
-"""A running transfer, and the counts of those that ended."""
+"""A running transfer, what it copies, and the counts of those that ended."""
 
 from __future__ import annotations
 
 import msgspec
 
-from kvarts.kv.node import HeldPages
+from kvarts.content import Content
+from kvarts.kv.pool import PageId
 from kvarts.kv.transfer import Direction
 from kvarts.offload.channel import Channel
-from kvarts.offload.tier import Tier, TierLoad, TierStore
 
-__all__ = ["ALL", "OffloadCounts", "UnderWay"]
+__all__ = ["ALL", "Copies", "Loading", "OffloadCounts", "UnderWay"]
 
 ALL = 1 << 62
 
@@ -30,18 +30,42 @@ class OffloadCounts(msgspec.Struct):
     """Pages that were to be stored and found no room."""
 
 
+Read = tuple[int, int, tuple[PageId | bytes, ...], tuple[PageId | bytes, ...]]
+"""The place of a tier, the number of blocks to read from it, and the ids of these and of the device's."""
+
+
+class Copies(msgspec.Struct, eq=False):
+    """What a store or a spill to the tier at `target` copies: `num_blocks` blocks. Layouts add what they pin for it.
+
+    `source_ids` and `target_ids`: of the blocks, if an executor copies them. `runs`: contents, each with its first page
+    and the page after its last, and `groups`: the group of each, with KV groups. `request`: that of a load.
+    """
+
+    target: int = -1
+    num_blocks: int = 0
+    request: int = -1
+    source_ids: list[PageId | bytes] = []
+    target_ids: list[PageId | bytes] = []
+    runs: list[tuple[Content, int, int]] = []
+    groups: list[int] = []
+
+
+class Loading(Copies, kw_only=True):
+    """What a load copies for `request`, whose pages from `start` on it fills, `by_tier` from each tier."""
+
+    start: int
+    by_tier: tuple[int, ...]
+    reads: list[Read] = msgspec.field(default_factory=list)
+
+
 class UnderWay(msgspec.Struct, eq=False):
-    """A running transfer of `num_pages` pages. `waiting_for`: workers that have not reported it."""
+    """A running transfer of `num_pages` blocks. `waiting_for`: workers that have not reported it."""
 
     direction: Direction
     num_pages: int
     waiting_for: set[int]
+    copies: Copies
     num_good_pages: int = ALL
-    stores: tuple[tuple[Tier, TierStore], ...] = ()
-    held: tuple[tuple[HeldPages, ...], ...] = ()
-    loads: tuple[tuple[Tier, TierLoad], ...] = ()
-    request: int = -1
-    start_page: int = 0
     is_given_up: bool = False
     is_early: bool = False
     """Whether its request may compute while later layers are loaded; such a load does not fail."""

@@ -18,11 +18,11 @@ from kvarts.request import Request
 from kvarts.sched.loads import Loads, LoadUnderWay, LowerTiers
 from kvarts.sched.policy import WaitingQueue
 
-__all__ = ["GroupLoads", "GroupTiers"]
+__all__ = ["GroupLoads", "GroupOffers", "GroupTiers"]
 
 
-class GroupTiers(LowerTiers, Protocol):
-    """The tiers below a device with KV groups. A load covers all that is offered when it begins, except its front."""
+class GroupOffers(Protocol):
+    """What tiers below a device with KV groups offer to requests, in parts."""
 
     def offered(self, request: int) -> RunMatch:
         """Return the longest prefix that every group could resume from with the parts offered to `request`."""
@@ -32,6 +32,14 @@ class GroupTiers(LowerTiers, Protocol):
 
     def offer_up_to(self, request: int, depth: int) -> None:
         """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
+
+
+class GroupTiers(LowerTiers, Protocol):
+    """The tiers below a device with KV groups. A load covers all that is offered when it begins, except its front."""
+
+    @property
+    def layout(self) -> GroupOffers:
+        """Their offers."""
 
 
 class GroupLoads(Loads):
@@ -49,23 +57,23 @@ class GroupLoads(Loads):
         self, tiers: GroupTiers, cache: GroupPages, waiting: WaitingQueue, page_size: int, tell: Tell | None
     ) -> None:
         super().__init__(tiers, cache, waiting, page_size, tell)
-        self._group_tiers = tiers
+        self._offers = tiers.layout
         self._parts = cache
         self._needs = cache.needs
 
     def note_arrived(self, request: Request) -> None:
         """Make the parts of its content that an earlier process stored findable."""
-        self._group_tiers.recognise(request.content)
+        self._offers.recognise(request.content)
 
     def _wanted(self, request: Request, num_known: int) -> int:
-        match = self._group_tiers.offered(request.index)
+        match = self._offers.offered(request.index)
         held = self._parts.held_of(match)
         start = match.num_pages * self._page_size
         return self._needs.to_admit(start, num_known, min(num_known, start + self._needs.most_new), held)
 
     def num_to_load(self, request: Request, match: Match, num_known: int) -> int:
         """Return the blocks that must be free to load what the tiers have after `match`; MOST_COUNT if nothing."""
-        tiers, page_size = self._group_tiers, self._page_size
+        tiers, page_size = self.tiers, self._page_size
         limit = (num_known if tiers.full_prompt_hits else num_known - 1) // page_size
         offer = tiers.lookup(request.index, request.content, match.num_pages, limit)
         if offer is None:
@@ -73,7 +81,7 @@ class GroupLoads(Loads):
         num_wanted = self._wanted(request, num_known)
         for depth in range(len(offer.by_tier) - 1, 0, -1):
             if any(offer.by_tier[:depth]):
-                tiers.offer_up_to(request.index, depth)
+                self._offers.offer_up_to(request.index, depth)
                 num_wanted = min(num_wanted, self._wanted(request, num_known))
         tiers.forget(request.index)
         return num_wanted
@@ -99,11 +107,11 @@ class GroupLoads(Loads):
         num_wanted = self._wanted(request, num_known)
         if num_front:
             num_wanted += self._parts.num_front(match, num_front)
-        return self._parts.num_held_while_loading(self._group_tiers.offered(request.index), num_wanted)
+        return self._parts.num_held_while_loading(self._offers.offered(request.index), num_wanted)
 
     def _open(self, request: Request, match: Match, num_known: int, num_front: int) -> Holding:
         """Hold the device's match, allocate parts for the load, and promise the rest."""
-        found = self._group_tiers.offered(request.index)
+        found = self._offers.offered(request.index)
         if num_front:
             num_reserved = self._num_held(request, match, num_known, num_front)
             return self._parts.open_with_front(match, found, match.num_pages + num_front, num_reserved)

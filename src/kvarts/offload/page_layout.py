@@ -1,0 +1,472 @@
+"""Whole pages below a device: a tree for the device and one for each tier, and the copies between them.
+
+Longer than other files: stores, loads and spills work on the same three things, the device's order, the tiers and their
+callbacks, so separate files would have to pass all of these to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+from msgspec import field
+
+from kvarts.content import Content
+from kvarts.event_log import Tell
+from kvarts.events import PagesRemoved, PagesStored
+from kvarts.kv.cache import Holding
+from kvarts.kv.node import HeldPages
+from kvarts.kv.page_cache import PageCache
+from kvarts.kv.pool import PageId
+from kvarts.kv.transfer import Coming, Offer
+from kvarts.kv.tree import Node
+from kvarts.offload.backlog import Spill
+from kvarts.offload.layout import ConnectedTier, Layout
+from kvarts.offload.marks import Marks
+from kvarts.offload.safe_first import Below, SafeFirst
+from kvarts.offload.store_policy import PagePolicy
+from kvarts.offload.tier import PageTier, TierLoad, TierStore
+from kvarts.offload.under_way import ALL, Copies, Loading
+
+__all__ = ["PageLayout"]
+
+
+class PageCopies(Copies):
+    """A store or a spill of pages. `held`: by store, the pages that it holds on the device; `sources`: of a spill."""
+
+    stores: list[TierStore] = field(default_factory=list)
+    held: list[tuple[HeldPages, ...]] = field(default_factory=list)
+    sources: list[TierLoad] = field(default_factory=list)
+
+
+class PageLoading(Loading, kw_only=True):
+    """A load of pages. `loads`: each with its tier."""
+
+    loads: list[tuple[PageTier, TierLoad]]
+
+
+class PageLayout(Layout[PageTier]):
+    """Whole pages of `cache` and of the tiers below it: pages stored in one are then stored in the next.
+
+    `policy`: which pages are stored below the device, and when. `order`: the eviction order of `cache`, for a policy
+    that stores the pages that are evicted next. `swaps`: preempted requests keep all their pages in the first tier.
+    """
+
+    def __init__(
+        self,
+        cache: PageCache,
+        connected: Sequence[ConnectedTier[PageTier]],
+        policy: PagePolicy[Any],
+        *,
+        page_bytes: int,
+        order: SafeFirst | None = None,
+        store_within_ns: int = ALL,
+        swaps: bool = False,
+        with_page_ids: bool = False,
+        tell: Tell | None = None,
+    ) -> None:
+        super().__init__(
+            connected,
+            block_bytes=page_bytes,
+            page_bytes=page_bytes,
+            is_stored=lambda place, spill: bool(self.tiers[place].find(spill[0], *spill[2:])),
+            store_within_ns=store_within_ns,
+            with_page_ids=with_page_ids,
+        )
+        self.spills_first = policy.stores_deepest_first  # these would replace what is on its way through a small tier
+        self._cache = cache
+        self._policy = policy
+        self._order = order
+        self._swaps = swaps
+        self._tell = tell
+        is_told_all = tell is not None or len(self.tiers) > 1
+        for place, tier in enumerate(self.tiers):
+            tier.listen(
+                partial(self._on_stored, place) if is_told_all else None,
+                partial(self._on_removed, place) if is_told_all or order is not None else None,
+            )
+        self._gone: list[tuple[Content, int, int]] = []
+        cache.tree.on_removed = self._on_evicted
+        cache.on_evicted = self._lose_gone
+        self._marks = Marks(cache, self.tiers, order)
+        if order is not None:
+            order.on_grown = self._marks.mark_as_held
+            # Safe pages may be in the second tier only, and files may contain pages that this process never wrote.
+            order.hears_all = len(self.tiers) > 1
+
+    @property
+    def policy(self) -> PagePolicy[Any]:
+        """Which pages are to be stored."""
+        return self._policy
+
+    def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Record that the first `num_pages` pages of `content`, in `holding`, are complete."""
+        self._policy.confirm(content, num_pages, holding)
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Store the pages of a preempted request in the first tier, also those that only this request can find."""
+        if self._swaps and num_pages:
+            self._policy.preempted(content, num_pages, holding)
+
+    def ended(self, content: Content) -> None:
+        """Drop the pages below that only the request of `content` could find."""
+        if self._swaps:
+            self._policy.ended(content)
+            self.tiers[0].drop(content, content.num_known_pages)
+            self._marks.unmark_removed()
+
+    def reset(self) -> None:
+        """Drop all pages, below and of those to be stored."""
+        super().reset()
+        self._marks.unmark_removed(Below.NOT)
+
+    # Stores -----------------------------------------------------------------------------------------------
+
+    def pages_to_spare(self) -> int | None:
+        """Return how many pages can be taken in identical steps before the tiers must act; None: in the next step."""
+        spare = ALL if self.backlog.is_behind[0] else self._policy.pages_to_spare()
+        if spare is not None and (self._order is not None or any(tier.has_holes for tier in self.tiers)):
+            # When a page is lost, all pages after it are dropped in the same step. A page that only the second tier has
+            # is lost for the first.
+            num_without_loss = self._cache.pool.num_empty
+            if self._order is not None and len(self.tiers) == 1:
+                num_without_loss += self._order.num_safe
+            return min(spare, num_without_loss)
+        return spare
+
+    def store(self, now_ns: int, is_moving: Callable[[], bool]) -> PageCopies | None:
+        """Choose pages to store, make room for them, and hold them."""
+        if self.backlog.is_behind[0]:
+            return None
+        copies: PageCopies | None = None
+        room = -1
+        for content, start, end, where in self._policy.choose():
+            if room < 0:
+                room = self._room(0, now_ns)
+            position = num_here = start
+            if room > 0:
+                store, pages, num_here = self._prepare(content, start, end, where, room)
+                if store is not None:
+                    copies = copies or PageCopies(0)
+                    self._add(copies, self.tiers[0], store)
+                    copies.held.append(pages)
+                    if self._with_page_ids:
+                        copies.source_ids += [page for part in pages for page in self._cache.page_ids(part)]
+                    room -= store.num_pages
+                    position = store.segments[-1].end
+            if room == 0 or (
+                position < num_here and self._passes_through(num_here) and (copies is not None or is_moving())
+            ):
+                self._policy.wait(position)
+                self.backlog.is_behind[0] = True
+                break
+        return copies
+
+    def _add(self, copies: PageCopies, tier: PageTier, store: TierStore) -> None:
+        """Add a store to `tier`, without the ids of its sources."""
+        copies.stores.append(store)
+        copies.num_blocks += store.num_pages
+        for segment in store.segments:
+            copies.runs.append((store.content, segment.start, segment.end))
+            if self._with_page_ids:
+                assert segment.slots is not None
+                copies.target_ids += segment.slots
+
+    def _prepare(
+        self,
+        content: Content,
+        start: int,
+        end: int,
+        where: object,
+        room: int,
+    ) -> tuple[TierStore | None, tuple[HeldPages, ...], int]:
+        """Prepare to store at most `room` of pages [start, end), and hold these; return None if there are none.
+
+        Return also how many pages the device has.
+        """
+        first = self.tiers[0]
+        num_refused = first.num_refused
+        path, end = self._policy.path(content, end, where)
+        if self._passes_through(end):
+            start = self._pass_through(content, start, end, room)
+        deepest_first = self._policy.stores_deepest_first
+        if room < end - start:
+            start, deepest_first = self._policy.first_wanted(start, where), False
+        store = first.prepare_store(content, start, end, deepest_first=deepest_first, limit=room)
+        num_refused = first.num_refused - num_refused
+        self.num_refused += num_refused
+        order = self._order
+        if order is not None:
+            self._marks.unmark_removed()
+            if num_refused:
+                self._policy.wait(start)
+                self.backlog.is_behind[0] = True
+            if store is None and not num_refused:
+                self._marks.mark_as_held(content, start, end)
+        if store is None:
+            return None, (), end
+        pages = tuple([self._cache.hold(path, segment.start, segment.end) for segment in store.segments])
+        if order is not None:
+            for part in pages:
+                self._marks.mark_part(part, Below.COMING)
+        return store, pages, end
+
+    def _passes_through(self, num_pages: int) -> bool:
+        """Return whether a prefix of `num_pages` goes through the first tier in pieces: it is too small for all."""
+        is_small = len(self.tiers) > 1 and num_pages > self.tiers[0].num_pages
+        return is_small and not self._policy.stores_deepest_first
+
+    def _pass_through(self, content: Content, start: int, end: int, room: int) -> int:
+        """Return the first of pages [start, end) that no tier has; make room for it and `room` pages in all.
+
+        What makes room is what the first tier has of the same prefix, as far as the next tier has it as well.
+        """
+        first, second = self.tiers[0], self.tiers[1]
+        position = -1
+        while position < start:
+            position = start
+            for tier in self.tiers:
+                start += tier.find(content, start, end)
+        here = first.held(content, 0, start)
+        num_here = sum(last - begin for begin, last in here)
+        num_short = min(end - start, room, num_here) - (first.num_pages - first.num_used_blocks - num_here)
+        if num_short > 0:
+            begin, last = here[-1]
+            begin = max(begin, last - num_short)
+            if second.held(content, begin, last) == [(begin, last)]:
+                first.vacate(content, last, last - begin)
+        return start
+
+    def num_idle(self, copies: Copies) -> int:
+        """Return the pages of the device that a store holds and no request does."""
+        return sum(self._cache.num_idle(part) for part in self.holds(copies))
+
+    def spill(self, place: int, now_ns: int) -> PageCopies | None:
+        """Choose pages that have arrived in the tier at `place`, and make room for them in the next tier."""
+        upper, lower = self.tiers[place], self.tiers[place + 1]
+        wanted = self.backlog.spills[place]
+        early: list[Spill] = []
+        copies = PageCopies(place + 1)
+        room = self._room(place + 1, now_ns)
+        while wanted and room:
+            content, _, start, end = wanted.popleft()
+            source = upper.read(content, start, end)
+            if source is None:
+                continue
+            num_above = self._num_above(place + 1, content, start)
+            if num_above + lower.find(content, num_above, start) < start:
+                # The device has evicted the pages before it, and their store in the tier above has not ended.
+                upper.end_read(source)
+                early.append((content, 0, start, end))
+                continue
+            num_refused = lower.num_refused
+            store = lower.prepare_store(content, start, source.segments[0].end, limit=room)
+            self.num_refused += lower.num_refused - num_refused
+            if store is None:
+                upper.end_read(source)
+                continue
+            position = store.segments[-1].end
+            upper.end_read_from(source, position)
+            self._add(copies, lower, store)
+            copies.sources.append(source)
+            room -= store.num_pages
+            if self._with_page_ids:
+                slots = source.segments[0].slots
+                assert slots is not None
+                for segment in store.segments:
+                    copies.source_ids += slots[segment.start - start : segment.end - start]
+            if not room and position < end:
+                # Pages whose spill has begun are not tried again, even if it fails.
+                wanted.appendleft((content, 0, position, end))
+        wanted.extendleft(reversed(early))
+        self.backlog.is_behind[place + 1] = not room or bool(early)
+        self._marks.unmark_removed()
+        return copies if copies.stores else None
+
+    def end_store(self, copies: Copies, *, is_stored: bool, is_given_up: bool) -> None:
+        """Make stored or spilled pages findable, unless that failed, and mark them on the device."""
+        of_pages = cast(PageCopies, copies)
+        tier = self.tiers[copies.target]
+        for store in of_pages.stores:
+            tier.complete_store(store, is_stored=is_stored)
+        for source in of_pages.sources:
+            self.tiers[copies.target - 1].end_read(source)
+        if copies.target and is_stored:
+            for store in of_pages.stores:
+                for segment in store.segments:
+                    self._marks.mark_as_held(store.content, segment.start, segment.end)
+        if not is_stored:
+            self._lose_after_failed(of_pages)
+        order = self._order
+        if order is not None:
+            for pages, store in zip(of_pages.held, of_pages.stores, strict=False):
+                is_whole = is_stored and tier.is_stored(store)
+                for part, segment in zip(pages, store.segments, strict=True):
+                    if is_whole:
+                        has_orphans = self._marks.mark_part(part, Below.STORED)
+                    else:
+                        # What fails again and again is not tried again; what was given up may be.
+                        has_failed = not is_stored and not is_given_up
+                        self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
+                        has_orphans = True
+                    if has_orphans:
+                        self._marks.mark_held(store.content, segment.start, segment.end)
+            order.regroup()
+        self._marks.unmark_removed()
+        for part in self.holds(copies):
+            self._cache.unhold(part)
+
+    def _lose_after_failed(self, copies: PageCopies) -> None:
+        """Drop pages that were stored after pages that failed to be stored and that no faster tier has any more."""
+        for store in copies.stores:
+            for segment in store.segments:
+                num_above = self._num_above(copies.target, store.content, segment.end)
+                if num_above < segment.end:
+                    start = max(segment.start, num_above)
+                    self.tiers[copies.target].lose(store.content, start, segment.end)
+
+    # Loads --------------------------------------------------------------------------------------------------
+
+    def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
+        """Return how much the tiers have of `content` in pages [start, limit), from `start` on; None without pages.
+
+        These pages are pinned for `request`, in place of its previous pins.
+        """
+        position = start
+        by_tier = []
+        for tier in self.tiers:
+            num_pages = tier.lookup(request, content, position, limit)
+            by_tier.append(num_pages)
+            position += num_pages
+        if position == start:
+            return None
+        return Offer(position - start, tuple(by_tier))
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return the pages of `content` from `start` on that other engines are storing in the last tier."""
+        return self.tiers[-1].coming(content, start, limit, now_ns)
+
+    def await_write(self, write: int) -> None:
+        """Note that a request waits for a write of another engine to the last tier."""
+        self.tiers[-1].await_write(write)
+
+    def forget(self, request: int) -> None:
+        """End the pins of the offer to `request`."""
+        for tier in self.tiers:
+            tier.forget(request)
+
+    def load(
+        self, request: int, content: Content, start: int, num_pages: int, holding: Holding, num_front: int
+    ) -> PageLoading:
+        """Pin `num_pages` pages of the offer to `request`, after its first `num_front`, for a load into `holding`."""
+        counts = [0] * len(self.tiers)
+        loading = PageLoading(request=request, start=start, by_tier=(), loads=[])
+        position, end = start, start + num_pages
+        for place, tier in enumerate(self.tiers):
+            num_offered = tier.offered(request)
+            if not num_offered:
+                continue
+            if position == end or num_front >= num_offered:
+                num_front -= min(num_front, num_offered)
+                tier.forget(request)
+                continue
+            load = tier.prepare_load(request, min(end - position, num_offered - num_front), num_front)
+            num_front = 0
+            count = counts[place] = load.num_pages
+            loading.loads.append((tier, load))
+            source_ids: tuple[PageId | bytes, ...] = ()
+            target_ids: tuple[PageId | bytes, ...] = ()
+            if self._with_page_ids:
+                slots = load.segments[0].slots
+                assert holding.page_ids is not None and slots is not None
+                source_ids, target_ids = slots, tuple(holding.page_ids[position : position + count])
+            loading.reads.append((place, count, source_ids, target_ids))
+            position += count
+        loading.num_blocks, loading.by_tier = position - start, tuple(counts)
+        return loading
+
+    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> tuple[int, ...]:
+        """Unpin the pages of a load, and drop those that were broken; return how many arrived of each tier."""
+        by_tier = []
+        for num_pages in loading.by_tier:
+            by_tier.append(min(num_good, num_pages))
+            num_good -= by_tier[-1]
+        num_left = sum(by_tier)
+        for tier, load in cast(PageLoading, loading).loads:
+            tier.complete_load(load, min(num_left, load.num_pages))
+            num_left -= min(num_left, load.num_pages)
+        self._marks.unmark_removed()
+        tell_ended(sum(by_tier))
+        return tuple(by_tier)
+
+    # Callbacks of the tiers and the device ----------------------------------------------------------------
+
+    def _on_evicted(self, node: Node, start: int, end: int) -> None:
+        """Record an eviction of the device, if a tier may have later pages of the sequence."""
+        order = self._order
+        if order is None or order.hears_all or order.may_be_followed(node):
+            self._gone.append((node.content, start, end))
+
+    def _lose_gone(self) -> None:
+        """Drop pages that cannot be reached since the device evicted pages before them."""
+        gone = self._gone
+        if not gone:
+            return
+        if any(tier.has_holes for tier in self.tiers):
+            for content, start, end in gone:
+                position = start
+                for tier in self.tiers:
+                    tier.lose(content, position, end)
+                    position += tier.find(content, position, end)
+            self._marks.unmark_removed()
+        gone.clear()
+
+    def _num_above(self, place: int, content: Content, end: int) -> int:
+        """Return how many of the first `end` pages of `content` the device has, and tiers above `place` after it."""
+        num_pages = self._cache.match(content, end).num_pages
+        for tier in self.tiers[:place]:
+            num_pages += tier.find(content, num_pages, end)
+        return num_pages
+
+    def _on_stored(self, place: int, content: Content, start: int, end: int, parent: Content | None) -> None:
+        if self._tell is not None:
+            self._tell(PagesStored(content, start, end, parent, self.tiers[place].name))
+        self.backlog.add(place, content, 0, start, end)
+
+    def _on_removed(self, place: int, content: Content, start: int, end: int) -> None:
+        if self._tell is not None:
+            self._tell(PagesRemoved(content, start, end, self.tiers[place].name))
+        if self._order is not None:
+            self._marks.removed.append((content, start, end))
+        for below in range(place + 1, len(self.tiers)):
+            if self.tiers[below].has_holes:
+                self.tiers[below].lose(content, max(start, self._num_above(below, content, end)), end)
+
+    # Laws -----------------------------------------------------------------------------------------------------
+
+    def holds(self, copies: Copies) -> list[HeldPages]:
+        """Return the pages that a store holds on the device."""
+        return [part for pages in cast(PageCopies, copies).held for part in pages] if copies.target == 0 else []
+
+    def check(self, under_way: Sequence[Copies]) -> None:
+        """Assert laws L1 to L3 in every tier, given the copies under way."""
+
+        def is_above(place: int, content: Content, num_pages: int) -> bool:
+            return self._num_above(place, content, num_pages) >= num_pages
+
+        if self._order is not None:
+            for node in self._cache.tree.nodes():
+                held: set[int] = set()
+                for tier in self.tiers:
+                    for first, last in tier.held(node.content, node.start, node.end):
+                        held.update(range(first, last))
+                below = self._order.below(node)
+                num_expected = node.end - node.start if below == Below.STORED else 0
+                assert len(held) == num_expected, f"L4: {node} is marked {below}; {len(held)} pages are below"
+        for place, tier in enumerate(self.tiers):
+            tier.check(partial(is_above, place))
+        if not under_way:
+            for tier in self.tiers:
+                num_used = tier.num_used_blocks
+                assert tier.has_offers or not num_used, f"L2: {num_used} pages of {tier.name} held at rest"
