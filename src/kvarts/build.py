@@ -39,7 +39,7 @@ __all__ = ["PreparedTiers", "TierSettings", "build_engine", "open_group_cache"]
 
 
 class PreparedTiers(Protocol):
-    """Tiers that can be opened below one cache, whose tree was made with `order` and `watcher`."""
+    """Tiers that can be opened below one cache, whose tree of whole pages was made with `order` and `watcher`."""
 
     order: EvictionOrder
     watcher: TreeWatcher | None
@@ -49,16 +49,21 @@ class PreparedTiers(Protocol):
     full_prompt_hits: bool
     """Whether a load may cover a whole prompt."""
 
+    is_lazy: bool
+    """Whether the choice of what to store depends on which is evicted next."""
+
+    num_tiers: int
+
     def open_below(
         self,
-        cache: PageCache,
+        cache: Cache,
         *,
         with_page_ids: bool,
         tell: Tell | None,
         prefill: PrefillTimes | None,
         fingerprint: Callable[[], str] | None,
     ) -> LowerTiers:
-        """Open the tiers below `cache`.
+        """Open the tiers below `cache`; those of a cache with KV groups are GroupTiers.
 
         `prefill`: compute times; None: measured while running. `fingerprint`: returns an identifier of everything that
         pages depend on besides their tokens.
@@ -68,30 +73,13 @@ class PreparedTiers(Protocol):
 class TierSettings(Protocol):
     """Settings of tiers below a device."""
 
-    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
-        """Prepare tiers below an engine of `config` that evicts by orders from `make_order`; None without tiers."""
+    def prepare(
+        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
+    ) -> PreparedTiers | None:
+        """Prepare tiers below an engine of `config` that evicts by orders from `make_order`; None without tiers.
 
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier below the KV groups of `memory`, by tier name.
-
-        Raise ConfigError for tiers that store whole pages only.
+        `memory`: the KV groups of a device that has any. Raise ConfigError for tiers that store whole pages only.
         """
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether the choice of pages to store depends on which are evicted next."""
-
-    def open_group_tiers(
-        self,
-        config: EngineConfig,
-        cache: GroupPages,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None,
-        prefill: PrefillTimes | None,
-        fingerprint: Callable[[], str] | None = None,
-    ) -> GroupTiers:
-        """Open the tiers below `cache`, at least one. `fingerprint`: see PreparedTiers."""
 
 
 def build_engine(
@@ -141,12 +129,10 @@ def build_engine(
         raise ConfigError("needs an engine of its own, with a cost of steps", field="max_itl_ms", hint="Leave it out.")
     if offload is not None:
         assert cache is None, "the tree of a given cache was made without these tiers"
-        if memory is None:
-            below = offload.prepare(config, make_order)
+        below = offload.prepare(config, make_order, memory)
     if memory is not None and num_blocks is None:
         num_blocks = memory.num_blocks(config.num_pages)
-    num_below = 0 if memory is None or offload is None else len(offload.group_tiers(memory, config.page_size))
-    is_lazy = bool(num_below) and offload is not None and offload.is_lazy
+    is_lazy = memory is not None and below is not None and below.is_lazy
     # The ledger follows handoffs of whole pages without tiers, of engines that plan one step after the other.
     knows_handoffs = memory is None and offload is None and config.profile == "default" and not plans_ahead
     if audit and cache is None and (knows_handoffs or not hands_over):
@@ -180,8 +166,8 @@ def build_engine(
                 memory,
                 num_blocks=num_blocks,
                 tell=tell,
-                with_ids=executor.needs_page_ids or holds_pages or (bool(num_below) and moves_pages),
-                num_below=num_below,
+                with_ids=executor.needs_page_ids or holds_pages or (below is not None and moves_pages),
+                num_below=0 if below is None else below.num_tiers,
                 watches_list=is_lazy,
                 make_order=make_order,
                 plans_ahead=plans_ahead,
@@ -196,18 +182,13 @@ def build_engine(
     waiting = WaitingQueue(PriorityPolicy() if policy is None else policy, blocks_of)
     loads: Loads | None = None
     if below is not None:
-        whole = cast(PageCache, cache)
-        tiers = below.open_below(whole, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
-        loads = Loads(tiers, whole, waiting, page_size, tell)
-    elif num_below:
-        from kvarts.sched.group_loads import GroupLoads
+        tiers = below.open_below(cache, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint)
+        if memory is None:
+            loads = Loads(tiers, cache, waiting, page_size, tell)
+        else:
+            from kvarts.sched.group_loads import GroupLoads
 
-        assert offload is not None
-        tiered = cast("GroupPages", cache)
-        of_groups = offload.open_group_tiers(
-            config, tiered, with_page_ids=moves_pages, tell=tell, prefill=prefill, fingerprint=fingerprint
-        )
-        loads = GroupLoads(of_groups, tiered, waiting, page_size, tell)
+            loads = GroupLoads(cast("GroupTiers", tiers), cast("GroupPages", cache), waiting, page_size, tell)
     batch: InputBatch | None = None
     if executor.needs_page_ids:
         if cache.settles:

@@ -30,7 +30,7 @@ def test_nothing_is_spilled_from_the_last_tier_nor_pages_of_unknown_tokens() -> 
     waiting.add(1, content, 0, 0, 2)
     waiting.add(0, content, 0, 0, 5)
     assert list(waiting.spills[0]) == [(content, 0, 0, 2)]
-    assert not waiting.spills[1]
+    assert len(waiting.spills) == 1
 
 
 def test_a_way_that_is_behind_spills_nothing_before_a_transfer_has_ended() -> None:

@@ -70,6 +70,9 @@ class Offload(TierSettings, Protocol):
     def tiers(self, page_size: int) -> dict[str, int]:
         """Return the number of pages of each tier by name: `host`, and `disk` below it."""
 
+    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
+        """Return the blocks of each tier below the KV groups of `memory`, by name."""
+
     def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> PageFiles:
         """Return the pages in `directory`, for the tier `disk`; with KV groups, those of `memory`."""
 

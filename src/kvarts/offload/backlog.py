@@ -23,8 +23,8 @@ class Backlog:
     """
 
     def __init__(self, num_tiers: int, is_stored: Callable[[int, Spill], bool]) -> None:
-        self.spills: list[deque[Spill]] = [deque() for _ in range(num_tiers)]
-        """By tier, the runs that have arrived in it."""
+        self.spills: list[deque[Spill]] = [deque() for _ in range(num_tiers - 1)]
+        """By tier but the last, the runs that have arrived in it."""
         self.is_behind = [False] * num_tiers
         """By tier, whether its channel is behind, or it lacks room: nothing is copied there before a transfer ends."""
         self._is_stored = is_stored
@@ -33,12 +33,15 @@ class Backlog:
     @property
     def has_spills(self) -> bool:
         """Whether there are runs to spill, and the way to the next tier is not behind."""
-        return any(wanted and not self.is_behind[place + 1] for place, wanted in enumerate(self.spills))
+        for place, wanted in enumerate(self.spills):
+            if wanted and not self.is_behind[place + 1]:
+                return True
+        return False
 
     def add(self, place: int, content: Content, group: int, start: int, end: int) -> None:
         """Queue pages [start, end), which have arrived in the tier at `place`, unless that is the last one."""
         end = min(end, content.num_known_pages)  # others stay in the first tier
-        if place + 1 == len(self.spills) or start >= end:
+        if place == len(self.spills) or start >= end:
             return
         wanted = self.spills[place]
         if wanted and wanted[-1][1] == group and precedes(wanted[-1][0], wanted[-1][3], content, start):

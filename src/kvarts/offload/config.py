@@ -18,15 +18,10 @@ from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     from kvarts.config import EngineConfig
-    from kvarts.event_log import Tell
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory
-    from kvarts.kv.group_pages import GroupPages
-    from kvarts.kv.transfer import PrefillTimes
-    from kvarts.offload.offloader import Offloader
     from kvarts.offload.opening import TiersToOpen
     from kvarts.offload.pagefiles import PageFiles
-    from kvarts.offload.part_layout import PartLayout
 
 __all__ = ["FilesBelow", "LoadOverlap", "OffloadConfig", "OffloadPolicy", "PreemptionMode"]
 
@@ -253,16 +248,22 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self,
         config: EngineConfig,
         make_order: Callable[[], EvictionOrder],
+        memory: GroupMemory | None = None,
         *,
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
     ) -> TiersToOpen | None:
-        """Prepare tiers below an engine of `config`; None without tiers. `known_keys`, `namespace`: see FilesBelow."""
-        if not self.tiers(config.page_size):
+        """Prepare tiers below an engine of `config`; None without tiers. `memory`: the KV groups of a device with any.
+
+        `known_keys`, `namespace`: see FilesBelow. Raise ConfigError for options that support whole pages only.
+        """
+        page_size = config.page_size
+        specs = self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
+        if not specs:
             return None
         from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
 
-        return TiersToOpen(self, config, make_order, known_keys=known_keys, namespace=namespace)
+        return TiersToOpen(self, specs, config, make_order, memory, known_keys=known_keys, namespace=namespace)
 
     @property
     def is_lazy(self) -> bool:
@@ -305,36 +306,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 of=self,
             )
         return num_blocks
-
-    def open_group_tiers(
-        self,
-        config: EngineConfig,
-        cache: GroupPages,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None = None,
-        prefill: PrefillTimes | None = None,
-        fingerprint: Callable[[], str] | None = None,
-        known_keys: Iterable[bytes] = (),
-        namespace: str | None = None,
-    ) -> Offloader[PartLayout]:
-        """Open the tiers below `cache`. `tell` receives their events.
-
-        `prefill` and `fingerprint`: see PreparedTiers. `known_keys` and `namespace`: see FilesBelow.
-        """
-        from kvarts.offload.opening import open_part_offloader  # only engines with tiers pay for it
-
-        return open_part_offloader(
-            self,
-            config,
-            cache,
-            with_page_ids=with_page_ids,
-            tell=tell,
-            prefill=prefill,
-            fingerprint=fingerprint,
-            known_keys=known_keys,
-            namespace=namespace,
-        )
 
     def bytes_per_s(self, field: str) -> int:
         """Return the bandwidth of option `field`."""
@@ -401,40 +372,11 @@ class FilesBelow(msgspec.Struct, frozen=True, kw_only=True):
     known_keys: tuple[bytes, ...] = ()
     namespace: str | None = None
 
-    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> TiersToOpen | None:
+    def prepare(
+        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
+    ) -> TiersToOpen | None:
         """Prepare the tiers below an engine of `config`; None without tiers."""
-        return self.config.prepare(config, make_order, known_keys=self.known_keys, namespace=self.namespace)
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether stores depend on the next evictions of the device."""
-        return self.config.is_lazy
-
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return the blocks of each tier below the KV groups of `memory`, by its name."""
-        return self.config.group_tiers(memory, page_size)
-
-    def open_group_tiers(
-        self,
-        config: EngineConfig,
-        cache: GroupPages,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None = None,
-        prefill: PrefillTimes | None = None,
-        fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader[PartLayout]:
-        """Open the tiers below `cache`."""
-        return self.config.open_group_tiers(
-            config,
-            cache,
-            with_page_ids=with_page_ids,
-            tell=tell,
-            prefill=prefill,
-            fingerprint=fingerprint,
-            known_keys=self.known_keys,
-            namespace=self.namespace,
-        )
+        return self.config.prepare(config, make_order, memory, known_keys=self.known_keys, namespace=self.namespace)
 
 
 def _parsed(parse: object, text: str, field: str) -> int:

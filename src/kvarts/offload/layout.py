@@ -127,7 +127,7 @@ class Layout(Generic[TierT]):
         raise NotImplementedError
 
     def store(self, now_ns: int, is_moving: Callable[[], bool]) -> Copies | None:
-        """Choose and pin what is copied to the first tier in this step; None without anything.
+        """Choose and pin what is copied to the first tier, which is not behind, in this step; None without anything.
 
         `is_moving`: whether something is on its way to a tier, or is to be: after it there may be room.
         """

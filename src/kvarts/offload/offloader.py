@@ -122,28 +122,32 @@ class Offloader(Transfers, Generic[LayoutT]):
 
     def pages_to_spare(self) -> int | None:
         """Return how many pages can be taken in identical steps before the tiers must act; None: in the next step."""
-        if self._loaded or self._backlog.has_spills:
+        backlog = self._backlog
+        if self._loaded or (backlog.spills and backlog.has_spills):
             return None
         return self.layout.pages_to_spare()
 
     def begin_step(self, now_ns: int) -> None:
         """Take note that the step that starts at `now_ns` is planned: what the last one computed can be stored."""
-        super().begin_step(now_ns)
+        self._now_ns = now_ns
+        self._used.clear()
         self.layout.begin_step()
 
     def plan_stores(self, now_ns: int) -> None:
         """Begin the stores and spills of the step that starts at `now_ns`."""
         self._now_ns = now_ns
-        layout = self.layout
-        if layout.spills_first:
-            self._plan_spills()
-        copies = layout.store(now_ns, self._is_moving)
-        if copies is not None:
-            self._begin_copies(Direction.STORE, copies)
-        self._plan_spills()
+        layout, backlog = self.layout, self._backlog
+        if backlog.spills and layout.spills_first:
+            self._begin_spills()
+        if not backlog.is_behind[0]:
+            copies = layout.store(now_ns, self._is_moving)
+            if copies is not None:
+                self._begin_copies(Direction.STORE, copies)
+        if backlog.spills:
+            self._begin_spills()
         self.counts.num_pages_without_room = layout.num_refused
 
-    def _plan_spills(self) -> None:
+    def _begin_spills(self) -> None:
         backlog = self._backlog
         for place, wanted in enumerate(backlog.spills):
             if wanted and not backlog.is_behind[place + 1]:

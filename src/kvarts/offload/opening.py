@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, cast
 from uuid import uuid4
 
 from kvarts.config import EngineConfig
 from kvarts.event_log import Tell
 from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder
+from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.group_pages import GroupPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import PrefillTimes
@@ -27,61 +28,67 @@ from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.part_policy import EagerParts, LazyParts, PartPolicy
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.safe_first import SafeFirst
-from kvarts.offload.spec import MakeChannel
+from kvarts.offload.spec import MakeChannel, TierSpec
 from kvarts.offload.store_policy import EagerPolicy, LazyPolicy, PagePolicy
 from kvarts.offload.tier import MemoryTier, PageTier
 
-__all__ = ["TiersToOpen", "open_offloader", "open_part_offloader"]
-
-LayoutT = TypeVar("LayoutT", bound=Layout[Any])
+__all__ = ["TiersToOpen", "open_offloader"]
 
 
 class TiersToOpen:
-    """The tiers of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
+    """The tiers `specs` of `offload`, below an engine of `config` whose eviction orders `make_order` makes.
 
-    With a lazy policy, the device first evicts pages that a lower tier also holds. `known_keys` and `namespace`: see
-    FilesBelow. `more`: tiers below these, which are open already.
+    `memory`: the KV groups of a device that has any. Without, and with a lazy policy, the device first evicts pages
+    that a lower tier also holds. `known_keys` and `namespace`: see FilesBelow. `more`: tiers below these, which are
+    open already.
     """
 
     def __init__(
         self,
         offload: OffloadConfig,
+        specs: Sequence[TierSpec],
         config: EngineConfig,
         make_order: Callable[[], EvictionOrder],
+        memory: GroupMemory | None = None,
         *,
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
         more: Sequence[ConnectedTier[PageTier]] = (),
     ) -> None:
         self._offload = offload
+        self._specs = specs
         self._more = more
         self._config = config
+        self._memory = memory
         self._known_keys = known_keys
         self._namespace = namespace
-        self._safe_first = SafeFirst(make_order) if offload.policy == "lazy" else None
+        self.is_lazy = offload.policy == "lazy"
+        self._safe_first = SafeFirst(make_order) if self.is_lazy and memory is None else None
         self.order: EvictionOrder = make_order() if self._safe_first is None else self._safe_first
         self.watcher: TreeWatcher | None = self._safe_first
         self.evicts_safe_first = self._safe_first is not None
         self.full_prompt_hits = offload.full_prompt_hits
+        self.num_tiers = len(specs) + len(more)
 
     def open_below(
         self,
-        cache: PageCache,
+        cache: Cache,
         *,
         with_page_ids: bool,
         tell: Tell | None,
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader[PageLayout]:
+    ) -> Offloader[Any]:
         """Open the tiers below `cache`. `fingerprint` returns the model's, for files without a namespace."""
         namespace = self._namespace
-        if namespace is None and with_page_ids:
+        if namespace is None and with_page_ids and any(spec.is_files for spec in self._specs):
             namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
         return open_offloader(
             self._offload,
             cache,
             page_size=self._config.page_size,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
+            memory=self._memory,
             with_page_ids=with_page_ids,
             tell=tell,
             known_keys=self._known_keys,
@@ -94,10 +101,11 @@ class TiersToOpen:
 
 def open_offloader(
     offload: OffloadConfig,
-    cache: PageCache,
+    cache: Cache,
     *,
     page_size: int,
     max_num_batched_tokens: int,
+    memory: GroupMemory | None = None,
     with_page_ids: bool = False,
     tell: Tell | None = None,
     known_keys: Iterable[bytes] = (),
@@ -105,97 +113,76 @@ def open_offloader(
     order: SafeFirst | None = None,
     prefill: PrefillTimes | None = None,
     more: Sequence[ConnectedTier[PageTier]] = (),
-) -> Offloader[PageLayout]:
-    """Open the tiers of `offload` below `cache`. `order`: the eviction order of `cache`, for a lazy policy.
+) -> Offloader[Any]:
+    """Open the tiers of `offload` below `cache`. `memory`: the KV groups of `cache`, if it has any.
 
-    `more`: tiers below these, which are open already.
+    `order`: the eviction order of `cache`, for a lazy policy without groups. `more`: tiers below these, which are open
+    already.
     """
-    assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
-    make, bus = _channels(offload, with_page_ids=with_page_ids)
-    tiers: list[ConnectedTier[PageTier]] = []
-    for spec in offload.tier_specs(page_size):
-        tier: PageTier
-        if spec.is_files and with_page_ids:
-            tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
-        else:
-            tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
-        tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
-    tiers += more
-    policy: PagePolicy[Any] = EagerPolicy(cache)
-    if order is not None:
-        num_below = sum(connected.tier.num_pages for connected in tiers)
-        policy = LazyPolicy(cache, order, _target_free(offload, num_below, page_size, max_num_batched_tokens))
-    layout = PageLayout(
-        cache,
-        tiers,
-        policy,
-        page_bytes=offload.kv_bytes_per_token * page_size,
-        order=order,
-        store_within_ns=round(offload.store_within_ms * 1e6),
-        swaps=offload.preemption_mode == "swap" and len(tiers) > len(more),  # others would find no use for them
-        with_page_ids=with_page_ids,
-        tell=tell,
-    )
-    return _open(offload, cache, layout, max_num_batched_tokens, bus, prefill, tell, with_page_ids=with_page_ids)
-
-
-def open_part_offloader(
-    offload: OffloadConfig,
-    config: EngineConfig,
-    cache: GroupPages,
-    *,
-    with_page_ids: bool = False,
-    tell: Tell | None = None,
-    prefill: PrefillTimes | None = None,
-    fingerprint: Callable[[], str] | None = None,
-    known_keys: Iterable[bytes] = (),
-    namespace: str | None = None,
-) -> Offloader[PartLayout]:
-    """Open the tiers of `offload` below the cache of a device with KV groups, of an engine of `config`."""
-    memory, page_size = cache.memory, config.page_size
-    make, bus = _channels(offload, with_page_ids=with_page_ids)
-    tiers: list[ConnectedTier[PartTier]] = []
-    for place, spec in enumerate(offload.group_specs(memory, page_size)):
-        tree, num_blocks = cache.parts.tree, spec.num_pages
-        if spec.is_files and with_page_ids:
-            if namespace is None:
-                namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
-            tier: PartTier = PartFiles(
-                spec.name, num_blocks, memory, tree, place=place, known_keys=known_keys, namespace=namespace, tell=tell
-            )
-        else:
-            tier = PartTier(spec.name, num_blocks, memory, tree, place=place, with_slots=with_page_ids, tell=tell)
-        tiers.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
-    policy: PartPolicy = EagerParts(cache.parts)
-    if offload.policy == "lazy":
-        num_blocks = sum(connected.tier.num_blocks for connected in tiers)
-        num_pages = num_blocks * memory.block_bytes // memory.page_bytes
-        target_free = _target_free(offload, num_pages, page_size, config.max_num_batched_tokens)
-        policy = LazyParts(cache.parts, target_free * memory.page_bytes)
-    within_ns = round(offload.store_within_ms * 1e6)
-    layout = PartLayout(cache, tiers, policy, store_within_ns=within_ns, with_page_ids=with_page_ids)
-    step_tokens = config.max_num_batched_tokens
-    return _open(offload, cache, layout, step_tokens, bus, prefill, tell, with_page_ids=with_page_ids)
-
-
-def _open(
-    offload: OffloadConfig,
-    cache: Cache,
-    layout: LayoutT,
-    step_tokens: int,
-    bus: Bus | None,
-    prefill: PrefillTimes | None,
-    tell: Tell | None,
-    *,
-    with_page_ids: bool,
-) -> Offloader[LayoutT]:
+    make: MakeChannel = MeasuredChannel if with_page_ids else Channel
+    bus = None
+    if offload.bus is not None and not with_page_ids:
+        bus = Bus(offload.bytes_per_s("bus"))
+        make = bus.open
+    layout: Layout[Any]
+    if memory is None:
+        whole = cast(PageCache, cache)
+        pages: list[ConnectedTier[PageTier]] = []
+        for spec in offload.tier_specs(page_size):
+            tier: PageTier
+            if spec.is_files and with_page_ids:
+                tier = FileTier(spec.name, spec.num_pages, known_keys=known_keys, namespace=namespace)
+            else:
+                tier = MemoryTier(spec.name, spec.num_pages, with_slots=with_page_ids)
+            pages.append(ConnectedTier(tier, spec.write.open(make), spec.read.open(make)))
+        pages += more
+        policy: PagePolicy[Any] = EagerPolicy(whole)
+        assert (order is not None) == (offload.policy == "lazy"), "a lazy policy stores what `order` would evict next"
+        if order is not None:
+            num_pages = sum(connected.tier.num_pages for connected in pages)
+            policy = LazyPolicy(whole, order, _target_free(offload, num_pages, page_size, max_num_batched_tokens))
+        layout = PageLayout(
+            whole,
+            pages,
+            policy,
+            page_bytes=offload.kv_bytes_per_token * page_size,
+            order=order,
+            store_within_ns=round(offload.store_within_ms * 1e6),
+            swaps=offload.preemption_mode == "swap" and len(pages) > len(more),  # others would find no use for them
+            with_page_ids=with_page_ids,
+            tell=tell,
+        )
+    else:
+        grouped = cast(GroupPages, cache)
+        parts: list[ConnectedTier[PartTier]] = []
+        for place, spec in enumerate(offload.group_specs(memory, page_size)):
+            size = spec.name, spec.num_pages, memory, grouped.parts.tree
+            if spec.is_files and with_page_ids:
+                of_parts: PartTier = PartFiles(
+                    *size, place=place, known_keys=known_keys, namespace=namespace, tell=tell
+                )
+            else:
+                of_parts = PartTier(*size, place=place, with_slots=with_page_ids, tell=tell)
+            parts.append(ConnectedTier(of_parts, spec.write.open(make), spec.read.open(make)))
+        part_policy: PartPolicy = EagerParts(grouped.parts)
+        if offload.policy == "lazy":
+            num_pages = sum(each.tier.num_blocks for each in parts) * memory.block_bytes // memory.page_bytes
+            target_free = _target_free(offload, num_pages, page_size, max_num_batched_tokens)
+            part_policy = LazyParts(grouped.parts, target_free * memory.page_bytes)
+        layout = PartLayout(
+            grouped,
+            parts,
+            part_policy,
+            store_within_ns=round(offload.store_within_ms * 1e6),
+            with_page_ids=with_page_ids,
+        )
     return Offloader(
         cache,
         layout,
         full_prompt_hits=offload.full_prompt_hits,
         prefill=prefill,
         num_layers=1 if with_page_ids or offload.load_overlap == "none" else offload.num_layers,
-        step_tokens=step_tokens,
+        step_tokens=max_num_batched_tokens,
         copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
         bus=bus,
         deadline_ns=round(offload.deadline_s * 1e9),
@@ -204,16 +191,6 @@ def _open(
         with_page_ids=with_page_ids,
         tell=tell,
     )
-
-
-def _channels(offload: OffloadConfig, *, with_page_ids: bool) -> tuple[MakeChannel, Bus | None]:
-    """Return what makes channels, and the bus that they are on, if they share one."""
-    if with_page_ids:
-        return MeasuredChannel, None
-    if offload.bus is None:
-        return Channel, None
-    bus = Bus(offload.bytes_per_s("bus"))
-    return bus.open, bus
 
 
 def _target_free(offload: OffloadConfig, num_pages: int, page_size: int, max_num_batched_tokens: int) -> int:

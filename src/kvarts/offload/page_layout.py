@@ -137,8 +137,6 @@ class PageLayout(Layout[PageTier]):
 
     def store(self, now_ns: int, is_moving: Callable[[], bool]) -> PageCopies | None:
         """Choose pages to store, make room for them, and hold them."""
-        if self.backlog.is_behind[0]:
-            return None
         copies: PageCopies | None = None
         room = -1
         for content, start, end, where in self._policy.choose():

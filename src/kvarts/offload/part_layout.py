@@ -153,8 +153,6 @@ class PartLayout(Layout[PartTier]):
 
     def store(self, now_ns: int, is_moving: Callable[[], bool]) -> PartCopies | None:
         """Choose parts to store, make room for them, and hold them."""
-        if self.backlog.is_behind[0]:
-            return None
         write = self.connected[0].write
         idle_room = max(self._least_idle, write.num_within(now_ns, IDLE_WITHIN_NS, self.block_bytes))
         room = min(self._room(0, now_ns), idle_room)

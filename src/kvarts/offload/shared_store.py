@@ -8,15 +8,14 @@ even if only some engines have the pages before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
 from kvarts.event_log import Tell
+from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.group_pages import GroupPages
-from kvarts.kv.page_cache import PageCache
 from kvarts.kv.transfer import Coming, PrefillTimes
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
@@ -26,7 +25,6 @@ from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
 from kvarts.offload.page_layout import PageLayout
-from kvarts.offload.part_layout import PartLayout
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, PageTier, TierLoad, TierStore
 from kvarts.offload.tier_run import ALL, Placement, TierRun
 from kvarts.offload.transfers import NEVER_NS
@@ -314,34 +312,19 @@ MANY = 1000
 class TiersWithStore:
     """Settings of tiers below a device, see TierSettings: those of `offload`, and below them a shared store."""
 
-    is_lazy = False
-
     def __init__(self, offload: OffloadConfig, view: StoreView, write: StoreChannel, read: StoreChannel) -> None:
         self._offload = offload
         self._view = view
         self._write = write
         self._read = read
 
-    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> TiersToOpen:
-        """Prepare the tiers below an engine of `config`."""
+    def prepare(
+        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
+    ) -> TiersToOpen | None:
+        """Prepare the tiers below an engine of `config`: none with KV groups, as a store keeps whole pages."""
+        if memory is not None:
+            return None
         return StoreToOpen(self._offload, config, make_order, [ConnectedTier(self._view, self._write, self._read)])
-
-    def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
-        """Return nothing: a store keeps whole pages."""
-        return {}
-
-    def open_group_tiers(
-        self,
-        config: EngineConfig,
-        cache: GroupPages,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None = None,
-        prefill: PrefillTimes | None = None,
-        fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader[PartLayout]:
-        """Never called, as there are no such tiers."""
-        raise NotImplementedError
 
 
 class StoreToOpen(TiersToOpen):
@@ -354,18 +337,18 @@ class StoreToOpen(TiersToOpen):
         make_order: Callable[[], EvictionOrder],
         store: Sequence[ConnectedTier[PageTier]],
     ) -> None:
-        super().__init__(offload, config, make_order, more=store)
+        super().__init__(offload, offload.tier_specs(config.page_size), config, make_order, more=store)
         self._store = store
 
     def open_below(
         self,
-        cache: PageCache,
+        cache: Cache,
         *,
         with_page_ids: bool,
         tell: Tell | None,
         prefill: PrefillTimes | None = None,
         fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader[PageLayout]:
+    ) -> Offloader[Any]:
         """Open the tiers below `cache`."""
         opened = super().open_below(
             cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill, fingerprint=fingerprint

@@ -20,14 +20,11 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
-    from kvarts.event_log import EventReader, Tell
+    from kvarts.event_log import EventReader
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
-    from kvarts.kv.group_pages import GroupPages
-    from kvarts.kv.transfer import PrefillTimes
     from kvarts.report.report import Report
-    from kvarts.sched.group_loads import GroupTiers
     from kvarts.sched.policy import AdmissionPolicy
     from kvarts.sim.arrivals import SessionsKept
     from kvarts.sim.replay import Traffic
@@ -88,7 +85,9 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class TiersBelow(Protocol):
     """Settings of the tiers below the device of each replica."""
 
-    def prepare(self, config: EngineConfig, make_order: Callable[[], EvictionOrder]) -> PreparedTiers | None:
+    def prepare(
+        self, config: EngineConfig, make_order: Callable[[], EvictionOrder], memory: GroupMemory | None = None
+    ) -> PreparedTiers | None:
         """Prepare tiers below an engine of `config`, with eviction orders made by `make_order`; None for no tier."""
 
     def tiers(self, page_size: int) -> dict[str, int]:
@@ -109,18 +108,6 @@ class TiersBelow(Protocol):
     @property
     def is_lazy(self) -> bool:
         """Whether the pages to store depend on which are evicted next."""
-
-    def open_group_tiers(
-        self,
-        config: EngineConfig,
-        cache: GroupPages,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None,
-        prefill: PrefillTimes | None,
-        fingerprint: Callable[[], str] | None = None,
-    ) -> GroupTiers:
-        """Open the tiers, at least one, below the cache of a device with KV groups."""
 
 
 class SessionSettings(Protocol):
