@@ -33,10 +33,7 @@ class Backlog:
     @property
     def has_spills(self) -> bool:
         """Whether there are runs to spill, and the way to the next tier is not behind."""
-        for place, wanted in enumerate(self.spills):
-            if wanted and not self.is_behind[place + 1]:
-                return True
-        return False
+        return any(wanted and not self.is_behind[place + 1] for place, wanted in enumerate(self.spills))
 
     def add(self, place: int, content: Content, group: int, start: int, end: int) -> None:
         """Queue pages [start, end), which have arrived in the tier at `place`, unless that is the last one."""
