@@ -185,6 +185,7 @@ def open_part_offloader(
         step_tokens=config.max_num_batched_tokens,
         copy_slowdown=0.0 if with_page_ids else offload.copy_slowdown,
         bus=bus,
+        swaps=offload.preemption_mode == "swap",
         deadline_ns=round(offload.deadline_s * 1e9),
         workers=offload.workers,
         fail_every=offload.fail_every,

@@ -123,6 +123,7 @@ class PartOffloader(Transfers):
         step_tokens: int = 1,
         copy_slowdown: float = 0.0,
         bus: Bus | None = None,
+        swaps: bool = False,
         deadline_ns: int = ALL,
         workers: int = 1,
         fail_every: int = 0,
@@ -159,6 +160,8 @@ class PartOffloader(Transfers):
         self._policy = policy
         self.channels = tuple(channel for connected in tiers for channel in (connected.write, connected.read))
         self._store_within_ns = store_within_ns
+        # Requests do not resume in generated tokens without a state, of which no snapshots are made there.
+        self._swaps = swaps and not cache.memory.has_states
         self.tier_names: tuple[str, ...] = tuple(each.name for each in self.tiers)
         self._block_bytes = cache.block_bytes
         self._num_stored = [0] * len(tier.part_blocks)
@@ -217,6 +220,24 @@ class PartOffloader(Transfers):
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Do nothing: the cache reports complete pages."""
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Store the parts of unknown tokens with which a preempted request could resume after `num_pages` pages."""
+        known_end = content.num_known_pages
+        if not self._swaps or num_pages <= known_end:
+            return
+        tree = self._parts.tree
+        for index, group in enumerate(self.tier.groups):
+            sink, first = tree.needed(index, num_pages * tree.page_size) if group.is_bounded else (0, known_end)
+            for start, end in ((0, sink), (first, num_pages)):
+                if start < end:
+                    self._policy.preempted(content, index, start, end)
+
+    def ended(self, content: Content) -> None:
+        """Drop the parts below that only the request of `content` could find."""
+        if self._swaps:
+            self._policy.ended(content)
+            self.tier.drop_from(content, content.num_known_pages)
 
     # Stores -----------------------------------------------------------------------------------------------
 
