@@ -38,6 +38,14 @@ LOADS: dict[str, tuple[dict[str, Any], tuple[int, int, int, float]]] = {
         {"model": "llama-3.1-70b", "device": "h100-80gb", "tensor_parallel": 4, "kv_memory": "8GiB"},
         (60, 3000, 1000, 2.0),
     ),
+    "gpt-oss-20b, h100-80gb, 4 GiB, 500 + 2,000 tokens": (
+        {"model": "gpt-oss-20b", "device": "h100-80gb", "kv_memory": "4GiB"},
+        (150, 500, 2000, 5.0),
+    ),
+    "gemma-3-27b, h100-80gb, 8 GiB, 3,000 + 1,000 tokens": (
+        {"model": "gemma-3-27b", "device": "h100-80gb", "kv_memory": "8GiB"},
+        (60, 3000, 1000, 2.0),
+    ),
 }
 
 
@@ -80,7 +88,7 @@ def main() -> None:
                     host_memory="200GB",
                     h2d=rate,
                     d2h=rate,
-                    kv_bytes_per_token=147_456 if "qwen" in name else 327_680,
+                    kv_bytes_per_token=config.placement.kv_bytes_per_token,
                     preemption_mode=mode,
                 )
                 ttft, e2e, again = means(offload)

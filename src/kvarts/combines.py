@@ -86,7 +86,6 @@ NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
     Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
-    Refusal(("layers", "store"), "its links are shared, and a load that others slow down ends later than planned"),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),
     Refusal(("bus", "store"), "transfers to a store end when its links say"),
     Refusal(("bus", "several"), "each model has its own channels", "Leave it out."),

@@ -19,7 +19,7 @@ from builders.case import Case, Row, cases
 from builders.grouped import part_groups
 from builders.rooms import HAS_AUDIT
 
-__all__ = ["COST", "FAST", "Grouped", "grouped", "overlapping", "returning"]
+__all__ = ["COST", "FAST", "Grouped", "grouped", "overlapping", "preempted", "returning"]
 
 COST = LinearCost(step_ms=1.0, chunk_token_ms=1.0, decode_ms=0.1)
 """By the token, so that a load of any length saves something."""
@@ -91,6 +91,44 @@ def overlapping(draw: st.DrawFn, *, max_requests: int = 24, cancels: bool = Fals
             copy_slowdown=draw(st.sampled_from([0.0, 0.0, 0.5])),
             load_overlap=draw(st.sampled_from(["none", "layers"])),
             num_layers=draw(st.sampled_from([2, 8])),
+        ),
+    )
+
+
+@st.composite
+def preempted(draw: st.DrawFn, *, max_requests: int = 8, cancels: bool = False) -> Grouped:
+    """Short prompts and long outputs of unknown tokens, on a device for little more than the longest request."""
+    rows = []
+    arrival_ms = 0
+    for _ in range(draw(st.integers(2, max_requests))):
+        arrival_ms += draw(st.sampled_from([0, 1, 5, 50]))
+        units = draw(st.lists(st.integers(0, 1), max_size=2)) + draw(
+            st.lists(st.integers(0, 2), min_size=1, max_size=6)
+        )
+        num_tokens, num_output = 2 * len(units) - draw(st.integers(0, 1)), draw(st.integers(1, 50))
+        priority = draw(st.sampled_from([0, 0, 1]))
+        cancel_ms = draw(st.sampled_from([None, None, None, 40, 200])) if cancels else None
+        rows.append(Row(arrival_ms, units, num_tokens, num_output, None, priority, None, cancel_ms))
+    page_size = draw(st.sampled_from([1, 2, 3, 4]))
+    longest = max(row.num_prompt_tokens + row.num_output_tokens for row in rows)
+    num_pages = -(-longest // page_size) + draw(st.integers(1, 6))
+    rates = st.sampled_from([1000, 100_000, 10**15])
+    return Grouped(
+        Case(rows, 2, page_size, num_pages, draw(st.sampled_from([4, 16])), 4, "default", 1),
+        draw(part_groups()),
+        draw(st.sampled_from(["all", "tails"])),
+        OffloadConfig(
+            host_pages=draw(st.sampled_from([3, 10, 100, 500])),
+            disk_pages=draw(st.sampled_from([None, None, 10, 200])),
+            policy=draw(st.sampled_from(["eager", "lazy"])),
+            h2d=draw(rates),
+            d2h=draw(rates),
+            disk_read=draw(rates),
+            disk_write=draw(rates),
+            latency_us=draw(st.sampled_from([0.0, 5000.0])),
+            fail_every=draw(st.sampled_from([0, 0, 0, 3])),
+            load_overlap=draw(st.sampled_from(["none", "layers"])),
+            num_layers=4,
         ),
     )
 

@@ -10,6 +10,7 @@ from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
+from kvarts.offload.config import OffloadConfig
 from kvarts.settings import SettingError
 
 from builders.case import Case, Row
@@ -88,3 +89,33 @@ def test_a_store_that_is_full_evicts_the_ends_of_old_prefixes(pages: int) -> Non
 def test_a_store_has_one_size() -> None:
     with pytest.raises(SettingError, match="is given beside"):
         StoreSettings(pages=1, memory="1GB")
+
+
+@pytest.mark.parametrize(("overlap", "from_host_ms"), [("none", 212), ("layers", 202.1)])
+def test_a_step_uses_the_layers_of_host_memory_early_and_not_those_of_the_store(
+    overlap: Any, from_host_ms: float
+) -> None:
+    """201 new tokens take as many milliseconds, a tenth of them in each layer.
+
+    The second worker loads 40 pages from the store, and the first 11 from its host memory, after another prompt.
+    """
+    prompts = [(0, [1] * 401), (1000, [1] * 601), (3000, [2] * 701), (4000, [3] * 11), (6000, [1] * 400 + [4] * 201)]
+    rows = [Row(at_ms, units, len(units), 2, None, 0, None) for at_ms, units in prompts]
+    case = Case(rows, 1, 10, 100, 8192, 8, "default", 2)
+    offload = OffloadConfig(
+        host_pages=1000,
+        kv_bytes_per_token=PAGE_BYTES // 10,
+        h2d=PAGE_BYTES * PAGES_A_SECOND,
+        d2h=10**15,
+        latency_us=0.0,
+        load_overlap=overlap,
+        num_layers=10,
+    )
+    cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
+    pool = PoolConfig(role="mixed", each=case.config(cost=cost, audit=True, offload=offload))
+    report = FleetConfig(pools=(pool,), store=STORE).replay(case.trace())
+    assert list(report.requests["store_tokens"]) == [0, 400, 0, 0, 0]
+    assert list(report.requests["host_tokens"])[4] == 110
+    _, from_store, _, _, from_host = first_tokens(report)
+    assert from_store == 1000 + 40 + 201
+    assert from_host == pytest.approx(6000 + from_host_ms, abs=0.01)

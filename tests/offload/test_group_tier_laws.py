@@ -17,14 +17,14 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import REJECTED
 
 from builders.case import Case
-from builders.group_tiers import FAST, Grouped, grouped, overlapping, returning
+from builders.group_tiers import FAST, Grouped, grouped, overlapping, preempted, returning
 from builders.grouped import STATES, WINDOW, Told, assert_same_outcome, part_groups
 
 pytestmark = pytest.mark.laws
 
 
-ANY = st.one_of(grouped(), overlapping())
-WITH_CANCELS = st.one_of(grouped(), overlapping(cancels=True))
+ANY = st.one_of(grouped(), overlapping(), preempted())
+WITH_CANCELS = st.one_of(grouped(), overlapping(cancels=True), preempted(cancels=True))
 
 
 @given(ANY)

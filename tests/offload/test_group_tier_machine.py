@@ -81,6 +81,7 @@ class Load:
     front: NaiveSequence | None = None
     """What computes the pages before those that are loaded, up to `front_end`."""
     front_end: int = 0
+    num_known: int | None = None
     num_good: int = -1
     """How many of `parts` arrived; -1 before the transfer has ended."""
 
@@ -151,6 +152,7 @@ class TieredMachine(RuleBasedStateMachine):
             ],
             EagerParts(self.parts),
             store_within_ns=limit * NS_A_BLOCK,
+            swaps=True,
             with_page_ids=has_ids,
         )
         self.offloader = Offloader(self.cache, layout, with_page_ids=has_ids)
@@ -176,6 +178,9 @@ class TieredMachine(RuleBasedStateMachine):
         self.used: list[Load] = []
         """Loads under way that a step uses."""
         self.served: list[list[int]] = []
+        self.preempted: list[Holder] = []
+        self.tokens_of: dict[int, list[int]] = {}
+        """The tokens of decodes, by owner."""
         self.num_owners = 0
         self.now_ns = 0
 
@@ -241,6 +246,7 @@ class TieredMachine(RuleBasedStateMachine):
     def start_decoding(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.computed()))
         holder.num_known = len(holder.sequence.tokens)
+        self.tokens_of[holder.content.owner] = holder.sequence.tokens
         self.model.settle(holder.sequence)
         self.parts.settle(holder.holding, holder.sequence.num_tokens)
         self.num_owners += 1
@@ -261,7 +267,7 @@ class TieredMachine(RuleBasedStateMachine):
             for holder in decoding:
                 if len(holder.sequence.tokens) == holder.sequence.num_tokens:
                     self.num_owners += 1
-                    holder.sequence.tokens.append(1000 + self.num_owners)  # nobody else has it
+                    holder.sequence.tokens.append(self.model.first_private + self.num_owners)  # nobody else has it
                 self.model.grow(holder.sequence, 1, False)
                 num_wanted = len(self.model.wanted)
                 self.model.note(holder.sequence, is_end=False, num_known=holder.num_known)
@@ -271,6 +277,71 @@ class TieredMachine(RuleBasedStateMachine):
                 self.model.settle(holder.sequence)
         self.parts.end_step()
         self.cache.count()
+
+    @precondition(lambda self: self.decoding())
+    @rule(data=st.data(), stores=st.booleans(), is_cleared=st.booleans())
+    def preempt(self, data: st.DataObject, stores: bool, is_cleared: bool) -> None:
+        """A decode loses its parts, and may look for them again."""
+        holder = data.draw(st.sampled_from(self.decoding()))
+        self.holders.remove(holder)
+        assert holder.num_known is not None
+        page_size = self.cache.page_size
+        self.offloader.begin_step(self.now_ns)  # what was complete before is stored first
+        self.close_parts(holder.holding, holder.sequence.num_tokens)
+        self.offloader.preempted(holder.content, holder.sequence.num_tokens // page_size, PartHolding(holder.holding))
+        self.model.preempt(holder.sequence, holder.num_known)
+        self.preempted.append(holder)
+        if stores:
+            self.store_now()
+        if is_cleared:
+            self.forget_device()
+
+    @precondition(lambda self: self.preempted)
+    @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
+    def come_back(self, data: st.DataObject, is_good: bool) -> None:
+        """Go on with what is left of a preempted request: load all that is below, and end it."""
+        holder = self.preempted.pop(data.draw(st.integers(0, len(self.preempted) - 1)))
+        tokens, tenant, content = holder.sequence.tokens, holder.sequence.salt, holder.content
+        limit = (holder.sequence.num_tokens - 1) // self.cache.page_size
+        on_device = self.model.hit(tokens, tenant, limit)
+        self.num_owners += 1
+        offer = self.offloader.lookup(self.num_owners, content, on_device, limit)
+        depth = len(self.tiers)
+        length = self.model.hit_below(tokens, tenant, limit, depth)
+        assert (0 if offer is None else offer.num_pages) == length - on_device
+        if offer is not None:
+            parts = self.model.offer(tokens, tenant, length, depth)
+            sequence = self.model.begin_load(tokens, tenant, length)
+            if sequence is None:
+                self.offloader.forget(self.num_owners)
+                self.model.unpin(parts)
+            else:
+                number = self.offloader.num_transfers
+                holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
+                self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
+                load = Load(number, self.num_owners, content, holding, sequence, parts, offer.by_tier)
+                load.num_known = holder.num_known
+                num_parts = load.num_parts
+                self.end_load_as(load, num_parts if is_good else data.draw(st.integers(0, num_parts - 1)))
+                if is_good:
+                    self.end(self.holders.pop())
+        elif on_device:
+            self.go_on(holder, on_device)
+        self.offloader.ended(content)
+        self.model.end_private(tokens, tenant)
+
+    def go_on(self, holder: Holder, on_device: int) -> None:
+        """Compute one token after the pages that the device has."""
+        tokens, tenant, content = holder.sequence.tokens, holder.sequence.salt, holder.content
+        match = self.parts.match(content, on_device)
+        assert match.num_pages == on_device
+        sequence = self.model.open(tokens, tenant, on_device, 1)
+        if sequence is not None:
+            holding = self.parts.begin(content, match)
+            self.grow(holding, sequence.num_tokens, is_end=False)
+            self.model.note(sequence, is_end=False, num_known=holder.num_known)
+            self.offloader.begin_step(self.now_ns)
+            self.end(Holder(content, holding, sequence, holder.num_known))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -347,6 +418,10 @@ class TieredMachine(RuleBasedStateMachine):
             self.stores[number] = chosen
             number += 1
         assert self.offloader.num_transfers == number
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        """Delete and write files as an executor does."""
         for transfer in self.offloader.take_planned():
             self.files -= set(transfer.dropped_keys)
             if transfer.direction is Direction.SPILL:
@@ -561,7 +636,7 @@ class TieredMachine(RuleBasedStateMachine):
         sizes = [self.model.below[0].size(part) for of_tier in load.parts for part in of_tier]
         num_blocks = sum(sizes[:num_good]) // self.block_bytes
         self.end_transfer(load.transfer, None if is_good else num_blocks)
-        self.model.end_load(load.sequence, load.parts, num_good, is_used=is_used)
+        self.model.end_load(load.sequence, load.holding.num_pages, load.parts, num_good, is_used=is_used)
         (loaded,) = self.offloader.take_loaded()
         assert loaded.request == load.request
         assert loaded.num_pages == (load.holding.num_pages if is_good else 0)
@@ -575,7 +650,7 @@ class TieredMachine(RuleBasedStateMachine):
             else:
                 self.end_front(load)
             return
-        holder = Holder(load.content, load.holding.parts, load.sequence)
+        holder = Holder(load.content, load.holding.parts, load.sequence, load.num_known)
         if is_good:
             self.holders.append(holder)
         else:
@@ -585,6 +660,7 @@ class TieredMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "cache"):
             return
+        self.carry_out()
         cache, model = self.parts, self.model
         holdings = [holder.holding for holder in self.holders] + [load.holding.parts for load in self.loads]
         holdings += [load.holding.tail for load in self.loads if load.holding.tail is not None]
@@ -628,6 +704,8 @@ class TieredMachine(RuleBasedStateMachine):
     def name_of(self, content: Content, page: int) -> Any:
         """What the model calls a page."""
         keys = [content.key(before) for before in range(page + 1)]
+        if isinstance(keys[-1], int):
+            return content.salt, tuple(self.tokens_of[content.owner][: (page + 1) * self.cache.page_size])
         units = b"".join(key for key in keys if isinstance(key, bytes))
         tokens = tuple(int.from_bytes(units[at : at + 8], "little") for at in range(0, len(units), 8))
         return content.salt, tokens

@@ -12,30 +12,45 @@ from hypothesis import strategies as st
 from test_never_hurts import RATES, WORSE, config_of, longest_step_ms
 
 from kvarts.events import LoadStarted, PagesRemoved, PagesStored
+from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.report.requests import CANCELLED
 from kvarts.sim.replay import replay
 from kvarts.traffic.trace import Trace, TraceRequest
 
 from builders.case import Case, Row
+from builders.grouped import FULL, WINDOW
 from builders.outcome import Outcome, run_kvarts
-from builders.tiers import offloader_of
 
 NS_PER_S = 1_000_000_000
 
 
-def outcome_of(mode: Any, policy: Any, cancel_after_ms: int | None = None) -> Outcome:
+GROUPS = (PartGroup(FULL, 1000), PartGroup(WINDOW.layer, 1000))
+EITHER = pytest.mark.parametrize("groups", [None, GROUPS], ids=["whole pages", "KV groups"])
+
+
+def outcome_of(mode: Any, policy: Any, groups: Any, cancel_after_ms: int | None = None) -> Outcome:
     """Two requests, the second of which loses its pages, and most are evicted before it can run again."""
     rows = [Row(index, [index], 16, num_output, None, 0, None) for index, num_output in enumerate((100, 60))]
     rows[1].cancel_after_ms = cancel_after_ms
-    case = Case(rows, 16, 4, 36, 8192, 8, "default", 1)
+    case = Case(rows, 16, 4, 36 if groups is None else 21, 16, 8, "default", 1)
     offload = OffloadConfig(host_pages=100, policy=policy, kv_bytes_per_token=1000, preemption_mode=mode)
-    return run_kvarts(case, offload=offload)
+    if groups is None:
+        return run_kvarts(case, offload=offload)
+    return run_kvarts(case, offload=offload, groups=groups, kv_groups="tails")
 
 
+def num_cached(outcome: Outcome) -> int:
+    """The pages in host memory; with KV groups, its blocks."""
+    tiers = outcome.engines[0].scheduler.tiers
+    assert tiers is not None
+    return sum(tiers.num_pages()[1::2])
+
+
+@EITHER
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_pages_of_generated_tokens_come_back_from_host_memory(policy: Any) -> None:
-    outcomes = [outcome_of(mode, policy) for mode in ("recompute", "swap")]
+def test_pages_of_generated_tokens_come_back_from_host_memory(policy: Any, groups: Any) -> None:
+    outcomes = [outcome_of(mode, policy, groups) for mode in ("recompute", "swap")]
     recomputed, swapped = (outcome.requests.columns for outcome in outcomes)
     assert recomputed["preemptions"].sum() == swapped["preemptions"].sum() == 1
     assert swapped["recomputed_tokens"].sum() < recomputed["recomputed_tokens"].sum() / 3
@@ -43,9 +58,10 @@ def test_pages_of_generated_tokens_come_back_from_host_memory(policy: Any) -> No
     assert sum(count for event in loads for _, count in event.by_tier) > 16 // 4, "more than the prompt"
 
 
+@EITHER
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_host_memory_drops_them_when_their_request_ends(policy: Any) -> None:
-    outcome = outcome_of("swap", policy)
+def test_host_memory_drops_them_when_their_request_ends(policy: Any, groups: Any) -> None:
+    outcome = outcome_of("swap", policy, groups)
     below = [event for event in outcome.events[0] if isinstance(event, PagesStored | PagesRemoved)]
     private = {True: 0, False: 0}
     for event in below:
@@ -53,15 +69,16 @@ def test_host_memory_drops_them_when_their_request_ends(policy: Any) -> None:
             first = max(event.start_page, event.content.num_known_pages)
             private[isinstance(event, PagesStored)] += max(0, event.end_page - first)
     assert private[True] == private[False] > 0
-    assert offloader_of(outcome.engines[0]).tiers[0].num_cached_blocks <= 2 * 16 // 4
+    assert num_cached(outcome) <= (1 if groups is None else 2) * 2 * 16 // 4
 
 
-def test_a_cancelled_request_leaves_none() -> None:
-    end_ns = int(outcome_of("swap", "eager").requests.columns["last_token_ns"][1])
-    outcome = outcome_of("swap", "eager", cancel_after_ms=end_ns // 1_000_000 - 100)
+@EITHER
+def test_a_cancelled_request_leaves_none(groups: Any) -> None:
+    end_ns = int(outcome_of("swap", "eager", groups).requests.columns["last_token_ns"][1])
+    outcome = outcome_of("swap", "eager", groups, cancel_after_ms=end_ns // 1_000_000 - 100)
     assert outcome.requests.columns["preemptions"].sum() == 1
     assert outcome.requests.columns["status"][1] == CANCELLED
-    assert offloader_of(outcome.engines[0]).tiers[0].num_cached_blocks <= 2 * 16 // 4
+    assert num_cached(outcome) <= (1 if groups is None else 2) * 2 * 16 // 4
 
 
 def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int, per_s: float) -> Trace:
@@ -80,6 +97,7 @@ def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int
 
 @pytest.mark.laws
 @given(
+    st.sampled_from([("qwen3-8b", None), ("gpt-oss-20b", "tails"), ("gemma-3-27b", "all")]),
     st.sampled_from([(60, 500, 700), (40, 2000, 300), (30, 100, 1500)]),
     st.sampled_from([1.2, 2.0, 4.0]),
     st.sampled_from(["eager", "lazy"]),
@@ -87,12 +105,17 @@ def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int
     st.sampled_from([0.1, 1.0, 10.0]),
 )
 def test_swapping_never_hurts(
-    shape: tuple[int, int, int], num_longest: float, policy: Any, rate: str, num_devices: float
+    model: tuple[str, str | None],
+    shape: tuple[int, int, int],
+    num_longest: float,
+    policy: Any,
+    rate: str,
+    num_devices: float,
 ) -> None:
     """L13 for requests that are preempted: TTFT and the time to the last token, means over several arrivals."""
     num_requests, prompt_tokens, output_tokens = shape
     num_pages = round((1.5 * prompt_tokens + 1.8 * output_tokens) / 16 * num_longest) + 2
-    config = config_of("qwen3-8b", num_pages, None)
+    config = config_of(model[0], num_pages, model[1])
     offload = OffloadConfig(host_pages=max(64, round(num_pages * num_devices)), policy=policy, h2d=rate, d2h=rate)
     alone_ms, swapped_ms = [0.0, 0.0], [0.0, 0.0]
     step_ms = 0.0

@@ -8,6 +8,7 @@ in a tier is copied to the next one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oracles.naive_grouped import NaiveGroups, NaivePart, NaiveSequence, Name
@@ -103,10 +104,14 @@ class NaiveTieredGroups(NaiveGroups):
     num_refused: int = 0
     wanted: list[Key] = field(default_factory=list)
     """What is to be stored, in the order in which that became so."""
+    wanted_first: list[Key] = field(default_factory=list)
+    """The same of preempted requests, which is stored before that."""
     fresh: list[NaivePart] = field(default_factory=list)
     """Parts that became findable since `note` was called."""
     idle_room: int = 0
     """Bytes that stores may still hold of what nothing uses."""
+    first_private: int = 1000
+    """Tokens from here on are of one request, and only it can find pages with them."""
 
     # What is stored ---------------------------------------------------------------------------------------
 
@@ -117,6 +122,10 @@ class NaiveTieredGroups(NaiveGroups):
         """Return the groups in the order in which they are used."""
         return sorted(range(len(self.groups)), key=self.is_whole)
 
+    def is_private(self, tokens: Sequence[int]) -> bool:
+        """Return whether only one request can find a page that follows `tokens`."""
+        return max(tokens, default=0) >= self.first_private
+
     def publish(self, part: NaivePart, name: Name) -> None:
         super().publish(part, name)
         self.fresh.append(part)
@@ -124,9 +133,9 @@ class NaiveTieredGroups(NaiveGroups):
     def open(
         self, tokens: list[int], salt: str | None, length: int, num_new: int, *, is_end: bool = False
     ) -> NaiveSequence | None:
-        """Do the same; where others went on as well, the tails of windows are to be stored."""
+        """Do the same; where others can go on as well, the tails of windows are to be stored."""
         sequence = super().open(tokens, salt, length, num_new, is_end=is_end)
-        if sequence is not None:
+        if sequence is not None and not self.is_private(tokens[: length * self.page_size]):
             for group, (layer, _) in enumerate(self.groups):
                 if layer.kind in ("window", "chunk"):
                     pages = sorted(self.needed(layer, length * self.page_size))
@@ -149,12 +158,43 @@ class NaiveTieredGroups(NaiveGroups):
                     self.wanted.append((group, held.name))
         self.wanted += [key for key in keys if self.groups[key[0]][0].kind == "state"]
 
+    def preempt(self, sequence: NaiveSequence, num_known: int) -> None:
+        """Close a sequence that may come back, of which others know `num_known` tokens."""
+        full_tokens = sequence.num_tokens // self.page_size * self.page_size
+        known = num_known // self.page_size * self.page_size
+        NaiveGroups.keep_tails(self, sequence)
+        self.note(sequence, is_end=True, num_known=num_known)
+        self.close(sequence)
+        has_states = any(layer.kind == "state" for layer, _ in self.groups)
+        for group, (layer, _) in enumerate(self.groups if full_tokens > known and not has_states else ()):
+            pages = sorted(self.needed(layer, full_tokens))
+            if self.is_whole(group):
+                pages = [page for page in pages if page * self.page_size >= known]
+            self.wanted_first += [(group, self.name(sequence.tokens, sequence.salt, page)) for page in pages]
+
+    def end_private(self, tokens: list[int], salt: str | None) -> None:
+        """The request of `tokens` has ended: drop what only it could find."""
+
+        def is_gone(key: Key) -> bool:
+            _, (tenant, of_page) = key
+            return tenant == salt and self.is_private(of_page) and of_page == tuple(tokens[: len(of_page)])
+
+        self.wanted_first = [key for key in self.wanted_first if not is_gone(key)]
+        tier = self.below[0]
+        for key in [key for key in tier.here if is_gone(key)]:
+            part = tier.here.pop(key)
+            tier.recent.remove(part)
+            if part.pins:
+                tier.doomed.append(part)
+        for key in [key for key in tier.coming if is_gone(key)]:
+            tier.doomed.append(tier.coming.pop(key))
+
     def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
         """Return what is stored now: wanted parts that are not in the first tier, until `limit` bytes are reached."""
         chosen: list[tuple[NaivePart, NaiveBelow]] = []
         tier, room = self.below[0], limit
-        while self.wanted and not tier.is_behind:
-            key = self.wanted[0]
+        while (wanted := self.wanted_first or self.wanted) and not tier.is_behind:
+            key = wanted[0]
             if key in self.copies and key not in tier.here and key not in tier.coming:
                 part = self.copies[key][0]
                 if room <= 0:
@@ -177,7 +217,7 @@ class NaiveTieredGroups(NaiveGroups):
                     part.stores += 1
                     chosen.append((part, below))
                     room -= self.bytes_of(part)
-            self.wanted.pop(0)
+            wanted.pop(0)
         self.num_moving += bool(chosen)
         return chosen
 
@@ -201,6 +241,9 @@ class NaiveTieredGroups(NaiveGroups):
         """End what brought parts to a tier."""
         self.num_moving -= 1
         self.end_transfer()
+        dropped = [below for below in parts if below in tier.doomed]
+        tier.doomed = [below for below in tier.doomed if below not in dropped]
+        parts = [below for below in parts if below not in dropped]
         for below in parts:
             del tier.coming[below.key]
         if not is_stored:
@@ -213,8 +256,9 @@ class NaiveTieredGroups(NaiveGroups):
             for salt, tokens in [name for of_group, name in keys if of_group == group]:
                 ends = range(len(tokens), 0, -self.page_size)
                 tier.use([(group, (salt, tokens[:end])) for end in ends])
+        known = [below.key for below in parts if not self.is_private(below.key[1][1])]
         for group in range(len(self.groups)):
-            tier.spills += [below.key for below in parts if below.key[0] == group and tier is not self.below[-1]]
+            tier.spills += [key for key in known if key[0] == group and tier is not self.below[-1]]
 
     def end_transfer(self) -> None:
         for tier in self.below:
@@ -359,15 +403,22 @@ class NaiveTieredGroups(NaiveGroups):
             NaiveGroups.publish(self, sequence.parts[below.key[0]][self.page_of(below.key)], below.key[1])
 
     def end_load(
-        self, sequence: NaiveSequence, parts: list[list[NaiveBelow]], num_good: int, *, is_used: bool = False
+        self,
+        sequence: NaiveSequence,
+        length: int,
+        parts: list[list[NaiveBelow]],
+        num_good: int,
+        *,
+        is_used: bool = False,
     ) -> None:
         """End a load of `parts`, of which the first `num_good` arrived; the others are broken, and leave their tier.
+
+        It was the last thing that the first `length` pages of `sequence` needed.
 
         In each group, what arrived before the first broken page can be found. What slower tiers had of it is to be
         stored in the first, unless another load found it broken. `is_used`: it can be found already.
         """
         self.end_transfer()
-        length = sequence.num_tokens // self.page_size
         number, ends = 0, [length] * len(self.groups)
         arrived: list[list[NaiveBelow]] = []
         for tier, of_tier in zip(self.below, parts, strict=False):

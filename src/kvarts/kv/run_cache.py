@@ -135,7 +135,7 @@ class RunCache(RunAccount):
                 # Windows of others that passed them page by page have left them in pieces.
                 for before, piece in pairwise(path):
                     piece.join_held(before)
-        if self.wants is not None:
+        if self.wants is not None and length <= content.num_known_pages:
             for index in self._bounded:
                 for run in holding.held[index]:
                     self.wants.complete(content, index, run.start, run.end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvarts.limits import LATEST_NS, TooLateError
 
 __all__ = ["Channel"]
@@ -16,6 +18,9 @@ class Channel:
     """
 
     __slots__ = ("_bytes_per_s", "_free_ns", "_latency_ns", "name", "num_bytes", "num_transfers")
+
+    can_be_awaited: ClassVar[bool] = True
+    """Whether a step may use a load before it ends: no other engine can delay it, so the step's end is known."""
 
     def __init__(self, name: str, *, latency_us: float, bytes_per_s: int) -> None:
         self.name = name

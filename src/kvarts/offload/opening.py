@@ -173,6 +173,7 @@ def open_offloader(
             grouped,
             parts,
             part_policy,
+            swaps=offload.preemption_mode == "swap",
             store_within_ns=round(offload.store_within_ms * 1e6),
             with_page_ids=with_page_ids,
         )

@@ -78,7 +78,8 @@ class Offered(msgspec.Struct, eq=False):
 class PartLayout(Layout[PartTier]):
     """Parts of pages in KV groups, of `cache` and of the tiers below it.
 
-    `policy`: which parts are stored in the first tier, and when.
+    `policy`: which parts are stored in the first tier, and when. `swaps`: parts of a preempted request's generated
+    tokens are stored there too, and dropped when it ends.
     """
 
     counts_blocks = True
@@ -89,6 +90,7 @@ class PartLayout(Layout[PartTier]):
         connected: Sequence[ConnectedTier[PartTier]],
         policy: PartPolicy,
         *,
+        swaps: bool = False,
         store_within_ns: int = ALL,
         with_page_ids: bool = False,
     ) -> None:
@@ -106,6 +108,8 @@ class PartLayout(Layout[PartTier]):
         self._cache = cache
         self._parts = cache.parts
         self._policy = policy
+        # Requests do not resume in generated tokens without a state, of which no snapshots are made there.
+        self._swaps = swaps and not cache.memory.has_states
         self._num_stored = [0] * len(tier.part_blocks)
         self._num_loaded = list(self._num_stored)
         """Parts by group that have arrived so far, in the first tier and on the device."""
@@ -138,6 +142,24 @@ class PartLayout(Layout[PartTier]):
     def begin_step(self) -> None:
         """Take note that what became complete in the last step is computed."""
         self._policy.begin_step()
+
+    def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
+        """Store the parts of unknown tokens with which a preempted request could resume after `num_pages` pages."""
+        known_end = content.num_known_pages
+        if not self._swaps or num_pages <= known_end:
+            return
+        tree = self._parts.tree
+        for index, group in enumerate(self.tier.groups):
+            sink, first = tree.needed(index, num_pages * tree.page_size) if group.is_bounded else (0, known_end)
+            for start, end in ((0, sink), (first, num_pages)):
+                if start < end:
+                    self._policy.preempted(content, index, start, end)
+
+    def ended(self, content: Content) -> None:
+        """Drop the parts below that only the request of `content` could find."""
+        if self._swaps:
+            self._policy.ended(content)
+            self.tier.drop_from(content, content.num_known_pages)
 
     # Stores -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from kvarts.offload.store_policy import StorePolicy
 
 __all__ = ["EagerParts", "LazyParts", "PartPolicy"]
 
+ANY = 1 << 62
+
 
 class PartPolicy(StorePolicy[tuple[PartRun, int, int]], Wants, Protocol):
     """Chooses runs to store: each with its first page and the page after its last.
@@ -38,6 +40,12 @@ class PartPolicy(StorePolicy[tuple[PartRun, int, int]], Wants, Protocol):
         `run` has them; pages are passed in order.
         """
 
+    def preempted(self, content: Content, group: int, start: int, end: int) -> None:
+        """Want pages [start, end) of a request that lost them: they are computed, and only it can find them again."""
+
+    def ended(self, content: Content) -> None:
+        """Want no pages of unknown tokens of a request that has ended."""
+
 
 class EagerParts:
     """Runs are stored in the step after they became complete."""
@@ -48,6 +56,10 @@ class EagerParts:
         self._tree = cache.tree
         self._wanted: deque[tuple[Content, int, int, int]] = deque()
         """Contents, each with a group and its pages."""
+        self._preempted: deque[tuple[Content, int, int, int]] = deque()
+        """The same of preempted requests: they need them sooner than others do, and are chosen first."""
+        self._chosen = self._wanted
+        """The queue of what was yielded last."""
         self._fresh: list[tuple[Content, int, int, int]] = []
         """The same of the step that computes them."""
         self._computing: dict[RunHolding | PartRun, int] = {}
@@ -77,9 +89,9 @@ class EagerParts:
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield queued runs in order of completion. If there are copies, the oldest is chosen."""
-        wanted = self._wanted
         walked: tuple[Content, int] | None = None
-        while wanted:
+        while wanted := self._preempted or self._wanted:
+            self._chosen = wanted
             content, group, start, end = wanted[0]
             if walked != (content, end):  # the groups of a sequence follow each other
                 walked = content, end
@@ -98,19 +110,33 @@ class EagerParts:
 
     def passed(self, run: PartRun, start: int, end: int) -> None:
         """Remove these pages from the queue."""
-        content, group, _, last = self._wanted[0]
-        self._wanted[0] = content, group, end, last
+        content, group, _, last = self._chosen[0]
+        self._chosen[0] = content, group, end, last
+
+    def preempted(self, content: Content, group: int, start: int, end: int) -> None:
+        """Queue the pages for the step being planned."""
+        self._preempted.append((content, group, start, end))
+
+    def ended(self, content: Content) -> None:
+        """Take the pages that only this request could find out of the queue."""
+        wanted, self._preempted = self._preempted, deque()
+        known_end = content.num_known_pages
+        for each, group, start, end in wanted:
+            last = min(end, known_end) if each is content else end
+            if start < last:
+                self._preempted.append((each, group, start, last))
 
     def forget(self) -> None:
-        """Empty the queue."""
+        """Empty the queues."""
         self._wanted.clear()
+        self._preempted.clear()
         self._fresh.clear()
         self._computing.clear()
 
     @property
     def has_work(self) -> bool:
         """Whether pages are queued."""
-        return bool(self._wanted or self._fresh)
+        return bool(self._wanted or self._preempted or self._fresh)
 
 
 class LazyParts:
@@ -135,12 +161,24 @@ class LazyParts:
     def begin_step(self) -> None:
         """Mark the runs of what was computed in the last step: they are wanted until they are stored."""
         for content, group, start, end in self._fresh:
-            spans, end = self._cache.tree.walk(content, end)  # noqa: PLW2901
-            for span in spans:
-                for run in tuple(span.parts[group]) if span.end > start else ():
-                    if run.start < end and run.end > start:
-                        run.cut(max(start, run.start), min(end, run.end)).is_wanted = True
+            self.preempted(content, group, start, end)
         self._fresh.clear()
+
+    def preempted(self, content: Content, group: int, start: int, end: int) -> None:
+        """Mark the runs: they are wanted until they are stored."""
+        self._mark(content, group, start, end, is_wanted=True)
+
+    def ended(self, content: Content) -> None:
+        """Unmark the runs of unknown tokens."""
+        for group in range(len(self._cache.groups)):
+            self._mark(content, group, content.num_known_pages, ANY, is_wanted=False)
+
+    def _mark(self, content: Content, group: int, start: int, end: int, *, is_wanted: bool) -> None:
+        spans, end = self._cache.tree.walk(content, end)
+        for span in spans:
+            for run in tuple(span.parts[group]) if span.end > start else ():
+                if run.start < end and run.end > start:
+                    run.cut(max(start, run.start), min(end, run.end)).is_wanted = is_wanted
 
     def choose(self) -> Iterator[tuple[PartRun, int, int]]:
         """Yield the wanted runs nearest to eviction. If there are copies, the oldest is chosen."""

@@ -180,20 +180,33 @@ class PartTier(RunAccount):
     def reset(self) -> None:
         """Drop all parts. Pinned and coming parts cannot be found again, and are released when that ends."""
         for span in list(self._tree.every()):
-            for runs in span.parts[self._here : self._here + 2 * len(self.groups)]:
-                for run in tuple(runs):
-                    self._tell_gone(run)
-                    if run.holders:
-                        runs.remove(run)
-                        self._doom(run, span)
-                        continue
-                    count = run.end - run.start
-                    run.unlist()
-                    self.note_used(run.group, count)
-                    self.note_empty(run.group, count)
-                    self.give_ids(run.ids)
-                    run.ids = []
-                    run.forget()
+            self._drop(span, span.start, span.end)
+
+    def drop_from(self, content: Content, page: int) -> None:
+        """Drop all parts of `content` from `page` on, which no other content has."""
+        spans, end = self._tree.walk(content, 1 << 62)
+        for span in reversed(spans):
+            self._drop(span, page, end)
+
+    def _drop(self, span: Span, start: int, end: int) -> None:
+        """Drop pages [start, end) of a span."""
+        for runs in span.parts[self._here : self._here + 2 * len(self.groups)]:
+            for each in tuple(runs):
+                if each.end <= start or each.start >= end:
+                    continue
+                run = each.cut(max(start, each.start), min(end, each.end))
+                self._tell_gone(run)
+                if run.holders:
+                    runs.remove(run)
+                    self._doom(run, span)
+                    continue
+                count = run.end - run.start
+                run.unlist()
+                self.note_used(run.group, count)
+                self.note_empty(run.group, count)
+                self.give_ids(run.ids)
+                run.ids = []
+                run.forget()
 
     # Use --------------------------------------------------------------------------------------------------
 

@@ -249,6 +249,8 @@ class StoreChannel(Channel):
 
     __slots__ = ("_is_read", "_links", "_num_under_way", "_page_bytes", "_worker", "tiers", "view")
 
+    can_be_awaited = False
+
     def __init__(self, name: str, links: LinksToStore, worker: int, *, page_bytes: int, is_read: bool) -> None:
         super().__init__(name, latency_us=0.0, bytes_per_s=1)
         self._links = links

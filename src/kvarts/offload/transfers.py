@@ -300,7 +300,11 @@ class Transfers:
         elif end_ns < NEVER_NS:
             under_way.end_ns = expected_ns = end_ns
             heappush(self._due, (end_ns, transfer_id, True))
-        if early_ns < expected_ns and self._weigher.num_layers > 1:
+        if (
+            early_ns < expected_ns
+            and self._weigher.num_layers > 1
+            and all(lane.can_be_awaited for lane, _ in under_way.lanes)
+        ):
             under_way.hidden_ns = expected_ns - early_ns
             heappush(self._due, (early_ns, transfer_id, False))
         return transfer_id

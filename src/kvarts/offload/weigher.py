@@ -136,14 +136,18 @@ class Weigher:
     def _wait_ns(self, now_ns: int, offer: Offer, first: int, start: int, end: int, hidden_ns: int) -> int:
         """Return how long pages [start, end) of `offer` keep a request waiting that computes `hidden_ns` meanwhile.
 
-        It waits at least for the first of their layers. `first`: the page at which the offer begins.
+        It waits at least for the first of their layers, or for all layers if a step cannot await one of the lanes.
+        `first`: the page at which the offer begins.
         """
         wait_ns = 0
-        for lane, num_bytes in zip(self._lanes, self._bytes_of(offer, first, start, end), strict=True):
-            if num_bytes:
-                wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
-                if hidden_ns:
-                    wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
+        counts = zip(self._lanes, self._bytes_of(offer, first, start, end), strict=True)
+        moving = [(lane, num_bytes) for lane, num_bytes in counts if num_bytes]
+        if not all(lane.can_be_awaited for lane, _ in moving):
+            hidden_ns = 0
+        for lane, num_bytes in moving:
+            wait_ns = max(wait_ns, lane.within_ns(now_ns, num_bytes) - hidden_ns)
+            if hidden_ns:
+                wait_ns = max(wait_ns, lane.within_ns(now_ns, -(-num_bytes // self.num_layers)))
         return wait_ns
 
     def _bytes_of(self, offer: Offer, first: int, start: int, end: int) -> Sequence[int]:
