@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "fleet" / "data"
 sys.path.append(str(ROOT / "tests"))
 
+from kvarts.sim.replay import replay  # noqa: E402
 from kvarts.traffic.formats import load_trace  # noqa: E402
 
 from builders.dynamo_fleet import COLUMNS, config_of, num_equal, rows_of, theirs_of  # noqa: E402
@@ -59,7 +60,7 @@ def main() -> None:
         for name in args.only or cases:
             cost = run([args.dynamo_python, str(SCRIPT), str(DATA / "cases.json"), name, str(trace), str(out)])
             theirs = theirs_of(out)
-            report = config_of(cases[name]).replay(load_trace(trace))
+            report = replay(load_trace(trace), config_of(cases[name]))
             ours = rows_of(report)
             seconds = {pool["role"]: pool["worker_seconds"] for pool in report.summary["fleet"]["pools"]}
             equal = num_equal(ours, theirs)

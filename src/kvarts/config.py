@@ -13,7 +13,7 @@ import msgspec
 from kvarts.limits import MOST_MS, MOST_PAGE_TOKENS, MOST_PAGES, check_number, check_whole
 from kvarts.settings import SettingError, setting
 
-__all__ = ["EngineConfig", "Profile", "Snapshots"]
+__all__ = ["EngineConfig", "EngineOptions", "Profile", "Snapshots"]
 
 Profile = Literal["default", "mocker"]
 Snapshots = Literal["ends", "branches"]
@@ -110,3 +110,54 @@ class EngineConfig(
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that `num_tokens` tokens occupy, including a partial last page."""
         return -(-num_tokens // self.page_size)
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of an engine that runs a real model: its memory, batch and latency, and how the model is computed.
+
+    `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the free memory, 4 GiB at most. `page_size`,
+    `max_num_batched_tokens`, `max_num_seqs` and `snapshots`: as of EngineConfig. `max_itl_ms`: prompts are computed in
+    chunks that keep steps with decodes this short, as far as the steps so far predict.
+
+    `dtype`, `device`, `quantization` and `trust_remote_code`: how the model is loaded, as for `load_model`.
+    `attention`: the backend, one of kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or
+    `auto` (kvarts.executor.torch.layers). `enforce_eager`: on a GPU, run every step kernel by kernel instead of steps
+    of decodes as CUDA graphs.
+
+    `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
+    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. None: `all` if some
+    layers keep less and the other settings go with it, else `off`, which is logged.
+
+    `kv_dtype`: the format of KV in pages: `auto` for the model's, `int8` with a scale per head and token, or `fp8`
+    (e4m3) without one. In 8 bits, up to 4 times the tokens of float32 fit, tokens change, and attention is computed by
+    `sdpa`.
+
+    The values are checked where the model is opened, since their bounds depend on it.
+    """
+
+    kv_memory: str | int = "auto"
+    page_size: int = 16
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_itl_ms: float | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    layers: str = "auto"
+    quantization: str | None = None
+    trust_remote_code: bool = False
+    kv_groups: str | None = None
+    snapshots: Snapshots = "ends"
+    kv_dtype: str = "auto"
+    enforce_eager: bool = False
+
+    def engine_config(self, num_pages: int) -> EngineConfig:
+        """Return the configuration of the engine, with `num_pages` pages."""
+        return EngineConfig(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
+            max_itl_ms=self.max_itl_ms,
+            snapshots=self.snapshots,
+        )

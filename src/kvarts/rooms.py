@@ -11,7 +11,7 @@ from typing import Any
 
 from kvarts.errors import ConfigError
 
-__all__ = ["CallableRoom", "code_named", "from_room", "is_code_name"]
+__all__ = ["CallableRoom", "code_named", "from_room", "function_named", "is_code_name"]
 
 
 def from_room(module: str, name: str, *, field: str) -> Any:
@@ -22,6 +22,16 @@ def from_room(module: str, name: str, *, field: str) -> Any:
         if error.name is None or not f"kvarts.{module}".startswith(error.name):
             raise
         raise ConfigError(f"needs kvarts.{module}, which is not installed", field=field) from error
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """Return the function of this package that `name` states as `module:function`; its module is imported only now.
+
+    Settings name in this way the function that carries them out, so that they need not import it.
+    """
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
 
 
 def is_code_name(text: str) -> bool:
@@ -57,17 +67,11 @@ class CallableRoom(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the main function."""
-        return self._main(*args, **kwargs)
+        return function_named(self.MAIN)(*args, **kwargs)
 
     @property
     def __signature__(self) -> Any:
         """The parameters of the main function, for help and editors."""
         from inspect import signature
 
-        return signature(self._main)
-
-    @property
-    def _main(self) -> Callable[..., Any]:
-        module, _, function = self.MAIN.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), function)
-        return found
+        return signature(function_named(self.MAIN))

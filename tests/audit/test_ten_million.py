@@ -18,6 +18,7 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.sim.config import ReplayConfig
+from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 from builders.group_tiers import COST
@@ -176,8 +177,8 @@ def replayed(kind: str, seed: int) -> int:
     case = random_case(rng)
     config = KINDS[kind](rng, case)
     count = Count()
-    watched = audited(config).replay(case.trace(), observers_of=lambda _: [count])
-    leapt = config.replay(case.trace())
+    watched = replay(case.trace(), audited(config), observers_of=lambda _: [count])
+    leapt = replay(case.trace(), config)
     assert watched.requests_jsonl() == leapt.requests_jsonl()
     for name, column in watched.steps.items():
         assert column.tobytes() == leapt.steps[name].tobytes(), name

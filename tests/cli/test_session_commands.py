@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("grpc", reason="needs kvarts[grpc]")
 from kvarts.cli.chat_text import ByteText
 from kvarts.client import Sessions
+from kvarts.config import EngineOptions
 from kvarts.serve.binding import Binding
 from kvarts.serve.owners import Owners
 from kvarts.session.values import SessionSettings
@@ -102,23 +103,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]], kvarts: Run, tmp_path: Path) -> None:
-    engine = {
-        "kv_memory": "auto",
-        "page_size": 16,
-        "max_batched_tokens": 2048,
-        "max_seqs": 64,
-        "dtype": "auto",
-        "device": "auto",
-        "attention": "auto",
-        "layers": "auto",
-        "trust_remote_code": False,
-        "kv_dtype": "auto",
-        "at_capacity": "refuse",
-    }
+    engine = {"options": EngineOptions(), "at_capacity": "refuse"}
     assert kvarts("serve", "sessions", "--mock")[0] == 130
     assert opened.pop() == {"mock": True, "defaults": SessionSettings(), "max_sessions": 16_384, **engine}
     options = "--sink 0 --window all --retention pin --past-max-positions --max-sessions 9 --session-memory 2GiB"
-    options += f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32 --kv-groups tails"
+    options += (
+        f" --at-capacity evict --state-dir {tmp_path} --page-size 4 --dtype float32 --kv-groups tails --enforce-eager"
+    )
     assert kvarts("serve", "sessions", "--model", "here", *options.split())[0] == 130
     assert opened.pop() == {
         **engine,
@@ -129,9 +120,7 @@ def test_options_are_what_a_runtime_is_opened_with(opened: list[dict[str, Any]],
         "session_memory": 2 * 1024**3,
         "at_capacity": "evict",
         "state_dir": tmp_path,
-        "page_size": 4,
-        "dtype": "float32",
-        "kv_groups": "tails",
+        "options": EngineOptions(page_size=4, dtype="float32", kv_groups="tails", enforce_eager=True),
     }
     assert kvarts("serve", "sessions", "--mock", "--speedup", "2.5")[0] == 130
     assert opened.pop()["speedup"] == 2.5

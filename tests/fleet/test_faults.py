@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.faults import Fault, parse_faults
+from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fault, fleets
@@ -91,7 +92,7 @@ def test_a_fault_of_a_worker_that_is_not_there_is_refused(
 @given(fleets(profile="default", faults=True))
 def test_every_request_ends_or_is_reported(case: FleetCase) -> None:
     """L14: what fails is computed again, and a request fails only where no worker comes up any more."""
-    report = case.config().replay(case.case.trace())
+    report = replay(case.case.trace(), case.config())
     summary = report.summary
     assert summary["num_completed"] + summary["num_rejected"] + summary["num_failed"] == len(case.case.rows)
     reasons = {reason for reason in report.requests["reason"] if reason is not None and "was up" in reason}
@@ -109,10 +110,13 @@ def test_every_request_ends_or_is_reported(case: FleetCase) -> None:
 def test_mixed_workers_that_fail_lose_no_request(case: Case, faults: list[Fault]) -> None:
     """L14 and L5, in a pool of workers that do both; laws L1 to L3 of each are checked after each of its steps."""
     fast, slow = (
-        FleetConfig(
-            pools=(PoolConfig(role="mixed", each=case.config(audit=True, step_by_step=step_by_step)),),
-            faults=tuple(each for each in faults if each.worker < case.replicas and each.kind == "down"),
-        ).replay(case.trace())
+        replay(
+            case.trace(),
+            FleetConfig(
+                pools=(PoolConfig(role="mixed", each=case.config(audit=True, step_by_step=step_by_step)),),
+                faults=tuple(each for each in faults if each.worker < case.replicas and each.kind == "down"),
+            ),
+        )
         for step_by_step in (False, True)
     )
     assert fast.requests_jsonl() == slow.requests_jsonl()

@@ -17,6 +17,7 @@ from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, fleets
@@ -76,7 +77,7 @@ def of_requests(told: Told) -> list[tuple[Any, ...]]:
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
-    return case.config(**changes).replay(case.case.trace())
+    return replay(case.case.trace(), case.config(**changes))
 
 
 @given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))
@@ -164,7 +165,7 @@ def replayed_with(
         store=store,
         faults=case.faults if policy is None else (*case.faults, *LATE),
     )
-    report = config.replay(case.case.trace(), observers_of=partial(told_to, told) if is_told else None)
+    report = replay(case.case.trace(), config, observers_of=partial(told_to, told) if is_told else None)
     return report, [of_requests(each) for each in told.values()]
 
 
@@ -235,7 +236,7 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     """L8: every request that can ever run ends."""
     if store is not None:
         memory = with_store(memory)
-    summary = structs.replace(case.config(**memory), store=store).replay(case.case.trace()).summary
+    summary = replay(case.case.trace(), structs.replace(case.config(**memory), store=store)).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
     num_cancelled = summary.get("num_cancelled", 0)
@@ -252,7 +253,7 @@ def test_a_pool_of_mixed_workers_is_replicas(
         case.profile = "default"
     config = case.config(client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory)
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
-    mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
+    mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):
         assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name]))
     for name in ("transfers", "num_cached_tokens_by_tier", "num_evicted_pages", "duration_ms"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvarts.sim.replay import replay
 from kvarts.traffic.mooncake import load_mooncake
 
 from builders.dynamo_fleet import COLUMNS, config_of, num_equal, rows_of
@@ -34,7 +35,7 @@ def slice_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_requests_agree_with_dynamo(slice_path: Path, name: str) -> None:
     text = gzip.decompress((DATA / f"dynamo-1.6.1-{name}.csv.gz").read_bytes()).decode()
     theirs = sorted(tuple(float(row[column]) for column in COLUMNS) for row in csv.DictReader(text.splitlines()))
-    report = config_of(CASES[name]).replay(load_mooncake(slice_path))
+    report = replay(load_mooncake(slice_path), config_of(CASES[name]))
     ours = rows_of(report)
     assert len(ours) == len(theirs) == NUM_ROWS
     assert num_equal(ours, theirs) == NUM_ROWS

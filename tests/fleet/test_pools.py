@@ -15,6 +15,7 @@ from msgspec import structs
 
 from kvarts.fleet.config import FleetConfig, PoolConfig, Role
 from kvarts.fleet.faults import Fault
+from kvarts.sim.replay import replay
 
 from builders.case import Case, cases
 from builders.fleet import FleetCase, fault, fleets
@@ -132,7 +133,7 @@ def test_pools_that_are_alike_are_one_pool(case: FleetCase) -> None:
         for number in range(pool.each.replicas)
     )
     split = structs.replace(whole, pools=parts)
-    assert split.replay(case.case.trace()).requests_jsonl() == whole.replay(case.case.trace()).requests_jsonl()
+    assert replay(case.case.trace(), split).requests_jsonl() == replay(case.case.trace(), whole).requests_jsonl()
 
 
 ROLES: list[list[Role]] = [
@@ -157,21 +158,24 @@ def test_unlike_workers_of_all_roles_keep_the_laws(
     """L5, L8 and L14; laws L1 to L3 of each worker are checked after each of its steps."""
     is_split = "prefill" in roles
     fast, slow = (
-        FleetConfig(
-            pools=tuple(
-                PoolConfig(
-                    role=role,
-                    each=case.config(
-                        replicas=1, num_pages=case.num_pages + more, audit=True, step_by_step=step_by_step
-                    ),
-                    name=f"{role}-{place}",
-                )
-                for place, (role, more) in enumerate(zip(roles, more_pages, strict=False))
+        replay(
+            case.trace(),
+            FleetConfig(
+                pools=tuple(
+                    PoolConfig(
+                        role=role,
+                        each=case.config(
+                            replicas=1, num_pages=case.num_pages + more, audit=True, step_by_step=step_by_step
+                        ),
+                        name=f"{role}-{place}",
+                    )
+                    for place, (role, more) in enumerate(zip(roles, more_pages, strict=False))
+                ),
+                bytes_per_s=rate,
+                token_bytes=1,
+                faults=tuple(each for each in faults if each.worker < len(roles) and (is_split or each.kind == "down")),
             ),
-            bytes_per_s=rate,
-            token_bytes=1,
-            faults=tuple(each for each in faults if each.worker < len(roles) and (is_split or each.kind == "down")),
-        ).replay(case.trace())
+        )
         for step_by_step in (False, True)
     )
     assert fast.requests_jsonl() == slow.requests_jsonl()

@@ -12,6 +12,7 @@ from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.offload.config import OffloadConfig
 from kvarts.settings import SettingError
+from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
 
@@ -27,7 +28,8 @@ def replayed(
     case = Case(of_rows, 1, 10, 200, 8192, 8, "default", 2)
     config: dict[str, Any] = {"cost": LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)}
     pool = PoolConfig(role="mixed", each=case.config(**config, audit=True))
-    return FleetConfig(pools=(pool,), store=store, faults=faults).replay(case.trace())
+    report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), store=store, faults=faults))
+    return report
 
 
 def first_tokens(report: FleetReport) -> list[float]:

@@ -15,7 +15,7 @@ from kvarts.cli.replay import all_sections
 from kvarts.report.advice import HostMemory, advice, as_size, unbounded_hit_ratio
 from kvarts.report.report import Report
 from kvarts.sim.config import make_config
-from kvarts.sim.replay import replay
+from kvarts.sim.replay import replay, replay_one
 from kvarts.sim.trials import MOST_STEPS, ReplayTrials, round_sizes
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
@@ -119,7 +119,7 @@ def test_hits_lost_to_eviction_ask_for_a_tier_below() -> None:
 def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = replay(trace, config).summary
-    trials = ReplayTrials(trace, config)
+    trials = ReplayTrials(replay_one, trace, config)
     found = trials.host_memory(summary)
     assert found is not None
     most = agents(offload={"host_memory": "1TiB"})["prefix_hit_ratio"]
@@ -135,11 +135,11 @@ def test_the_size_that_is_advised_is_the_least_on_the_grid_that_keeps_the_hits()
 def test_long_replays_are_not_repeated_without_being_asked() -> None:
     trace, config = trace_of("coding-agents"), make_config(MODEL, sections=all_sections())
     summary = {**replay(trace, config).summary, "num_steps": MOST_STEPS + 1}
-    trials = ReplayTrials(trace, config)
+    trials = ReplayTrials(replay_one, trace, config)
     assert trials.is_too_long(summary)
     said = advice(summary, trials=trials)
     assert said is not None and "`kvarts plan` with the same options finds by replay" in said
-    assert not ReplayTrials(trace, config, is_asked=True).is_too_long(summary)
+    assert not ReplayTrials(replay_one, trace, config, is_asked=True).is_too_long(summary)
 
 
 @pytest.mark.skipif(not HAS_OFFLOAD, reason="needs the room offload")

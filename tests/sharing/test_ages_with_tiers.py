@@ -12,8 +12,7 @@ from kvarts.offload.config import OffloadConfig
 from kvarts.offload.opening import open_offloader
 from kvarts.offload.safe_first import SafeFirst
 from kvarts.sharing.ages import AgedOrder, ReleaseClock
-from kvarts.sharing.memory import DeviceMemory
-from kvarts.sharing.part import open_part
+from kvarts.sharing.memory import DeviceMemory, open_part
 
 from builders.engines import whole_pages
 from builders.eviction_contract import EvictionOrderContract, leave

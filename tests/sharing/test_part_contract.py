@@ -7,7 +7,7 @@ import pytest
 from kvarts.kv.page_cache import PageCache
 from kvarts.sched.page_source import PageSource
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.part import DevicePart
+from kvarts.sharing.memory import DevicePart
 
 from builders.engines import whole_pages
 from builders.page_source_contract import PageSourceContract

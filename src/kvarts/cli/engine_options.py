@@ -7,9 +7,17 @@ from typing import Any, get_args
 
 import click
 
-from kvarts.config import Snapshots
+from kvarts.config import EngineOptions, Snapshots
 
-__all__ = ["MODEL_HELP", "SAMPLING", "engine_options", "kv_groups_option", "snapshots_option", "speculation_option"]
+__all__ = [
+    "MODEL_HELP",
+    "SAMPLING",
+    "engine_options",
+    "engine_options_of",
+    "kv_groups_option",
+    "snapshots_option",
+    "speculation_option",
+]
 
 Command = Callable[..., Any]
 
@@ -81,6 +89,13 @@ def engine_options(command: Command, **attributes: Any) -> Command:
     for name, settings in reversed(options):
         command = click.option(name, show_default=True, **settings, **attributes)(command)
     return command
+
+
+def engine_options_of(values: dict[str, Any]) -> EngineOptions:
+    """Return the options of the engine; fields without an option on the command line keep their defaults."""
+    names = {"max_num_batched_tokens": "max_batched_tokens", "max_num_seqs": "max_seqs"}
+    options = {field: names.get(field, field) for field in EngineOptions.__struct_fields__}
+    return EngineOptions(**{field: values[option] for field, option in options.items() if option in values})
 
 
 def kv_groups_option(command: Command, **attributes: Any) -> Command:

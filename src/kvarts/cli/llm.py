@@ -13,7 +13,14 @@ import click
 import msgspec
 
 from kvarts.cli import offload_llm
-from kvarts.cli.engine_options import MODEL_HELP, SAMPLING, engine_options, kv_groups_option, snapshots_option
+from kvarts.cli.engine_options import (
+    MODEL_HELP,
+    SAMPLING,
+    engine_options,
+    engine_options_of,
+    kv_groups_option,
+    snapshots_option,
+)
 from kvarts.cli.narrating import narrate
 from kvarts.cli.process import hold_signals_back
 from kvarts.errors import ConfigError, InputError, KvartsError
@@ -87,24 +94,7 @@ def open_llm(values: dict[str, Any], **settings: Any) -> LLM:
     from kvarts.llm.llm import LLM
 
     settings |= offload_llm.settings_of(values)
-    llm = LLM(
-        values["model"],
-        kv_memory=values["kv_memory"],
-        page_size=values["page_size"],
-        max_num_batched_tokens=values["max_batched_tokens"],
-        max_num_seqs=values["max_seqs"],
-        max_itl_ms=values["max_itl_ms"],
-        dtype=values["dtype"],
-        device=values["device"],
-        attention=values["attention"],
-        layers=values["layers"],
-        quantization=values["quantization"],
-        trust_remote_code=values["trust_remote_code"],
-        kv_groups=values["kv_groups"],
-        snapshots=values["snapshots"],
-        kv_dtype=values["kv_dtype"],
-        **settings,
-    )
+    llm = LLM(values["model"], options=engine_options_of(values), **settings)
     config = llm.config
     blocks = "" if llm.kv_groups == "off" else f" as {llm.num_pages:,} blocks of {llm.kv_blocks['block_bytes']:,} bytes"
     latent = ""

@@ -10,7 +10,14 @@ import click
 from kvarts.cli import (
     http_sessions,
 )
-from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option, snapshots_option, speculation_option
+from kvarts.cli.engine_options import (
+    MODEL_HELP,
+    engine_options,
+    engine_options_of,
+    kv_groups_option,
+    snapshots_option,
+    speculation_option,
+)
 from kvarts.cli.http_options import address_of, door_settings, http_options, keys_of, need_http, serve_http
 from kvarts.cli.llm import need_torch
 from kvarts.cli.options import Command, GroupedOption
@@ -18,9 +25,6 @@ from kvarts.errors import ConfigError
 from kvarts.rooms import from_room
 
 __all__ = ["model_command"]
-
-SETTINGS = ("kv_memory", "page_size", "max_itl_ms", "dtype", "device", "attention", "layers", "quantization",
-            "trust_remote_code", "kv_groups", "snapshots", "kv_dtype", "speculative_config")  # fmt: skip
 
 
 def _options() -> list[click.Parameter]:
@@ -63,7 +67,7 @@ def model_command(**params: Any) -> None:
         is_recording=params["record"] is not None,
     )
     need_torch()
-    engine = {name: params[name] for name in SETTINGS}
+    engine: dict[str, Any] = {"speculative_config": params["speculative_config"]}
     if params["eviction"] is not None:
         engine["eviction"] = _policy(params["eviction"])
     opened = open_model(
@@ -71,8 +75,7 @@ def model_command(**params: Any) -> None:
         door,
         max_model_len=params["max_model_len"],
         tool_call_parser=params["tool_call_parser"],
-        max_num_batched_tokens=params["max_batched_tokens"],
-        max_num_seqs=params["max_seqs"],
+        options=engine_options_of(params),
         **engine,
     )
     http_sessions.open_sessions_of(opened, params, keys)

@@ -13,7 +13,7 @@ from kvarts.cli import (
     http_sessions,
     record,
 )
-from kvarts.cli.engine_options import MODEL_HELP, engine_options, kv_groups_option
+from kvarts.cli.engine_options import MODEL_HELP, engine_options, engine_options_of, kv_groups_option
 from kvarts.cli.narrating import narrate
 from kvarts.cli.options import Command, GroupedOption, grouped
 from kvarts.cli.paths import DIRECTORY, INPUT
@@ -118,22 +118,10 @@ def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
             "state_dir",
             "host_memory",
             "speedup",
-            "kv_memory",
-            "page_size",
-            "max_batched_tokens",
-            "max_seqs",
-            "max_itl_ms",
-            "dtype",
-            "device",
-            "attention",
-            "layers",
-            "quantization",
-            "trust_remote_code",
-            "kv_groups",
-            "kv_dtype",
         )
         if values[name] is not None
     }
+    settings["options"] = engine_options_of(values)
     if values["session_memory"] is not None:
         settings["session_memory"] = parse_bytes(values["session_memory"])
     settings["defaults"] = SessionSettings(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -21,10 +21,7 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings
 from kvarts.units import meant_size, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
-    from kvarts.event_log import EventReader
     from kvarts.fleet.faults import Fault
-    from kvarts.fleet.report import FleetReport
-    from kvarts.sim.replay import Traffic
 
 __all__ = [
     "SECTIONS",
@@ -491,6 +488,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     store that all workers share below their own tiers, if any. `faults`: failures and their times.
     """
 
+    replayed_by: ClassVar[str] = "kvarts.fleet.replay:replay_fleet"
+
     pools: tuple[PoolConfig, ...]
     bytes_per_s: float | None = None
     latency_ms: float = 0.0
@@ -622,15 +621,3 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             **({"scaler": self.scaling, "startup_s": self.startup_s} if self.scaler is not None else {}),
             **({"store": msgspec.to_builtins(self.store)} if self.store is not None else {}),
         }
-
-    def replay(
-        self,
-        traffic: Traffic,
-        *,
-        on_progress: Callable[[int], object] | None = None,
-        observers_of: Callable[[FleetWorker], Sequence[EventReader]] | None = None,
-    ) -> FleetReport:
-        """Replay `traffic` and return the report, see `kvarts.replay`. `observers_of` returns a worker's observers."""
-        from kvarts.fleet.replay import replay_fleet
-
-        return replay_fleet(traffic, self, on_progress=on_progress, observers_of=observers_of)

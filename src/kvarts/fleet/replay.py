@@ -28,9 +28,9 @@ from kvarts.rooms import from_room
 from kvarts.settings import SettingError
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import TiersBelow
-from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
+from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
 from kvarts.sim.replica import Replica
-from kvarts.sim.router import Router, make_router
+from kvarts.sim.router import Router
 
 __all__ = ["BuiltFleet", "replay_fleet"]
 

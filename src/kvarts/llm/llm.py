@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from kvarts.build import TierSettings, build_engine
 from kvarts.clock import Clock, WallClock
 from kvarts.combines import check_combination
-from kvarts.config import EngineConfig, Snapshots
+from kvarts.config import EngineConfig, EngineOptions
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import Executor
@@ -87,24 +89,9 @@ class LLM:
     a loaded model with its `tokenizer`, which from then on attends through pages. Without a tokenizer, prompts are
     token ids.
 
-    `kv_memory`: bytes of KV, as a number or as 2GiB; `auto`: a quarter of the free memory, 4 GiB at most. `config`:
-    replaces all settings of pages, page size, batch and latency. `max_itl_ms`: prompts are computed in chunks that keep
-    steps with decodes this short, as far as the steps so far predict. `attention`: the backend, one of
-    kvarts.executor.torch.backend. `layers`: `compiled`, the `model`'s own code, or `auto`
-    (kvarts.executor.torch.layers). `quantization` and `trust_remote_code`: as for `load_model`. `offload`: host memory
-    and files below the pages; `disk_path`: the directory of the files, which a later run of the same model reads again.
-
-    `kv_groups`: with `off`, every layer keeps every token; with `all` or `tails`, a layer with a window keeps only
-    tokens that later ones attend to (kvarts.llm.room), so more sequences fit the same memory. None: `all` if some
-    layers keep less and the other settings go with it, else `off`, which is logged.
-
-    `snapshots`: where layers with a state leave snapshots, as of EngineConfig.
-
-    `kv_dtype`: the format of KV in pages: `auto` for the model's, `int8` with a scale per head and token, or `fp8`
-    (e4m3) without one. In 8 bits, up to 4 times the tokens of float32 fit, tokens change, and attention is computed by
-    `sdpa`.
-
-    `enforce_eager`: on a GPU, run every step kernel by kernel instead of steps of decodes as CUDA graphs.
+    `options`: the memory, the batch and how the model is computed; `given` are fields of it, as `kv_memory="2GiB"`.
+    `config`: replaces the options of pages, page size, batch and latency. `offload`: host memory and files below the
+    pages; `disk_path`: the directory of the files, which a later run of the same model reads again.
 
     `eviction`: makes the order in which cached pages are evicted, see kvarts.kv.eviction.
 
@@ -128,21 +115,7 @@ class LLM:
         tokenizer: Any = None,
         config: EngineConfig | None = None,
         *,
-        kv_memory: str | int = "auto",
-        page_size: int = 16,
-        max_num_batched_tokens: int = 2048,
-        max_num_seqs: int = 64,
-        max_itl_ms: float | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        attention: str = "auto",
-        layers: str = "auto",
-        quantization: str | None = None,
-        trust_remote_code: bool = False,
-        kv_groups: str | None = None,
-        snapshots: Snapshots = "ends",
-        kv_dtype: str = "auto",
-        enforce_eager: bool = False,
+        options: EngineOptions | None = None,
         offload: Offload | None = None,
         disk_path: str | Path | None = None,
         eviction: Callable[[], EvictionOrder] = LruOrder,
@@ -151,34 +124,38 @@ class LLM:
         readers: Sequence[EventReader] = (),
         audit: bool = False,
         wrap: Callable[[Executor], Executor] | None = None,
+        **given: Any,
     ) -> None:
+        options = structs.replace(EngineOptions() if options is None else options, **given)
         speculation = SpeculativeConfig.of(speculative_config)
         if isinstance(model, str | Path):
             if tokenizer is None:
-                tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+                tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
             model = load_model(
-                model, dtype=dtype, device=device, quantization=quantization, trust_remote_code=trust_remote_code
+                model,
+                dtype=options.dtype,
+                device=options.device,
+                quantization=options.quantization,
+                trust_remote_code=options.trust_remote_code,
             )
-        elif quantization is not None:
+        elif options.quantization is not None:
             raise ConfigError("is for a model that is loaded here", field="quantization", hint="Give its directory.")
-        page_size = page_size if config is None else config.page_size
+        page_size = options.page_size if config is None else config.page_size
+        kv_dtype = options.kv_dtype
         self.offload = None if offload is None else offload.for_model(token_bytes(model, kv_dtype))
         room = open_room(
-            model, page_size, kv_groups, lambda room: _tiers_of(self.offload, room, page_size), kv_dtype=kv_dtype
+            model,
+            page_size,
+            options.kv_groups,
+            lambda room: _tiers_of(self.offload, room, page_size),
+            kv_dtype=kv_dtype,
         )
         if room.whole_pages:
             logger.info("pages are whole, though layers of the model keep less: %s", room.whole_pages)
         if room.has_states and speculation is not None:
             check_combination({"speculation": "speculative_config", "states": "model"})
         if config is None:
-            config = EngineConfig(
-                num_pages=room.num_pages(kv_memory),
-                page_size=page_size,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
-                max_itl_ms=max_itl_ms,
-                snapshots=snapshots,
-            )
+            config = options.engine_config(room.num_pages(options.kv_memory))
         if config.snapshots != "ends" and not room.has_states:
             raise ConfigError("has no effect without layers with a state", field="snapshots", hint="Leave it out.")
         room.check(config.num_pages)
@@ -210,12 +187,12 @@ class LLM:
             sampler,
             num_host_pages=self.tiers.get("host", 0),
             files=files,
-            attention=attention,
-            layers=layers,
+            attention=options.attention,
+            layers=options.layers,
             cut=room.cut,
             num_blocks=room.num_blocks(config.num_pages),
             kv_dtype=kv_dtype,
-            enforce_eager=enforce_eager,
+            enforce_eager=options.enforce_eager,
             clock=clock,
         )
         detokenizing = DetokenizingExecutor(self._executor, max_num_seqs=config.max_num_seqs, clock=clock)

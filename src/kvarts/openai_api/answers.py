@@ -1,16 +1,12 @@
-"""Answers of a mock that are known beforehand: by rules, by a field of the request, or by its tools and schemas.
-
-The engine generates the tokens of such an answer one by one, like words: the answer takes the time of its tokens, is
-cut by `max_tokens`, and its KV is a cache hit of the next turn.
-"""
+"""The choice of a mock's answers: by rules, by a field of the request, or by its tools and schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,110 +15,29 @@ from kvarts.errors import ConfigError, InputError, parts_of
 from kvarts.files import read_bytes, read_toml
 from kvarts.openai_api.budget import Budget
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.failures import MAX_STALL_S, NO_FAILURE, Failure, parse_failure
 from kvarts.openai_api.schemas import value_of
-from kvarts.openai_api.shapes import ANY_OBJECT, Segment
-from kvarts.openai_api.thinking import CLOSE, OPEN
-from kvarts.openai_api.tool_calls import call_text
+from kvarts.openai_api.scripted import ScriptedAnswer, ScriptedCall
+from kvarts.openai_api.shapes import ANY_OBJECT
 from kvarts.openai_api.words import WORDS
 
 if TYPE_CHECKING:
     from kvarts.openai_api.recordings import RecordedAnswers
 
 __all__ = [
-    "CHAT_PATH",
-    "COMPLETION_PATH",
     "Answers",
     "Question",
     "Rule",
-    "ScriptedAnswer",
-    "ScriptedCall",
-    "ScriptedUsage",
-    "Unrecorded",
     "converted",
     "load_rules",
     "rules_of",
 ]
 
-COMPLETION_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 1000
 SEEN_CHARS = 10_000
 """Length of the beginning of a message that patterns are compared with."""
 HINT = "docs/reference.md lists the fields of a rule."
 encode = msgspec.json.encode
-
-
-class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call. `arguments`: an object, or text, which need not be valid JSON."""
-
-    name: str
-    arguments: dict[str, Any] | str = msgspec.field(default_factory=dict)
-
-    @property
-    def written(self) -> str:
-        """The arguments as text."""
-        return self.arguments if isinstance(self.arguments, str) else encode(self.arguments).decode()
-
-
-class ScriptedUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Token counts that replace the real ones in `usage`."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An answer. `text`: a text, or a value to encode as JSON. `finish_reason`: used unless `max_tokens` cuts it.
-
-    `latency_s`: delay before the first byte. `fail`: a failure, in the syntax of failure scripts.
-    Raises ConfigError for a value out of range.
-    """
-
-    text: str | dict[str, Any] | list[Any] = ""
-    calls: tuple[ScriptedCall, ...] = ()
-    reasoning: str = ""
-    refusal: str = ""
-    usage: ScriptedUsage = ScriptedUsage()
-    finish_reason: str = ""
-    latency_s: float = 0.0
-    fail: str = ""
-
-    is_as_long_as_asked: ClassVar[bool] = False
-    """Whether `max_tokens` leave the answer whole."""
-
-    def __post_init__(self) -> None:
-        if self.refusal and (self.text or self.calls):
-            raise ConfigError("is instead of a text and calls", field="refusal")
-        if not 0.0 <= self.latency_s <= MAX_STALL_S:
-            raise ConfigError(f"must be from 0 to {MAX_STALL_S:g}, got {self.latency_s}", field="latency_s")
-        if self.fail:
-            parse_failure(self.fail)
-
-    @property
-    def failure(self) -> Failure:
-        """The failure to apply, with `latency_s` as a stall."""
-        failure = parse_failure(self.fail) if self.fail else NO_FAILURE
-        return msgspec.structs.replace(failure, stall_s=self.latency_s) if self.latency_s else failure
-
-    def segments(self) -> tuple[Segment, ...]:
-        """Return the text to generate, in the format of Qwen models, as segments."""
-        parts: list[Segment] = []
-        if self.reasoning:
-            parts += [Segment("unseen", OPEN), Segment("reasoning", self.reasoning), Segment("unseen", CLOSE)]
-        text = self.text if isinstance(self.text, str) else encode(self.text).decode()
-        if text or self.refusal:
-            parts.append(Segment("refusal" if self.refusal else "content", self.refusal or text))
-        for index, call in enumerate(self.calls):
-            before, after = call_text(call.name, is_first=not (index or text))
-            parts += [
-                Segment("unseen", before),
-                Segment("arguments", call.written, call.name),
-                Segment("unseen", after),
-            ]
-        return tuple(parts)
 
 
 class Rule(ScriptedAnswer, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,14 +97,6 @@ def _matches(pattern: str, text: str) -> bool:
             return False
         place += len(part)
     return True
-
-
-class Unrecorded(Exception):  # noqa: N818  # not an error: its answer is recorded, and the request read again
-    """A request without a recorded answer. `record`: asks the real server; raises ApiError."""
-
-    def __init__(self, record: Callable[[], Awaitable[None]]) -> None:
-        super().__init__()
-        self.record = record
 
 
 class Answers:

@@ -17,15 +17,7 @@ from kvarts.errors import KvartsError
 from kvarts.limits import brief
 from kvarts.llm.listener import RequestFailedError
 from kvarts.openai_api.answer import Answer, Choice, Piece, size_of
-from kvarts.openai_api.answers import (
-    CHAT_PATH,
-    COMPLETION_PATH,
-    Answers,
-    Question,
-    ScriptedAnswer,
-    ScriptedUsage,
-    Unrecorded,
-)
+from kvarts.openai_api.answers import Answers, Question
 from kvarts.openai_api.bodies import (
     APART,
     BodyT,
@@ -45,6 +37,7 @@ from kvarts.openai_api.forms import ChatForm, CompletionForm, Echo, Form, Whole,
 from kvarts.openai_api.http import ClientGone, Direct, HttpRequest, HttpResponse
 from kvarts.openai_api.kv_hints import NO_PRIORITY
 from kvarts.openai_api.models import Models
+from kvarts.openai_api.scripted import CHAT_PATH, COMPLETION_PATH, ScriptedAnswer, ScriptedUsage, Unrecorded
 from kvarts.openai_api.served import Ask, InSessions, Served
 from kvarts.openai_api.shapes import Segments, Shape, schema_of_format
 from kvarts.openai_api.thinking import NO_LIMIT, Thinking
@@ -310,7 +303,7 @@ def wanted_completion(served: Served, body: CompletionBody, exchange: Exchange) 
         return _scripted(answers.recordings.find(COMPLETION_PATH, sent, body.num_choices))
     thinking = NO_LIMIT if is_plain else Thinking.of([body.thinking_token_budget], None, None)
     if asked is not None:
-        asked = thinking.limited(asked, served.text)
+        asked = asked.limited(thinking, served.text)
     if question is not None:
         if asked is None and schema is not None:
             return _scripted(
@@ -442,7 +435,7 @@ def wanted_chat(served: Served, body: ChatBody, exchange: Exchange) -> Wanted:
         budgets = [body.thinking_token_budget, body.thinking_budget_tokens]
         thinking = Thinking.of(budgets, body.reasoning_effort, body.chat_template_kwargs)
         if asked is not None:
-            asked = thinking.limited(asked, served.text)
+            asked = asked.limited(thinking, served.text)
         scripted = [
             one
             for copy in range(body.num_choices)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from kvarts.events import Event, LeapDone, StepDone
 from kvarts.llm.text import Completion
+from kvarts.openai_api.buckets import BucketCounts
 from kvarts.request import Request
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.openai_api.residency import Residency
 
-__all__ = ["BucketCounts", "Meter"]
+__all__ = ["Meter"]
 
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
              960.0, 1920.0, 7680.0)  # fmt: skip
@@ -27,41 +26,6 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 NUM_CHOICES = (1, 2, 5, 10, 20)
 FINE_S = tuple(round(0.0001 * 1.15**power, 7) for power in range(110))
 """Bounds from 0.1 ms to 6 minutes, for percentiles: each is 15 % above the one before."""
-
-
-class BucketCounts:
-    """A histogram: the number of values up to each bound, and above the last.
-
-    `published`: the bounds that are published, if they are fewer.
-    """
-
-    __slots__ = ("bounds", "counts", "published", "total")
-
-    def __init__(self, bounds: Sequence[float], published: Sequence[float] | None = None) -> None:
-        self.published = tuple(bounds if published is None else published)
-        self.bounds = tuple(sorted({*bounds, *self.published}))
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float, count: int = 1) -> None:
-        """Count `value`, `count` times."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def add_sorted(self, values: Sequence[float]) -> None:
-        """Count ascending values, each once."""
-        place = 0
-        while place < len(values):
-            bucket = bisect_left(self.bounds, values[place])
-            end = len(values) if bucket == len(self.bounds) else bisect_right(values, self.bounds[bucket], place)
-            self.counts[bucket] += end - place
-            place = end
-        self.total += sum(values)
-
-    def cumulative(self) -> list[int]:
-        """Return the number of values up to each published bound, and of all."""
-        sums = list(accumulate(self.counts))
-        return [*(sums[bisect_left(self.bounds, bound)] for bound in self.published), sums[-1]]
 
 
 def bounds_1_2_5(most: int) -> tuple[int, ...]:

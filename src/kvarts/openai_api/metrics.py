@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from kvarts.openai_api.meter import BucketCounts
+from kvarts.openai_api.buckets import BucketCounts
 from kvarts.openai_api.served import Served
 
 __all__ = ["Metrics"]

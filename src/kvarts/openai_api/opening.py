@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvarts.clock import Clock
+from kvarts.config import EngineOptions
 from kvarts.event_log import EventReader
 from kvarts.kv.group_needs import GroupNeeds
 from kvarts.openai_api.access import Guard
@@ -156,16 +157,17 @@ def open_model(
     readers: Sequence[EventReader] = (),
     max_model_len: int | None = None,
     tool_call_parser: str = "auto",
+    options: EngineOptions | None = None,
     **settings: Any,
 ) -> Opened:
-    """Return the model in `path`, with `settings` of kvarts.LLM. Raise the errors of kvarts.LLM.
+    """Return the model in `path`, with `options` and other `settings` of kvarts.LLM. Raise the errors of kvarts.LLM.
 
     `tool_call_parser`: the model's format of calls, see kvarts.openai_api.tool_calls.
     """
     residency = _residency_of(door)
     if residency is not None:
         readers = [*readers, residency]
-    llm = from_room("llm.llm", "LLM", field="model")(path, readers=readers, **settings)
+    llm = from_room("llm.llm", "LLM", field="model")(path, options=options, readers=readers, **settings)
     host = llm.host()
     most = host.core.scheduler.most_tokens(host.max_positions or 1 << 40)
     limits = msgspec.structs.replace(
@@ -173,7 +175,7 @@ def open_model(
     )
     meter = Meter(max_model_len=limits.max_model_len, residency=residency)
     host.core.log.add_reader(meter)
-    facts = {"mock": False, "dtype": settings.get("dtype", "auto")}
+    facts = {"mock": False, "dtype": settings.get("dtype", "auto" if options is None else options.dtype)}
     text = HubText(host.tokenizer, host.eos_ids, tool_call_parser=tool_call_parser)
     served = make_served(host, text, door.names or (path,), door, limits=limits, meter=meter, facts=facts)
     return open_app([served], door)

@@ -18,8 +18,8 @@ from kvarts.decoders import decoder_of
 from kvarts.errors import ConfigError, InputError, OutputError, parts_of
 from kvarts.files import append_whole, check_writable, read_bytes, writing
 from kvarts.limits import brief
-from kvarts.openai_api.answers import CHAT_PATH, ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
 from kvarts.openai_api.errors import ApiError
+from kvarts.openai_api.scripted import CHAT_PATH, ScriptedAnswer, ScriptedCall, ScriptedUsage, Unrecorded
 
 __all__ = [
     "RealServer",

@@ -28,7 +28,7 @@ from kvarts.events import (
     StepStarted,
     TransferEnded,
 )
-from kvarts.openai_api.meter import BucketCounts
+from kvarts.openai_api.buckets import BucketCounts
 
 __all__ = ["DEFAULT_SHARE", "Residency"]
 

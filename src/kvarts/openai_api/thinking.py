@@ -9,16 +9,12 @@ the last one of the user, while an agent uses tools, and earlier reasoning is dr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from kvarts.limits import MOST_COUNT
 from kvarts.openai_api.errors import ApiError
-
-if TYPE_CHECKING:
-    from kvarts.openai_api.answers import ScriptedAnswer
-    from kvarts.openai_api.prompts import TextModel
 
 __all__ = ["CLOSE", "OPEN", "Thinking", "budget_of_messages", "reasoning_in", "spoken"]
 
@@ -49,19 +45,6 @@ class Thinking(msgspec.Struct, frozen=True):
         budget = min((min(each, MOST_COUNT) for each in given if each >= 0), default=None)
         is_off = effort == "none" or any((variables or {}).get(name) is False for name in OFF)
         return cls(budget, is_off or budget == 0)
-
-    def limited(self, answer: ScriptedAnswer, text: TextModel) -> ScriptedAnswer:
-        """Return `answer` with the reasoning that is allowed."""
-        if not answer.reasoning or (self.budget is None and not self.is_off):
-            return answer
-        kept = ""
-        if not self.is_off:
-            assert self.budget is not None
-            tokens = text.encode(answer.reasoning, add_special_tokens=False, most=self.budget)
-            if len(tokens) <= self.budget:
-                return answer
-            kept = text.decode(tokens[: self.budget])
-        return msgspec.structs.replace(answer, reasoning=kept)
 
 
 NO_LIMIT = Thinking()

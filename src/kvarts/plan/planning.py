@@ -16,7 +16,7 @@ from kvarts.plan.lead import lead
 from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
-from kvarts.sim.replay import trace_of
+from kvarts.sim.replay import replay_one, trace_of
 from kvarts.sim.trials import ReplayTrials
 from kvarts.units import parse_rate
 
@@ -266,7 +266,7 @@ def _tiers(
         rate = parse_rate(default) if config.offload is None else config.offload.bytes_per_s(channel)
         pages = config.tiers.get(name, 0) * config.replicas
         tiers.append(PricedTier(name=name, pages=pages, bytes_per_s=rate, price=prices.get(name)))
-    trials = ReplayTrials(curves.trace, config, is_asked=True, on_replay=on_replay)
+    trials = ReplayTrials(replay_one, curves.trace, config, is_asked=True, on_replay=on_replay)
     found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
     also = {} if found is None else {"host": [found.num_bytes // page_bytes * config.replicas]}
     num_tokens = max(1, curves.num_prompt_tokens // max(1, len(curves.trace.requests or ())))

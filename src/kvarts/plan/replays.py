@@ -11,7 +11,7 @@ from kvarts.kv.group_needs import GroupNeeds
 from kvarts.plan.cache import CachePlan
 from kvarts.report.advice import advice
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
+from kvarts.sim.replay import replay, replay_one
 from kvarts.sim.trials import ReplayTrials
 from kvarts.units import as_memory
 
@@ -114,7 +114,9 @@ class Replays:
         """Return advice on the next thing to try, given the replay of a step. Further replays find the sizes in it."""
         self.at(step)
         case = self._case(step, None, None, None)
-        trials = ReplayTrials(self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True)
+        trials = ReplayTrials(
+            replay_one, self._plan.trace, self._config_for(case), on_replay=self._on_replay, is_asked=True
+        )
         return advice(self._summaries[case], trials=trials)
 
     def named(self, step: SizeOption) -> str:

@@ -17,7 +17,7 @@ from kvarts.plan.league import find_policy
 from kvarts.plan.replays import share_kept
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import replay
+from kvarts.sim.replay import replay, replay_one
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.editing import repeated
 from kvarts.traffic.trace import Trace
@@ -122,7 +122,7 @@ class UsersPlan:
         """Return the number of users that fit with the host memory that keeps the hits of `fails` users."""
         trace, _ = self._sessions_of(fails)
         config = msgspec.structs.replace(self._config, concurrency=fails, speedup=1.0)
-        trials = ReplayTrials(trace, config, is_asked=True, on_replay=self._on_replay)
+        trials = ReplayTrials(replay_one, trace, config, is_asked=True, on_replay=self._on_replay)
         if getattr(config.offload, "host_pages", None) or getattr(config.offload, "host_memory", None):
             return None
         found = trials.host_memory(trials.replayed(0)) if trials.can_have_host_memory else None
@@ -192,7 +192,7 @@ class UsersPlan:
             trace, copies = self._sessions_of(users)
             config = msgspec.structs.replace(self._config, concurrency=users, speedup=1.0, **fields)
             if host_bytes:
-                config = ReplayTrials(trace, config).with_memory(host_memory=host_bytes)
+                config = ReplayTrials(replay_one, trace, config).with_memory(host_memory=host_bytes)
             summary = replay(trace, config.certain).summary
             hours = summary["duration_ms"] / 3.6e6
             self._found[key] = {

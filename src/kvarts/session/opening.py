@@ -12,7 +12,7 @@ import msgspec
 from kvarts.build import build_engine
 from kvarts.clock import Clock, VirtualClock, WallClock
 from kvarts.combines import check_combination
-from kvarts.config import EngineConfig
+from kvarts.config import EngineConfig, EngineOptions
 from kvarts.errors import ConfigError
 from kvarts.event_log import EventReader
 from kvarts.executor.base import CostModel
@@ -41,6 +41,7 @@ model with KV groups also the keywords `num_blocks` and `memory`, a description.
 
 MakeMock = Callable[..., ModelHost]
 
+DEFAULT_OPTIONS = EngineOptions(max_num_seqs=256)
 MOCK_VOCAB_SIZE = 151_936
 MOCK_TOKEN_BYTES = 114_688
 """The vocabulary and KV size of Qwen3-0.6B in bfloat16: 28 layers x 8 KV heads x 128 x 2 x 2 bytes."""
@@ -100,29 +101,19 @@ def open_sessions(
     shares: Mapping[str, float] | None = None,
     state_dir: str | Path | None = None,
     speedup: float = 1.0,
-    kv_memory: str | int = "auto",
-    page_size: int = 16,
-    max_batched_tokens: int = 2048,
-    max_seqs: int = 256,
-    max_itl_ms: float | None = None,
-    kv_dtype: str = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    attention: str = "auto",
-    layers: str = "auto",
-    quantization: str | None = None,
-    trust_remote_code: bool = False,
-    kv_groups: str | None = None,
+    options: EngineOptions = DEFAULT_OPTIONS,
     host_memory: str | int | None = None,
     clock: Clock | None = None,
     say: Callable[[str], object] = lambda _: None,
     record: Record | None = None,
     make_mock: MakeMock | None = None,
+    **given: Any,
 ) -> Sessions:
     """Return sessions on the model in the directory `model`, or on a mock.
 
-    `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. The other settings are those of
-    SessionsConfig and of kvarts.LLM; the default `kv_memory` of a mock is 4 GiB. `state_dir`: directory in which
+    `session_memory`: bytes of KV for bounded sessions, as a number or as 2GiB. `options`: those of the engine; `given`
+    are fields of it, as `kv_memory="2GiB"`; the default `kv_memory` of a mock is 4 GiB. The other settings are those of
+    SessionsConfig. `state_dir`: directory in which
     sessions outlive the process; `say` receives one line per item that could not be kept or read. `host_memory`:
     memory below the pages, for unbounded sessions that are kept there. `record` returns a reader of the engine's
     events. `make_mock`: creates another mock than mock_host, from the same arguments. `shares`: of owners, see
@@ -132,6 +123,7 @@ def open_sessions(
     """
     if mock == (model is not None):
         raise ConfigError("is needed, or a mock, and not both", field="model")
+    options = msgspec.structs.replace(options, **given)
     memory_bytes = parse_bytes(session_memory) if isinstance(session_memory, str) else session_memory
     config = SessionsConfig(
         defaults=SessionSettings() if defaults is None else defaults,
@@ -140,41 +132,22 @@ def open_sessions(
         max_history_tokens=MOST_HISTORY_TOKENS if max_history_tokens is None else max_history_tokens,
         at_capacity=at_capacity,
     )
-    if mock and kv_groups not in (None, "off"):
+    if mock and options.kv_groups not in (None, "off"):
         raise ConfigError("a mock counts whole pages", field="kv_groups", hint="Leave it off.")
-    if mock and kv_dtype != "auto":
+    if mock and options.kv_dtype != "auto":
         raise ConfigError("a mock has no KV", field="kv_dtype", hint="Leave it to auto.")
     if mock and host_memory is not None:
         raise ConfigError("a mock has no host memory", field="host_memory", hint="Leave it out.")
     if mock:
-        mock_bytes = (
-            parse_bytes("4GiB" if kv_memory == "auto" else kv_memory) if isinstance(kv_memory, str) else kv_memory
-        )
-        engine = EngineConfig(
-            num_pages=max(1, mock_bytes // (MOCK_TOKEN_BYTES * page_size)),
-            page_size=page_size,
-            max_num_batched_tokens=max_batched_tokens,
-            max_num_seqs=min(max_seqs, max_batched_tokens),
-            max_itl_ms=max_itl_ms,
-        )
+        kv_memory = "4GiB" if options.kv_memory == "auto" else options.kv_memory
+        mock_bytes = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
+        engine = options.engine_config(max(1, mock_bytes // (MOCK_TOKEN_BYTES * options.page_size)))
         host = (mock_host if make_mock is None else make_mock)(engine, clock=clock, speedup=speedup)
         tiers: Mapping[str, int] = {}
     else:
         llm: Any = from_room("llm.llm", "LLM", field="model")(
             model,
-            kv_memory=kv_memory,
-            page_size=page_size,
-            max_num_batched_tokens=max_batched_tokens,
-            max_num_seqs=max_seqs,
-            max_itl_ms=max_itl_ms,
-            dtype=dtype,
-            device=device,
-            attention=_attention(attention, device),
-            layers=layers,
-            quantization=quantization,
-            trust_remote_code=trust_remote_code,
-            kv_groups=kv_groups,
-            kv_dtype=kv_dtype,
+            options=msgspec.structs.replace(options, attention=_attention(options.attention, options.device)),
             offload=None if host_memory is None else _eager(host_memory),
             clock=clock,
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 import msgspec
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.hardware import MemoryFit
     from kvarts.kv.group_memory import PartGroup
-    from kvarts.sharing.report import SharedReport
-    from kvarts.sim.replay import Traffic
 
 __all__ = [
     "SECTIONS",
@@ -119,6 +117,8 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
     `code=dead@60` or as values. `each`: the configuration of each model's replay; its pages and cost are computed per
     model.
     """
+
+    replayed_by: ClassVar[str] = "kvarts.sharing.replay:replay_several"
 
     models: dict[str, ModelShare]
     static_split: Annotated[
@@ -402,22 +402,6 @@ class SharingConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fi
         for name in self.models:
             if name not in given:
                 raise ConfigError("has no trace", field=f"models.{name}", hint=f"Give --trace {name}=FILE.")
-
-    def replay(
-        self,
-        traffic: Mapping[str, Traffic],
-        *,
-        on_progress: Callable[[int], object] | None = None,
-        observers_of: ObserversOf | None = None,
-    ) -> SharedReport:
-        """Replay `traffic`, one trace per model by name, and report; see `kvarts.replay`.
-
-        `observers_of` is called with the name of a model; with replicas, with name and number, as `("chat", 0)`. An
-        observed replay runs step by step.
-        """
-        from kvarts.sharing.replay import replay_several
-
-        return replay_several(traffic, self, on_progress=on_progress, observers_of=observers_of)
 
 
 def _page_bytes_of(groups: Sequence[PartGroup]) -> int:

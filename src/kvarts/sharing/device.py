@@ -32,8 +32,7 @@ from kvarts.sched.scheduler import Scheduler
 from kvarts.sharing.donors import cheapest, victims_of
 from kvarts.sharing.health import Health
 from kvarts.sharing.loans import Loan, debts
-from kvarts.sharing.memory import DeviceMemory
-from kvarts.sharing.part import DevicePart, open_grouped_part, open_part
+from kvarts.sharing.memory import DeviceMemory, DevicePart, open_grouped_part, open_part
 
 __all__ = ["Donation", "Health", "SharedDevice"]
 

@@ -29,8 +29,7 @@ from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of
-from kvarts.sim.router import make_router
+from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
 
 __all__ = ["replay_several"]
 

@@ -10,7 +10,7 @@ from kvarts.events import Blocked, LeapDone, Turns
 from kvarts.executor.base import VirtualExecutor
 from kvarts.request import Request
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.part import DevicePart
+from kvarts.sharing.memory import DevicePart
 
 __all__ = ["Tenant"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 import msgspec
 
@@ -20,15 +20,11 @@ from kvarts.sim.hardware import DeviceSettings, ModelSettings, Placement, resolv
 
 if TYPE_CHECKING:
     from kvarts.build import PreparedTiers
-    from kvarts.event_log import EventReader
     from kvarts.executor.base import CostModel
     from kvarts.kv.eviction import EvictionOrder
     from kvarts.kv.group_memory import GroupMemory, PartGroup
-    from kvarts.report.report import Report
     from kvarts.sched.policy import AdmissionPolicy
-    from kvarts.sim.arrivals import SessionsKept
-    from kvarts.sim.replay import Traffic
-    from kvarts.sim.router import Routed, RouterMaker, RoutingSettings
+    from kvarts.sim.router import RouterMaker, RoutingSettings
     from kvarts.traffic.source import Source
     from kvarts.traffic.trace import Trace
 
@@ -113,12 +109,12 @@ class TiersBelow(Protocol):
 class SessionSettings(Protocol):
     """Settings of the state that engines keep of a trace's sessions."""
 
+    opened_by: ClassVar[str]
+    """The function, as `module:function`, that opens the sessions of a trace on the engines of a replay."""
+
     @property
     def holds_pages(self) -> bool:
         """Whether pages are kept in use between turns."""
-
-    def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> SessionsKept:
-        """Return the sessions of `trace` on `engines` of `config`. Raise ConfigError if they cannot have sessions."""
 
 
 def _default_cost() -> CostModel:
@@ -160,6 +156,8 @@ class ReplayConfig(
     default). `admission`: a callable that makes its AdmissionPolicy (PriorityPolicy by default). Each callable is a
     class, or a function without arguments.
     """
+
+    replayed_by: ClassVar[str] = "kvarts.sim.replay:replay_with_spread"
 
     cost: Annotated[
         StepTimes,
@@ -450,35 +448,6 @@ class ReplayConfig(
 
         cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
         return cost
-
-    def replay(
-        self,
-        traffic: Traffic,
-        *,
-        on_progress: Callable[[int], object] | None = None,
-        observers_of: Callable[[int], Sequence[EventReader]] | None = None,
-    ) -> Report:
-        """Replay `traffic` and return the report, as `kvarts.replay` does.
-
-        `observers_of` returns the observers of a replica. With a cost model that has an uncertainty, `traffic` is
-        replayed some ten times more, and the report contains the uncertainty of latencies. With the constants that
-        ship, the report takes it from their errors on measurements to which they were not fitted.
-        """
-        from kvarts.sim.replay import replay_one, trace_of
-        from kvarts.sim.spread import spread_of
-
-        pairs = self.cost.alternatives() if hasattr(self.cost, "alternatives") else []
-        if not pairs:
-            report = replay_one(traffic, self, on_progress=on_progress, observers_of=observers_of)
-            errors = getattr(self.cost, "held_out", {})
-            report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
-            return report
-        trace = trace_of(traffic)
-        report = replay_one(trace, self, on_progress=on_progress, observers_of=observers_of)
-        report.spread = spread_of(
-            pairs, lambda cost: replay_one(trace, msgspec.structs.replace(self, cost=cost)).summary
-        )
-        return report
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the settings that the report lists, by the names that a file and the command line use, JSON-able."""

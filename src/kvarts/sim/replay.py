@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, ClassVar, Protocol, cast, overload
+
+from msgspec import structs
 
 from kvarts.build import build_engine
 from kvarts.event_log import EventReader
@@ -14,18 +16,29 @@ from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
-from kvarts.sim.arrivals import Arrivals
+from kvarts.rooms import function_named
+from kvarts.sim.arrivals import Arrivals, SessionsKept
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.lockstep import GivenDuration, LockstepCost, Ranks, num_ranks_of
 from kvarts.sim.replica import Replica
-from kvarts.sim.router import make_router
+from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router, WithinGroups
+from kvarts.sim.spread import spread_of
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import Workload
 
-__all__ = ["Replayable", "Traffic", "open_replica", "replay", "replay_one", "trace_of"]
+__all__ = [
+    "Replayable",
+    "Traffic",
+    "make_router",
+    "open_replica",
+    "replay",
+    "replay_one",
+    "replay_with_spread",
+    "trace_of",
+]
 
 MANY_EVENTS = 16
 """The number of events buffered in virtual time before readers get them, as none of them is urgent there. A larger
@@ -34,31 +47,19 @@ buffer would only evict the engine's data from the processor's cache."""
 Traffic = Trace | Workload | Path | str
 """A Trace, a Workload to make one from, or the path of a file."""
 
-TrafficT_contra = TypeVar("TrafficT_contra", contravariant=True)
-NameT_co = TypeVar("NameT_co", covariant=True)
-NameT = TypeVar("NameT")
-ReportT_co = TypeVar("ReportT_co", covariant=True)
-TrafficT = TypeVar("TrafficT")
-ReportT = TypeVar("ReportT")
 
+class Replayable(Protocol):
+    """A configuration that can be replayed, such as ReplayConfig for one model and SharingConfig for several."""
 
-class Replayable(Protocol[TrafficT_contra, NameT_co, ReportT_co]):
-    """A configuration that can be replayed: ReplayConfig for one model, SharingConfig for several on one device."""
-
-    def replay(
-        self,
-        traffic: TrafficT_contra,
-        *,
-        on_progress: Callable[[int], object] | None = None,
-        observers_of: Callable[[NameT_co], Sequence[EventReader]] | None = None,
-    ) -> ReportT_co:
-        """Replay `traffic` and return the report. `observers_of` returns the observers of a replica, or of a model."""
+    replayed_by: ClassVar[str]
+    """The function, as `module:function`, that replays traffic with this configuration; its arguments are those of
+    `replay`."""
 
 
 @overload
 def replay(
     trace: Traffic,
-    config: None = None,
+    config: ReplayConfig | None = None,
     *,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[int], Sequence[EventReader]] | None = None,
@@ -67,17 +68,17 @@ def replay(
 
 @overload
 def replay(
-    trace: TrafficT,
-    config: Replayable[TrafficT, NameT, ReportT],
+    trace: Any,
+    config: Replayable,
     *,
     on_progress: Callable[[int], object] | None = None,
-    observers_of: Callable[[NameT], Sequence[EventReader]] | None = None,
-) -> ReportT: ...
+    observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
+) -> Any: ...
 
 
 def replay(
     trace: Any,
-    config: Replayable[Any, Any, Any] | None = None,
+    config: Replayable | None = None,
     *,
     on_progress: Callable[[int], object] | None = None,
     observers_of: Callable[[Any], Sequence[EventReader]] | None = None,
@@ -89,7 +90,32 @@ def replay(
     since its last call. `observers_of` returns the readers that observe the events of a replica, by number, or of a
     model, by name. Raises InputError for a trace that cannot be read.
     """
-    return (config or ReplayConfig()).replay(trace, on_progress=on_progress, observers_of=observers_of)
+    config = config or ReplayConfig()
+    return function_named(config.replayed_by)(trace, config, on_progress=on_progress, observers_of=observers_of)
+
+
+def replay_with_spread(
+    traffic: Traffic,
+    config: ReplayConfig,
+    *,
+    on_progress: Callable[[int], object] | None = None,
+    observers_of: Callable[[int], Sequence[EventReader]] | None = None,
+) -> Report:
+    """Replay the traffic of one model, and report the uncertainty of latencies; the arguments are those of `replay`.
+
+    With a cost model that has an uncertainty, `traffic` is replayed some ten times more. With the constants that ship,
+    the uncertainty follows from their errors on measurements to which they were not fitted.
+    """
+    pairs = config.cost.alternatives() if hasattr(config.cost, "alternatives") else []
+    if not pairs:
+        report = replay_one(traffic, config, on_progress=on_progress, observers_of=observers_of)
+        errors = getattr(config.cost, "held_out", {})
+        report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
+        return report
+    trace = trace_of(traffic)
+    report = replay_one(trace, config, on_progress=on_progress, observers_of=observers_of)
+    report.spread = spread_of(pairs, lambda cost: replay_one(trace, structs.replace(config, cost=cost)).summary)
+    return report
 
 
 def trace_of(traffic: Traffic) -> Trace:
@@ -132,7 +158,9 @@ def replay_one(
             runners.append(runner)
     for index, replica in enumerate(replicas):
         router.follow(index, replica.engine.log)
-    sessions = None if config.sessions is None else config.sessions.open(config, trace, source, replicas)
+    sessions: SessionsKept | None = None
+    if config.sessions is not None:
+        sessions = function_named(config.sessions.opened_by)(config.sessions, config, trace, source, replicas)
     arrivals = Arrivals(
         trace,
         source,
@@ -155,7 +183,28 @@ def replay_one(
         transfers=[scheduler.tiers.totals() for scheduler in schedulers if scheduler.tiers is not None],
         sessions=None if sessions is None else sessions.totals,
         num_evicted_parts=list(map(sum, zip(*(each.num_evicted_parts() for each in replicas), strict=True))),
-        trials=ReplayTrials(trace, config),
+        trials=ReplayTrials(replay_one, trace, config),
+    )
+
+
+def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int = 1, tells_pages: bool = True) -> Router:
+    """Return a new router for a replay of `config`, with `engines` as its workers.
+
+    `ranks`: the number of consecutive engines in lock step. `tells_pages`: whether events describe pages.
+    """
+    if config.router == "round-robin" and config.routing is None:
+        return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)
+    directory = None
+    if not tells_pages:
+        directory = AskedCaches(engines)
+    below = () if config.offload is None or not tells_pages else config.offload.tiers(config.page_size)
+    return config.routing_settings.open(
+        config.router,
+        num_workers=config.replicas,
+        page_size=config.page_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tiers=("device", *below),
+        directory=directory,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -19,10 +19,8 @@ from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sched.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from kvarts.sim.config import ReplayConfig
-
 __all__ = [
+    "AskedCaches",
     "Informed",
     "RoundRobin",
     "Routed",
@@ -30,7 +28,6 @@ __all__ = [
     "RouterMaker",
     "RoutingSettings",
     "WithinGroups",
-    "make_router",
 ]
 
 RouterMaker = Callable[[], Any]
@@ -303,24 +300,3 @@ class AskedCaches:
         """Return the pages of the longest prefix that each engine could resume from."""
         found = ((index, each.scheduler.cache.match(content, limit)) for index, each in enumerate(self._engines))
         return {index: (match.num_pages,) for index, match in found if match.num_pages}
-
-
-def make_router(config: ReplayConfig, engines: Sequence[Routed], *, ranks: int = 1, tells_pages: bool = True) -> Router:
-    """Return a new router for a replay of `config`, with `engines` as its workers.
-
-    `ranks`: the number of consecutive engines in lock step. `tells_pages`: whether events describe pages.
-    """
-    if config.router == "round-robin" and config.routing is None:
-        return RoundRobin(config.replicas) if ranks == 1 else WithinGroups(config.replicas, ranks)
-    directory = None
-    if not tells_pages:
-        directory = AskedCaches(engines)
-    below = () if config.offload is None or not tells_pages else config.offload.tiers(config.page_size)
-    return config.routing_settings.open(
-        config.router,
-        num_workers=config.replicas,
-        page_size=config.page_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tiers=("device", *below),
-        directory=directory,
-    )

@@ -13,6 +13,7 @@ import msgspec
 
 from kvarts.errors import ConfigError
 from kvarts.report.advice import HostMemory
+from kvarts.report.report import Report
 from kvarts.rooms import from_room
 from kvarts.sim.config import ReplayConfig
 from kvarts.traffic.trace import Trace
@@ -51,17 +52,19 @@ def _rounded_up(num_bytes: float) -> int:
 class ReplayTrials:
     """Measures the effect of more memory on a replay of `trace` under `config`; each answer costs some replays.
 
-    `is_asked`: repeat long replays as well. `on_replay` is called before each.
+    `replay` replays the trace once. `is_asked`: repeat long replays as well. `on_replay` is called before each.
     """
 
     def __init__(
         self,
+        replay: Callable[[Trace, ReplayConfig], Report],
         trace: Trace,
         config: ReplayConfig,
         *,
         is_asked: bool = False,
         on_replay: Callable[[], object] | None = None,
     ) -> None:
+        self._replay = replay
         self._trace = trace
         self._is_asked = is_asked
         self._on_replay = on_replay
@@ -116,14 +119,12 @@ class ReplayTrials:
 
     def replayed(self, host_bytes: int, disk_bytes: int = 0) -> dict[str, Any]:
         """Return the summary of a replay with these sizes below the device; each combination is replayed once."""
-        from kvarts.sim.replay import replay_one  # it makes trials itself
-
         sizes = host_bytes, disk_bytes
         if sizes not in self._found:
             if self._on_replay is not None:
                 self._on_replay()
             config = self.with_memory(host_memory=host_bytes or None, disk_memory=disk_bytes or None)
-            self._found[sizes] = replay_one(self._trace, config).summary
+            self._found[sizes] = self._replay(self._trace, config).summary
         return self._found[sizes]
 
     @property

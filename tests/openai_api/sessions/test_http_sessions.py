@@ -233,7 +233,7 @@ def test_the_priority_of_a_turn_is_that_of_its_request() -> None:
     """One sequence at a time: of the turns that wait, that of the lowest number goes first."""
 
     async def run() -> None:
-        async with both(window=None, max_seqs=1, speedup=5.0) as doors:
+        async with both(window=None, max_num_seqs=1, speedup=5.0) as doors:
             ended: list[str] = []
 
             async def say(name: str, **fields: Any) -> None:

@@ -28,7 +28,7 @@ from kvarts.openai_api.several.device import (
 from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.contest import Contest
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.part import DevicePart
+from kvarts.sharing.memory import DevicePart
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sharing.turns import TurnLoop

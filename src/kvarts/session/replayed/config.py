@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from kvarts.errors import ConfigError
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.session.config import AtCapacity
 from kvarts.session.values import Retention
 from kvarts.settings import AtLeastOne, SettingError, setting
-
-if TYPE_CHECKING:
-    from kvarts.session.replayed.sessions import ReplayedSessions
-    from kvarts.sim.config import ReplayConfig
-    from kvarts.sim.router import Routed
-    from kvarts.traffic.source import Source
-    from kvarts.traffic.trace import Trace
 
 __all__ = ["SessionReplay"]
 
@@ -35,6 +26,8 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     room for a turn of a bounded session, refuse it, or evict the session idle longest. `chunk_tokens`: see
     SessionsConfig. Raises ConfigError for a value out of range.
     """
+
+    opened_by: ClassVar[str] = "kvarts.session.replayed.sessions:open_replayed_sessions"
 
     window: Annotated[
         int | None,
@@ -100,36 +93,3 @@ class SessionReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def holds_pages(self) -> bool:
         """Whether pages are kept in use between turns."""
         return self.window is not None or self.retention == "pin"
-
-    def open(self, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]) -> ReplayedSessions:
-        """Return the sessions of `trace` on `engines` of `config`.
-
-        Raise ConfigError if the configuration lacks a requirement of sessions, or the trace lacks sessions.
-        """
-        from kvarts.session.memory import SessionMemory
-        from kvarts.session.replayed.sessions import ReplayedSessions
-
-        if not trace.has_sessions:
-            raise ConfigError(
-                f"{trace.name} has no sessions",
-                field="sessions",
-                hint="Leave the options of sessions out, or give requests a session_id.",
-            )
-        if self.retention == "host" and config.offload is None:
-            raise ConfigError("'host' needs host memory", field="sessions.retention", hint="Set offload.")
-        groups = None if config.kv_groups == "off" else config.memory
-        memory = SessionMemory(config.num_pages if groups is None else config.num_blocks, config.page_size, groups)
-        if self.keeps is not None:
-            try:
-                most_pages = memory.most_pages(self.keeps)
-            except ConfigError as error:
-                raise ConfigError(error.what, field="sessions.window", hint=error.hint) from error
-            room_pages = memory.room(self.chunk_tokens).num_pages
-            if most_pages + room_pages > memory.total:
-                raise ConfigError(
-                    f"a session needs {most_pages} {memory.unit}, beside {room_pages} for chunks, and the device has "
-                    f"{memory.total}",
-                    field="sessions.window",
-                    hint="Keep a smaller window, or give the device more memory.",
-                )
-        return ReplayedSessions(self, trace, source, engines, memory)

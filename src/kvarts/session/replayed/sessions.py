@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvarts.errors import ConfigError
 from kvarts.events import Blocked
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.request import Request
@@ -12,11 +13,12 @@ from kvarts.sched.scheduler import Scheduler
 from kvarts.session.memory import SessionMemory
 from kvarts.session.pages import SessionPages
 from kvarts.session.replayed.config import SessionReplay
+from kvarts.sim.config import ReplayConfig
 from kvarts.sim.router import Routed
 from kvarts.traffic.source import Source
 from kvarts.traffic.trace import Trace, TraceRequest, spell
 
-__all__ = ["ReplayedSessions"]
+__all__ = ["ReplayedSessions", "open_replayed_sessions"]
 
 UNIT_BYTES = 8
 
@@ -231,3 +233,36 @@ class ReplayedSessions:
     def _note(self, at: _Replica) -> None:
         """Update the peak of reserved pages."""
         self._totals["peak_reserved_pages"] = max(self._totals["peak_reserved_pages"], at.scheduler.cache.num_reserved)
+
+
+def open_replayed_sessions(
+    settings: SessionReplay, config: ReplayConfig, trace: Trace, source: Source, engines: Sequence[Routed]
+) -> ReplayedSessions:
+    """Return the sessions of `trace` on `engines` of `config`.
+
+    Raise ConfigError if the configuration lacks a requirement of sessions, or the trace lacks sessions.
+    """
+    if not trace.has_sessions:
+        raise ConfigError(
+            f"{trace.name} has no sessions",
+            field="sessions",
+            hint="Leave the options of sessions out, or give requests a session_id.",
+        )
+    if settings.retention == "host" and config.offload is None:
+        raise ConfigError("'host' needs host memory", field="sessions.retention", hint="Set offload.")
+    groups = None if config.kv_groups == "off" else config.memory
+    memory = SessionMemory(config.num_pages if groups is None else config.num_blocks, config.page_size, groups)
+    if settings.keeps is not None:
+        try:
+            most_pages = memory.most_pages(settings.keeps)
+        except ConfigError as error:
+            raise ConfigError(error.what, field="sessions.window", hint=error.hint) from error
+        room_pages = memory.room(settings.chunk_tokens).num_pages
+        if most_pages + room_pages > memory.total:
+            raise ConfigError(
+                f"a session needs {most_pages} {memory.unit}, beside {room_pages} for chunks, and the device has "
+                f"{memory.total}",
+                field="sessions.window",
+                hint="Keep a smaller window, or give the device more memory.",
+            )
+    return ReplayedSessions(settings, trace, source, engines, memory)

@@ -1,0 +1,56 @@
+"""Every option of an engine on the command line reaches the engine: one struct carries them all."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from msgspec import structs
+
+from kvarts.cli.engine_options import engine_options, engine_options_of, kv_groups_option, snapshots_option
+from kvarts.config import EngineOptions
+
+GIVEN = {
+    "kv_memory": ("--kv-memory 1MiB", "1MiB"),
+    "page_size": ("--page-size 8", 8),
+    "max_num_batched_tokens": ("--max-batched-tokens 99", 99),
+    "max_num_seqs": ("--max-seqs 3", 3),
+    "max_itl_ms": ("--max-itl-ms 7.5", 7.5),
+    "dtype": ("--dtype float16", "float16"),
+    "device": ("--device cuda", "cuda"),
+    "attention": ("--attention sdpa", "sdpa"),
+    "layers": ("--layers model", "model"),
+    "quantization": ("--quantization int4", "int4"),
+    "trust_remote_code": ("--trust-remote-code", True),
+    "kv_groups": ("--kv-groups all", "all"),
+    "snapshots": ("--snapshots branches", "branches"),
+    "kv_dtype": ("--kv-dtype fp8", "fp8"),
+    "enforce_eager": ("--enforce-eager", True),
+}
+"""By field: words of a command line, and the value that they give the field."""
+
+
+@engine_options
+@kv_groups_option
+@snapshots_option
+@click.command()
+def command(**values: object) -> EngineOptions:
+    return engine_options_of(values)
+
+
+def parsed(words: str) -> EngineOptions:
+    options: EngineOptions = command.main(words.split(), standalone_mode=False)
+    return options
+
+
+def test_without_options_an_engine_has_the_defaults_of_python() -> None:
+    assert parsed("") == EngineOptions()
+
+
+@pytest.mark.parametrize("field", EngineOptions.__struct_fields__)
+def test_an_option_reaches_its_field(field: str) -> None:
+    words, value = GIVEN[field]
+    assert parsed(words) == structs.replace(EngineOptions(), **{field: value})
+
+
+def test_no_option_is_without_a_field() -> None:
+    assert len(command.params) == len(EngineOptions.__struct_fields__)
