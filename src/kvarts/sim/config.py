@@ -453,16 +453,20 @@ class ReplayConfig(
     @property
     def cost_model(self) -> CostModel:
         """The cost model that `cost` describes, times `cost_factor`."""
+        if self.cost_factor == 1.0:
+            return self._cost
         from kvarts.executor.scaled import ScaledCost
 
-        return self._cost if self.cost_factor == 1.0 else ScaledCost(self._cost, self.cost_factor)
+        return ScaledCost(self._cost, self.cost_factor)
 
     @property
     def _cost(self) -> CostModel:
+        if hasattr(self.cost, "decode_ns"):
+            cost: CostModel = self.cost
+            return cost
         from kvarts.executor.cost import CallableCost
 
-        cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
-        return cost
+        return CallableCost(self.cost)
 
     def replay(
         self,
@@ -478,7 +482,6 @@ class ReplayConfig(
         ship, the report takes it from their errors on measurements to which they were not fitted.
         """
         from kvarts.sim.replay import replay_one, trace_of
-        from kvarts.sim.spread import spread_of
 
         pairs = self.cost.alternatives() if hasattr(self.cost, "alternatives") else []
         if not pairs:
@@ -486,6 +489,8 @@ class ReplayConfig(
             errors = getattr(self.cost, "held_out", {})
             report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
             return report
+        from kvarts.sim.spread import spread_of
+
         trace = trace_of(traffic)
         report = replay_one(trace, self, on_progress=on_progress, observers_of=observers_of)
         report.spread = spread_of(
