@@ -60,8 +60,15 @@ class RequestColumns(Sequence[TraceRequest]):
         first = self.ends[start - 1] if start else 0
         last = self.ends[end - 1] if end else 0
         ids = array("Q", self.ids[first:last]).tobytes()
-        columns = (self.rows, self.arrivals_ns, self.prompts, self.outputs, self.ends)
-        return requests_of(*(column[start:end] for column in columns), ids, first)
+        return requests_of(
+            self.rows[start:end],
+            self.arrivals_ns[start:end],
+            self.prompts[start:end],
+            self.outputs[start:end],
+            self.ends[start:end],
+            ids,
+            first,
+        )
 
     def in_arrival_order(self) -> RequestColumns:
         """Return the requests sorted by time, and in the order of their rows if that is equal; the first time is 0."""
