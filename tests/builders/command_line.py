@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvarts.cli.options import given_by_flags
-from kvarts.cli.parts import load_parts
-from kvarts.cli.replay import all_sections, replay_command
+from kvarts.cli.replay import ReplayCommand, all_sections, replay_command
 from kvarts.settings import Given
 
 __all__ = ["parsed"]
@@ -14,6 +13,7 @@ def parsed(*arguments: str) -> Given:
     """What `kvarts replay` is given with these arguments."""
     context = replay_command.make_context("replay", list(arguments))
     given = given_by_flags(context.params, all_sections())
-    for part in load_parts():
+    assert isinstance(context.command, ReplayCommand)
+    for part in context.command.parts:
         given = part.given(context.params).over(given)
     return given

@@ -9,8 +9,10 @@ import click
 import msgspec
 import pytest
 
-from kvarts.cli.options import settings_by_param
-from kvarts.cli.replay import OneRun, all_sections, read_settings, replay_command
+from kvarts.cli.effects import NEEDS
+from kvarts.cli.options import options_of, settings_by_param
+from kvarts.cli.parts import concern_parts, load_parts
+from kvarts.cli.replay import OWN_SECTIONS, OneRun, all_sections, read_settings, replay_command
 from kvarts.errors import ConfigError
 from kvarts.settings import Flags, Given, Section, Setting, given_in, settings_of
 from kvarts.sim.config import ReplayConfig, make_config
@@ -238,3 +240,43 @@ def test_a_calibrated_cost_is_named_for_what_it_says(tmp_path: Path) -> None:
     given = parsed("--cost", str(tmp_path / "cost.toml"), "--kv-dtype", "fp8")
     with pytest.raises(ConfigError, match=r"--cost: device: llama-3\.1-70b does not fit l40s"):
         OneRun(given, None, SECTIONS)
+
+
+def options_without_parts() -> set[str]:
+    return {name for param in options_of(OWN_SECTIONS) for name in param.opts}
+
+
+def test_what_parts_replace_makes_them_see_a_command_line() -> None:
+    replaced = {flag for part in load_parts() for option in part.options() for flag in option.opts}
+    assert replaced & options_without_parts() == {"--model"}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_seen"),
+    [
+        ("one.jsonl", False),
+        ("one.jsonl --pages 9 --page-size=4", False),
+        ("--model qwen3-8b one.jsonl", False),
+        ("--model a=qwen3-8b", True),
+        ("--model=a=qwen3-8b", True),
+        ("--model qwen3-8b --model qwen3-4b", True),
+        ("one.jsonl --host-pages 9", True),
+        ("one.jsonl --config=c.toml", True),
+        ("one.jsonl --run-dir r", True),
+        ("--help", True),
+        ("--no-such-option", True),
+        ("-x", True),
+    ],
+)
+def test_parts_see_a_command_line_that_may_be_theirs(line: str, is_seen: bool) -> None:
+    assert concern_parts(line.split(), options_without_parts()) is is_seen
+
+
+def test_without_parts_no_rule_on_effects_is_lost() -> None:
+    """A rule is skipped by a command that knows none of what an option needs."""
+    own = options_without_parts() | {"--json", "--html", "--open", "--run-dir"}
+    everything = {name for param in replay_command.params for name in param.opts}
+    for need in NEEDS:
+        needed = {what.partition("=")[0] for what in need.needs}
+        if (not need.commands or "replay" in need.commands) and own.intersection(need.options) and needed & everything:
+            assert needed & own, need

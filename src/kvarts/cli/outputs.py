@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvarts import __version__
-from kvarts.cli.parts import RoomResults, load_parts
+from kvarts.cli.parts import CommandPart, RoomResults, load_parts
 from kvarts.cli.printing import print_bytes
 from kvarts.cli.table import render_advice, render_table
 from kvarts.files import check_writable, is_standard_output, write_whole
-from kvarts.report.run_directory import DISTRIBUTIONS, REPORT, REQUESTS, RUN, run_json
+from kvarts.report.run_files import DISTRIBUTIONS, REPORT, REQUESTS, RUN
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
@@ -27,8 +27,8 @@ class ReplayFiles:
     """The files of one replay, checked before it begins. Raises ConfigError and OutputError.
 
     `paths`: the files that options name; `run_dir`: an existing folder for all other files. `html_file`: a page, which
-    is made from that folder. `model`: added to the names of the parts' files; None for one model. `places`: values of
-    the parts' options.
+    is made from that folder. `model`: added to the names of the parts' files; None for one model. `parts`: those that
+    may have results; None for all. `places`: values of the parts' options.
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class ReplayFiles:
         run_dir: Path | None,
         html_file: Path | None = None,
         model: str | None = None,
+        parts: Sequence[CommandPart] | None = None,
         **places: Any,
     ) -> None:
         self._as_json = as_json
         self._reports = [path for path in (report_file,) if path is not None]
         self._requests = [path for path in (requests_file,) if path is not None]
-        of_parts = [part.results(config, places, run_dir, model) for part in load_parts()]
+        of_parts = [part.results(config, places, run_dir, model) for part in (load_parts() if parts is None else parts)]
         self._more: list[RoomResults] = [results for results in of_parts if results is not None]
         pages = [path for path in (html_file,) if path is not None]
         for path in (*self._reports, *self._requests, *pages):
@@ -90,6 +91,8 @@ class ReplayFiles:
 
 def write_about(run_dir: Path, report: Report) -> None:
     """Write the files of a run directory that no option names: distributions, and the command."""
+    from kvarts.report.run_directory import run_json
+
     write_whole(run_dir / DISTRIBUTIONS, report.distributions_json())
     write_whole(run_dir / RUN, run_json(__version__, ["kvarts", *_without_page(sys.argv[1:])]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvarts.sim.config import ReplayConfig
     from kvarts.traffic.trace import Trace
 
-__all__ = ["CommandPart", "Outputs", "ReplayRun", "RoomResults", "load_parts"]
+__all__ = ["CommandPart", "Outputs", "ReplayRun", "RoomResults", "concern_parts", "load_parts"]
 
 PARTS: tuple[str, ...] = (
     "fleet",
@@ -32,6 +32,9 @@ PARTS: tuple[str, ...] = (
     "sharing",
 )
 """Modules of this package; each has a `PART`."""
+
+READ_BY_PARTS = ("--config", "--html", "--run-dir")
+"""Options of the command itself that parts read as well."""
 
 
 class Outputs(Protocol):
@@ -119,3 +122,18 @@ class CommandPart:
 def load_parts() -> tuple[CommandPart, ...]:
     """Return the parts that are installed."""
     return tuple(import_module(f"kvarts.cli.{name}").PART for name in PARTS)
+
+
+def concern_parts(args: Sequence[str], own: Collection[str]) -> bool:
+    """Return whether a part may have to see `args`: they contain an option that is not in `own`, or that parts read.
+
+    `own`: the options that are declared without parts. Importing all parts takes longer than a short replay.
+    """
+    models = []
+    for place, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name == "--model":
+            models.append(value if equals else "".join(args[place + 1 : place + 2]))
+        elif word.startswith("-") and (name not in own or name in READ_BY_PARTS):
+            return True
+    return len(models) > 1 or any("=" in model for model in models)  # models with names are a part's

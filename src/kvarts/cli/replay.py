@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,12 @@ import click
 from kvarts.cli.effects import check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
-from kvarts.cli.parts import Outputs, ReplayRun, load_parts
+from kvarts.cli.parts import CommandPart, Outputs, ReplayRun, concern_parts, load_parts
 from kvarts.cli.printing import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sample import load_traffic, over_sample_settings
-from kvarts.directories import new_directory
 from kvarts.files import check_outputs
-from kvarts.report.run_directory import REPORT
+from kvarts.report.run_files import REPORT
 from kvarts.settings import Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
@@ -28,28 +27,89 @@ if TYPE_CHECKING:
 
 from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
 
-__all__ = ["OneRun", "all_sections", "paths_in", "read_settings", "replay_command", "set_by"]
+__all__ = [
+    "OWN_SECTIONS",
+    "OneRun",
+    "ReplayCommand",
+    "all_sections",
+    "paths_in",
+    "read_settings",
+    "replay_command",
+    "set_by",
+]
 
 INCONCLUSIVE = 6
+
+OWN_SECTIONS = (*SECTIONS, TRAFFIC)
 
 result = grouped("Results")
 
 
 def all_sections() -> tuple[Section, ...]:
     """Return all settings, including those of the parts."""
-    return (*SECTIONS, TRAFFIC, *(section for part in load_parts() for section in part.sections))
+    return (*OWN_SECTIONS, *(section for part in load_parts() for section in part.sections))
 
 
-def _options() -> list[click.Parameter]:
+class ReplayCommand(Command):
+    """The command, whose settings become options when its parameters are first read.
+
+    `sections`: the settings among its options; None for all, including those of parts. A command line is parsed by a
+    copy with fewer, so that parts are imported only if one of them may have to see it.
+    """
+
+    sections: tuple[Section, ...] | None = None
+    _all: list[click.Parameter] | None = None
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """The argument and the options of the settings, then the options of the command itself."""
+        if self._all is None:
+            self._all = [*_declared(self.sections), *self._own]
+        return self._all
+
+    @params.setter
+    def params(self, own: list[click.Parameter]) -> None:
+        self._own = own
+
+    @property
+    def parts(self) -> tuple[CommandPart, ...]:
+        """The parts whose options are declared."""
+        return load_parts() if self.sections is None else ()
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Parse `args` with the options that they need."""
+        command = self if extra.get("resilient_parsing") else self._for(args)  # completion has to know all
+        return super(ReplayCommand, command).make_context(info_name, args, parent, **extra)
+
+    def _for(self, args: Sequence[str]) -> ReplayCommand:
+        fewer = self._with_only(())
+        if not {word.partition("=")[0] for word in args if word.startswith("-")} <= _names(self._own):
+            fewer = self._with_only(OWN_SECTIONS)
+        return self if concern_parts(args, _names(fewer.params)) else fewer
+
+    def _with_only(self, sections: tuple[Section, ...]) -> ReplayCommand:
+        fewer = ReplayCommand.__new__(ReplayCommand)
+        fewer.__dict__.update(self.__dict__, sections=sections, _all=None)
+        return fewer
+
+
+def _names(params: Sequence[click.Parameter]) -> set[str]:
+    return {name for param in params for name in param.opts}
+
+
+def _declared(sections: Sequence[Section] | None) -> list[click.Parameter]:
     """Return the argument, and the options of the settings; a part's own option replaces one with the same flag."""
     by_flag: dict[str, click.Option] = {}
-    for option in options_of(all_sections()):
+    for option in options_of(all_sections() if sections is None else sections):
         by_flag.setdefault(option.opts[0], option)
-    by_flag.update({option.opts[0]: option for part in load_parts() for option in part.options()})
+    if sections is None:
+        by_flag.update({option.opts[0]: option for part in load_parts() for option in part.options()})
     return [click.Argument(["trace"], required=False, type=INPUT), *by_flag.values()]
 
 
-@click.command("replay", cls=Command, params=_options(), no_args_is_help=False, checks_effects=True)
+@click.command("replay", cls=ReplayCommand, no_args_is_help=False, checks_effects=True)
 @click.option("--config", "config_file", metavar="FILE", type=INPUT,
               help="TOML file with these settings by their long names (max_seqs for --max-seqs), and trace "
               "or a [workload] table. Options given here win.")  # fmt: skip
@@ -78,20 +138,23 @@ def replay_command(
     an h100-80gb, unless options override that. The report is printed on standard output, everything else on standard
     error. The exit code is 6 if no request fits into the memory.
     """
-    sections = all_sections()
-    given = _given_on_command_line(params, sections).over(read_settings(config_file, sections))
-    for part in load_parts():
+    context = click.get_current_context()
+    assert isinstance(context.command, ReplayCommand)
+    parts = context.command.parts
+    sections = all_sections() if parts else OWN_SECTIONS
+    given = _given_on_command_line(params, sections, parts).over(read_settings(config_file, sections))
+    for part in parts:
         part.check(given)
-    check_effects(click.get_current_context(), is_set=set_by(given, sections))
-    runs = [part.run(given, trace, sections, params) for part in load_parts()]
+    check_effects(context, is_set=set_by(given, sections))
+    runs = [part.run(given, trace, sections, params) for part in parts]
     if trace is None and config_file is None:
         given = over_sample_settings(given, sections)
-    run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections)
+    run: ReplayRun = next((run for run in runs if run is not None), None) or OneRun(given, trace, sections, parts)
     run_dir: Path | None = params.pop("run_dir")
     check_opening(html_file, opens=opens)
     inputs = [path for path in (trace, config_file, *run.inputs, *paths_in(given)) if path is not None]
     with ExitStack() as stack:
-        folder = None if run_dir is None else stack.enter_context(new_directory(run_dir, last=REPORT))
+        folder = None if run_dir is None else stack.enter_context(_new_directory(run_dir))
         if folder is None and html_file is not None:
             from tempfile import TemporaryDirectory
 
@@ -107,6 +170,12 @@ def replay_command(
         if folder is not None and html_file is not None:
             write_run_page(folder, html_file, opens=opens)
     return INCONCLUSIVE if nothing_fits(report.summary) else 0
+
+
+def _new_directory(run_dir: Path) -> AbstractContextManager[Path]:
+    from kvarts.directories import new_directory
+
+    return new_directory(run_dir, last=REPORT)
 
 
 def nothing_fits(summary: Mapping[str, Any]) -> bool:
@@ -144,23 +213,29 @@ def read_settings(config_file: Path | None, sections: Sequence[Section]) -> Give
     return given_in(read_toml(config_file, hint="Check the path of the configuration."), sections, config_file)
 
 
-def _given_on_command_line(params: dict[str, Any], sections: Sequence[Section]) -> Given:
+def _given_on_command_line(params: dict[str, Any], sections: Sequence[Section], parts: Sequence[CommandPart]) -> Given:
     """Return the settings from options, and leave the other options in `params`."""
     given = given_by_flags(params, sections)
     for name in list(params):
         if name.startswith("set_"):
             del params[name]
-    for part in load_parts():
+    for part in parts:
         given = part.given(params).over(given)
     return given
 
 
 class OneRun:
-    """A replay of one model. Raises ConfigError when constructed, before any work is done."""
+    """A replay of one model. Raises ConfigError when constructed, before any work is done.
 
-    def __init__(self, given: Given, trace: Path | None, sections: Sequence[Section]) -> None:
+    `parts`: those whose results it writes; None for all.
+    """
+
+    def __init__(
+        self, given: Given, trace: Path | None, sections: Sequence[Section], parts: Sequence[CommandPart] | None = None
+    ) -> None:
         self._given = given
         self._trace = trace
+        self._parts = parts
         self.config = resolve_replay(given, sections)
         tell_whole_pages(self.config)
 
@@ -173,7 +248,7 @@ class OneRun:
         """Return the outputs, with their paths checked."""
         from kvarts.cli.outputs import ReplayFiles
 
-        return ReplayFiles(self.config, **places)
+        return ReplayFiles(self.config, parts=self._parts, **places)
 
     def load(self) -> tuple[Trace, Sequence[Trace]]:
         """Load the trace."""

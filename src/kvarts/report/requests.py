@@ -115,7 +115,8 @@ class RequestLog:
             import numpy as np
 
             columns = self._rows.take_columns()
-            self._columns = dict(zip(self._fields, columns[:, np.argsort(columns[0])], strict=True))
+            order = np.argsort(columns[0])
+            self._columns = {name: column[order] for name, column in zip(self._fields, columns, strict=True)}
         return self._columns
 
     def numbers(self) -> dict[str, Numbers]:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvarts.errors import ConfigError, InputError, MissingFileError
 from kvarts.files import is_replaceable, reading
+from kvarts.report.run_files import DISTRIBUTIONS, EVENTS, REPORT, REQUESTS, RUN, TIMELINE
 from kvarts.report.run_values import About, Distributions, RequestRow, RunReport, decoded, decoded_lines
 
 __all__ = [
@@ -32,13 +33,6 @@ __all__ = [
     "run_json",
     "timelines_in",
 ]
-
-REPORT = "report.json"
-REQUESTS = "requests.jsonl"
-RUN = "run.json"
-DISTRIBUTIONS = "distributions.json"
-TIMELINE = "timeline.json.gz"
-EVENTS = "events.jsonl.gz"
 
 _NUMBERED = r"-r(\d+)\."
 

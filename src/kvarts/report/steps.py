@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +35,26 @@ class Slab(NamedTuple):
         return np.repeat(self.spans[name].astype(dtype), self.num_steps)
 
 
+class SpanColumns(Mapping[str, Column]):
+    """Columns of integers in few bytes; one that is read is a copy in 8 bytes per integer."""
+
+    def __init__(self, narrow: Mapping[str, Column]) -> None:
+        self._narrow = narrow
+
+    def __getitem__(self, name: str) -> Column:
+        return self._narrow[name].astype("int64")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._narrow)
+
+    def __len__(self) -> int:
+        return len(self._narrow)
+
+    def part(self, start: int, end: int) -> dict[str, Column]:
+        """Return the rows [start, end) of all columns."""
+        return {name: column[start:end].astype("int64") for name, column in self._narrow.items()}
+
+
 class StepLog(StepSpans):
     """An EventReader with columns of spans, of steps, and of times at rest.
 
@@ -42,15 +62,16 @@ class StepLog(StepSpans):
     """
 
     @cached_property
-    def spans(self) -> dict[str, Column]:
+    def spans(self) -> SpanColumns:
         """Integer columns by name, one row per span; `duration_ns` is that of the whole span."""
         import numpy as np
 
-        spans = dict(zip(self._span_fields, self._spans.take_columns(), strict=True))
+        narrow = dict(zip(self._span_fields, self._spans.take_narrow_columns(), strict=True))
+        spans = SpanColumns(narrow)
         lasts_ns = np.zeros(len(spans["num_steps"]), np.int64)
         for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
             lasts_ns[part.start : part.end] += np.add.reduceat(durations_ns, part.begins)
-        spans["duration_ns"] = lasts_ns
+        narrow["duration_ns"] = lasts_ns
         return spans
 
     @cached_property
@@ -59,7 +80,7 @@ class StepLog(StepSpans):
         return not self.num_groups and not arrays_pay(len(self))
 
     @cached_property
-    def numbers(self) -> dict[str, Numbers]:
+    def numbers(self) -> Mapping[str, Numbers]:
         """`spans`, as Few if there are too few steps for arrays."""
         if not self._is_short:
             return self.spans
@@ -97,20 +118,19 @@ class StepLog(StepSpans):
         import numpy as np
 
         spans = self.spans
-        used_before = 0
+        used_before, used_of_spans = 0, spans["used"]
         of_each = self.of_each("used") if self.num_groups else None
         parts = _parts(spans["num_steps"], self._durations_ns.blocks())
         for (part, durations_ns), taken in zip(parts, self._pages_taken.blocks(), strict=True):
             used = np.cumsum(taken, dtype=np.int64)
-            before = spans["used"][part.start : part.end] - (used - taken)[part.begins]
+            before = used_of_spans[part.start : part.end] - (used - taken)[part.begins]
             if part.is_begun:
                 before[0] = used_before
             used += np.repeat(before, part.num_steps)
             used_before = int(used[-1])
             if of_each is not None:
                 used, of_each = of_each[: len(used)], of_each[len(used) :]
-            mine = {name: column[part.start : part.end] for name, column in spans.items()}
-            yield Slab(durations_ns, used, mine, part.num_steps)
+            yield Slab(durations_ns, used, spans.part(part.start, part.end), part.num_steps)
 
     @property
     def durations_ns(self) -> Column:
@@ -149,9 +169,9 @@ class StepLog(StepSpans):
         """
         import numpy as np
 
-        spans = self.spans
-        for part, durations_ns in _parts(spans["num_steps"], self._durations_ns.blocks()):
-            yield durations_ns, np.repeat(spans["decodes"][part.start : part.end], part.num_steps)
+        decodes = self.spans["decodes"]
+        for part, durations_ns in _parts(self.spans["num_steps"], self._durations_ns.blocks()):
+            yield durations_ns, np.repeat(decodes[part.start : part.end], part.num_steps)
 
     @property
     def end_ns(self) -> int:
@@ -210,7 +230,7 @@ class StepLog(StepSpans):
         return np.cumsum(reserved)
 
     @cached_property
-    def _changes_of_reserved(self) -> Column:
+    def _changes_of_reserved(self) -> list[Column]:
         return self._reserved.take_columns()
 
     @cached_property
@@ -250,7 +270,7 @@ class StepLog(StepSpans):
         return np.argsort(np.concatenate((np.arange(len(self)) * 2, self.rests["step"] * 2 + 1)), kind="stable")
 
     @staticmethod
-    def _firsts(spans: dict[str, Column]) -> Column:
+    def _firsts(spans: Mapping[str, Column]) -> Column:
         """Return the number of each span's first step."""
         import numpy as np
 

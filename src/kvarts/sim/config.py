@@ -438,16 +438,20 @@ class ReplayConfig(
     @property
     def cost_model(self) -> CostModel:
         """The cost model that `cost` describes, times `cost_factor`."""
+        if self.cost_factor == 1.0:
+            return self._cost
         from kvarts.executor.scaled import ScaledCost
 
-        return self._cost if self.cost_factor == 1.0 else ScaledCost(self._cost, self.cost_factor)
+        return ScaledCost(self._cost, self.cost_factor)
 
     @property
     def _cost(self) -> CostModel:
+        if hasattr(self.cost, "decode_ns"):
+            cost: CostModel = self.cost
+            return cost
         from kvarts.executor.cost import CallableCost
 
-        cost: CostModel = self.cost if hasattr(self.cost, "decode_ns") else CallableCost(self.cost)
-        return cost
+        return CallableCost(self.cost)
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the settings that the report lists, by the names that a file and the command line use, JSON-able."""

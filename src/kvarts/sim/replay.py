@@ -23,7 +23,6 @@ from kvarts.sim.driver import Driver, Runner
 from kvarts.sim.lockstep import GivenDuration, LockstepCost, Ranks, num_ranks_of
 from kvarts.sim.replica import Replica
 from kvarts.sim.router import AskedCaches, RoundRobin, Routed, Router, WithinGroups
-from kvarts.sim.spread import spread_of
 from kvarts.sim.trials import ReplayTrials
 from kvarts.traffic.formats import load_trace
 from kvarts.traffic.trace import Trace
@@ -112,6 +111,8 @@ def replay_with_spread(
         errors = getattr(config.cost, "held_out", {})
         report.error_shares = {f"{metric}_ms": error.one_sigma for metric, error in errors.items()}
         return report
+    from kvarts.sim.spread import spread_of
+
     trace = trace_of(traffic)
     report = replay_one(trace, config, on_progress=on_progress, observers_of=observers_of)
     report.spread = spread_of(pairs, lambda cost: replay_one(trace, structs.replace(config, cost=cost)).summary)

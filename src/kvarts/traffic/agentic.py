@@ -12,7 +12,7 @@ The first version lacks a header: its rows are Mooncake's, with a `wait_for` (tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -249,7 +249,7 @@ def _line(trace: Trace, request: TraceRequest, play: int, waits: list[After]) ->
     return row
 
 
-def _share_ids(trace: Trace, requests: list[TraceRequest], plays: list[int]) -> bool:
+def _share_ids(trace: Trace, requests: Sequence[TraceRequest], plays: list[int]) -> bool:
     """Return whether two plays share an id, so that ids must be global."""
     play_of: dict[int, int] = {}
     for request, play in zip(requests, plays, strict=True):

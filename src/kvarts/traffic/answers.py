@@ -7,6 +7,8 @@ partial block, is replaced by the id of that block in the next prompt, unless se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -59,7 +61,7 @@ def _answered(request: TraceRequest, following: TraceRequest, unit_tokens: int, 
     return theirs[: -(-num_tokens // unit_tokens) * UNIT_BYTES]
 
 
-def _shared_ids(requests: list[TraceRequest]) -> set[int]:
+def _shared_ids(requests: Sequence[TraceRequest]) -> set[int]:
     """Return the last ids of prompts that occur more than once in the trace."""
     lasts = np.array([_last_id(request) for request in requests], np.uint64)
     ids = [request.units for request in requests if isinstance(request.units, bytes)]

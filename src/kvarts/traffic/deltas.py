@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def _first_id(units: Units) -> object:
     return units[:UNIT_BYTES] if isinstance(units, bytes) else (units[0].start if units else None)
 
 
-def accumulated(requests: list[TraceRequest], unit_tokens: int, path: Path) -> list[TraceRequest]:
+def accumulated(requests: Sequence[TraceRequest], unit_tokens: int, path: Path) -> list[TraceRequest]:
     """Return `requests` with whole prompts, token by token, given later turns that contain only new tokens.
 
     The prompt of a turn is the previous prompt, its answer, and then the turn's own tokens. Answers are therefore known

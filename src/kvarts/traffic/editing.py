@@ -156,7 +156,7 @@ def anonymized(trace: Trace) -> Trace:
     return _like(trace, requests, name="anonymized")
 
 
-def known(trace: Trace) -> list[TraceRequest]:
+def known(trace: Trace) -> Sequence[TraceRequest]:
     """Return the requests of a trace. Raise InputError for a stream."""
     requests = trace.requests
     if requests is None:

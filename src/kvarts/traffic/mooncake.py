@@ -10,8 +10,8 @@ row without `hash_ids` shares nothing with any other.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,8 @@ from kvarts.samples import sample_of
 from kvarts.traffic.deltas import accumulated, broken_sessions
 from kvarts.traffic.mooncake_request import NS_PER_MS, has_too_many_ids, request_of
 from kvarts.traffic.mooncake_row import MooncakeRow
+from kvarts.traffic.plain_rows import add_plain
+from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.rows import SKIP_HINT
 from kvarts.traffic.trace import Trace, TraceRequest
 from kvarts.traffic.trace_file import TraceFile
@@ -71,14 +73,44 @@ class MooncakeReader:
         row_number = 0
         for first_line, block in self._blocks():
             for line, row in self._decode(first_line, block):
-                try:
-                    request = request_of(row, row_number, self.trace_block_size, refuse_too_many=self._refuse_too_many)
-                except InputError as error:
-                    self._skip_or_raise(error, line)
-                else:
-                    self._count(row, row_number)
+                request = self._request(line, row, row_number)
+                if request is not None:
                     yield request
                 row_number += 1
+
+    def read(self) -> Sequence[TraceRequest]:
+        """Return all requests: as columns if all rows are plain, else as a list."""
+        columns = RequestColumns()
+        requests: list[TraceRequest] | None = None
+        row_number = 0
+        for first_line, block in self._blocks():
+            rows = self._decode_whole(block)
+            num_added = 0
+            if requests is None and rows is not None:
+                num_added = add_plain(rows, row_number, self.trace_block_size, columns)
+                row_number += num_added
+                self.num_rows += num_added
+            lines = self._decode_by_line(first_line, block) if rows is None else enumerate(rows, first_line)
+            for line, row in islice(lines, num_added, None):
+                request = self._request(line, row, row_number)
+                row_number += 1
+                if request is None:
+                    continue
+                if requests is None:
+                    requests = list(columns)
+                    columns = RequestColumns()
+                requests.append(request)
+        return columns if requests is None else requests
+
+    def _request(self, line: int, row: MooncakeRow, row_number: int) -> TraceRequest | None:
+        """Return the request of a row; None if it is skipped."""
+        try:
+            request = request_of(row, row_number, self.trace_block_size, refuse_too_many=self._refuse_too_many)
+        except InputError as error:
+            self._skip_or_raise(error, line)
+            return None
+        self._count(row, row_number)
+        return request
 
     def _count(self, row: MooncakeRow, row_number: int) -> None:
         self.num_rows += 1
@@ -108,14 +140,17 @@ class MooncakeReader:
             yield line, rest
 
     def _decode(self, first_line: int, block: bytes) -> Iterable[tuple[int, MooncakeRow]]:
+        rows = self._decode_whole(block)
+        return self._decode_by_line(first_line, block) if rows is None else enumerate(rows, first_line)
+
+    def _decode_whole(self, block: bytes) -> list[MooncakeRow] | None:
+        """Return the rows of a block; None if one is malformed or blank, and rows must be decoded line by line."""
         try:
             rows = self._decoder.decode_lines(block)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return self._decode_by_line(first_line, block)
+            return None
         # With blank lines, line numbers cannot be taken from positions in `rows`.
-        if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")):
-            return enumerate(rows, first_line)
-        return self._decode_by_line(first_line, block)
+        return rows if len(rows) == block.count(b"\n") + (not block.endswith(b"\n")) else None
 
     def _decode_by_line(self, first_line: int, block: bytes) -> Iterator[tuple[int, MooncakeRow]]:
         """Decode line by line, to find the malformed ones."""
@@ -166,7 +201,7 @@ def load_mooncake(
         trace_block_size = trace_block_size or sample.trace_block_size
     file = TraceFile.of(path)
     reader = MooncakeReader(file, trace_block_size=trace_block_size, skip_bad_lines=skip_bad_lines)
-    requests = list(reader)
+    requests = reader.read()
     if not requests:
         what = "has no requests" if not reader.num_skipped else f"has no readable line in {reader.num_skipped}"
         raise InputError(what, path=file.path, hint="A trace has one JSON object per line.")
@@ -187,7 +222,7 @@ def load_mooncake(
     if session_turns == "deltas":
         requests = accumulated(requests, unit_tokens, file.path)
         unit_tokens, has_output_tokens = 1, True
-    elif session_turns is None and knows_prefixes:
+    elif session_turns is None and knows_prefixes and reader.has_sessions:
         _refuse_deltas(requests, file.path)
     requests = _in_arrival_order(requests, file.path)
     return Trace(
@@ -201,7 +236,7 @@ def load_mooncake(
     )
 
 
-def _refuse_deltas(requests: list[TraceRequest], path: Path) -> None:
+def _refuse_deltas(requests: Sequence[TraceRequest], path: Path) -> None:
     """Raise InputError if the later turns of sessions appear to be deltas."""
     broken, num_sessions = broken_sessions(requests)
     if len(broken) < num_sessions or not any(session.shrinks for session in broken):
@@ -217,7 +252,7 @@ def _refuse_deltas(requests: list[TraceRequest], path: Path) -> None:
     )
 
 
-def _with_waits(requests: list[TraceRequest], waits: dict[int, MooncakeRow], path: Path) -> list[TraceRequest]:
+def _with_waits(requests: Sequence[TraceRequest], waits: dict[int, MooncakeRow], path: Path) -> list[TraceRequest]:
     """Return `requests` with dependencies set from `wait_for`. Raise InputError for an unknown name."""
     row_of = {request.request_id: request.row for request in requests if request.request_id is not None}
     waiting = []
@@ -246,8 +281,10 @@ def _with_waits(requests: list[TraceRequest], waits: dict[int, MooncakeRow], pat
     return waiting
 
 
-def _in_arrival_order(requests: list[TraceRequest], path: Path) -> list[TraceRequest]:
+def _in_arrival_order(requests: Sequence[TraceRequest], path: Path) -> Sequence[TraceRequest]:
     """Return requests sorted by time; a request without a time is placed directly after the one it waits for."""
+    if isinstance(requests, RequestColumns):
+        return requests.in_arrival_order()
     last_of_session: dict[str, int] = {}
     time_of_row: dict[int, int] = {}
     times = []

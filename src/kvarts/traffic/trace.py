@@ -12,6 +12,7 @@ from typing import Any
 
 from kvarts.content import UNIT_BYTES, Content
 from kvarts.few import arrays_pay
+from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace_request import TraceRequest, Units
 from kvarts.units import as_duration
 
@@ -26,8 +27,8 @@ NO_PREFIXES = (
 class Trace:
     """Requests in arrival order, and the meaning of their units.
 
-    `requests` may be any iterable. If it is not a list, it is read on demand and must be in arrival order.
-    `has_output_tokens`: some requests have `output_units`, so prompts must be compared token by token.
+    `requests` may be any iterable. If it is neither a list nor RequestColumns, it is read on demand and must be in
+    arrival order. `has_output_tokens`: some requests have `output_units`, so prompts must be compared token by token.
     `has_sessions`: some requests have a `session_id` or wait for others; determined automatically for a list.
     `knows_prefixes`: the trace records which prefixes prompts share; if not, no prompts share any.
     `left_out`: number of rows of the file that are not requests here, by reason. `warnings`: notes on how the file was
@@ -48,6 +49,7 @@ class Trace:
         warnings: Sequence[str] = (),
     ) -> None:
         self._requests = requests
+        self._known: Sequence[TraceRequest] | None = requests if isinstance(requests, list | RequestColumns) else None
         self.unit_tokens = unit_tokens
         self.has_output_tokens = has_output_tokens
         if isinstance(requests, list):
@@ -63,21 +65,21 @@ class Trace:
         return iter(self._requests)
 
     @property
-    def requests(self) -> list[TraceRequest] | None:
-        """All requests, if the trace is a list; None for a stream."""
-        return self._requests if isinstance(self._requests, list) else None
+    def requests(self) -> Sequence[TraceRequest] | None:
+        """All requests, if they are known beforehand; None for a stream."""
+        return self._known
 
     @property
     def tells_hits(self) -> bool:
         """Whether hit ratios are exact: shared prefixes are known, and every answer that a later turn could contain."""
-        if not self.knows_prefixes or not isinstance(self._requests, list):
+        if not self.knows_prefixes or self._known is None:
             return False
-        lasts = {request.session_id: request.row for request in self._requests}
+        lasts = {request.session_id: request.row for request in self._known} if self.has_sessions else {}
         return all(
             request.output_units is not None
             or request.answered_units is not None
             or (request.session_id is not None and lasts[request.session_id] == request.row)
-            for request in self._requests
+            for request in self._known
         )
 
     def __repr__(self) -> str:

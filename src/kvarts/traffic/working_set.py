@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from sys import byteorder
 
 from kvarts.content import UNIT_BYTES
 from kvarts.few import arrays_pay
-from kvarts.traffic.trace import Trace, TraceRequest, spell
+from kvarts.traffic.trace import Trace, spell
+from kvarts.traffic.trace_request import Units
 
 __all__ = ["working_set_pages"]
 
@@ -23,37 +27,48 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
-    lengths = [request.num_prompt_tokens for request in requests]
-    # A sequence's last token is never computed.
-    num_pages = sum(
-        (num_prompt + request.num_output_tokens - 1) // page_size
-        for num_prompt, request in zip(lengths, requests, strict=True)
-    )
-    units = [spell(request.units) for request in requests]
-    for members in _by_tenant(requests):
+    num_pages = 0
+    firsts, tenants = array("Q"), []
+    for request in requests:
+        # A sequence's last token is never computed.
+        num_pages += (request.num_prompt_tokens + request.num_output_tokens - 1) // page_size
+        firsts.append(_first_unit(request.units))
+        tenants.append(request.tenant)
+    for members in _alike(firsts, tenants):
+        is_run = members[-1] - members[0] == len(members) - 1
+        prompts = requests[members[0] : members[-1] + 1] if is_run else [requests[index] for index in members]
+        units = [spell(request.units) for request in prompts]
         # The last unit may be partial, so equal units can be prompts of different lengths. Sorting is stable, so two
         # sorts suffice, and neither compares contents twice.
-        members.sort(key=lengths.__getitem__)
-        members.sort(key=units.__getitem__)
-        for start in range(1, len(members), SLAB):
-            slab = members[start - 1 : start + SLAB]
+        order = sorted(range(len(prompts)), key=lambda place: prompts[place].num_prompt_tokens)
+        order.sort(key=units.__getitem__)
+        for start in range(1, len(order), SLAB):
+            slab = order[start - 1 : start + SLAB]
             num_pages -= _shared_pages(
-                [units[index] for index in slab],
-                [lengths[index] // page_size for index in slab],
+                [units[place] for place in slab],
+                [prompts[place].num_prompt_tokens // page_size for place in slab],
                 trace.unit_tokens,
                 page_size,
             )
     return num_pages
 
 
-def _by_tenant(requests: list[TraceRequest]) -> list[list[int]]:
-    """Return the indices of each tenant's requests."""
-    members: dict[str | None, list[int]] = {}
-    if len({request.tenant for request in requests}) == 1:
-        return [list(range(len(requests)))]
-    for index, request in enumerate(requests):
-        members.setdefault(request.tenant, []).append(index)
-    return list(members.values())
+def _first_unit(units: Units) -> int:
+    """Return the first unit; units are not empty."""
+    return int.from_bytes(units[:UNIT_BYTES], byteorder) if isinstance(units, bytes) else next(filter(None, units))[0]
+
+
+def _alike(firsts: array[int], tenants: list[str | None]) -> Iterator[list[int]]:
+    """Return the indices of requests that may share pages: several of one tenant whose first units are equal."""
+    order: Sequence[int] = range(len(firsts))
+    if any(tenants):
+        order = sorted(order, key=lambda index: tenants[index] or "")
+    for _, of_tenant in groupby(order, key=tenants.__getitem__):
+        members = sorted(of_tenant, key=firsts.__getitem__)
+        for _, group in groupby(members, key=firsts.__getitem__):
+            alike = list(group)
+            if len(alike) > 1:
+                yield alike
 
 
 def _shared_pages(prompts: list[bytes], num_pages: list[int], unit_tokens: int, page_size: int) -> int:

@@ -1,0 +1,89 @@
+"""Requests of a trace as columns, for requests with nothing but a time, lengths and ids."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from operator import le
+from typing import overload
+
+from kvarts.traffic.plain_rows import requests_of
+from kvarts.traffic.trace_request import TraceRequest
+
+__all__ = ["RequestColumns"]
+
+CHUNK = 1024
+"""Number of requests made at once: their objects fit in a core's cache."""
+
+
+class RequestColumns(Sequence[TraceRequest]):
+    """A sequence of requests that are made when they are read; a request is 24 bytes and its ids.
+
+    Ids have 4 bytes each, or 8 once one of them needs that.
+    """
+
+    def __init__(self) -> None:
+        self.rows = array("I")
+        self.arrivals_ns = array("q")
+        self.prompts = array("i")
+        self.outputs = array("i")
+        self.ends = array("q")
+        """For each request, the number of ids up to its last one."""
+        self.ids = array("I")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TraceRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TraceRequest]: ...
+    def __getitem__(self, index: int | slice) -> TraceRequest | list[TraceRequest]:
+        if isinstance(index, slice):
+            start, end, step = index.indices(len(self))
+            return (
+                self._made(start, max(start, end)) if step == 1 else [self[place] for place in range(start, end, step)]
+            )
+        place = range(len(self))[index]
+        return self._made(place, place + 1)[0]
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for start in range(0, len(self), CHUNK):
+            yield from self._made(start, min(start + CHUNK, len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, RequestColumns) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _made(self, start: int, end: int) -> list[TraceRequest]:
+        first = self.ends[start - 1] if start else 0
+        last = self.ends[end - 1] if end else 0
+        ids = array("Q", self.ids[first:last]).tobytes()
+        return requests_of(
+            self.rows[start:end],
+            self.arrivals_ns[start:end],
+            self.prompts[start:end],
+            self.outputs[start:end],
+            self.ends[start:end],
+            ids,
+            first,
+        )
+
+    def in_arrival_order(self) -> RequestColumns:
+        """Return the requests sorted by time, and in the order of their rows if that is equal; the first time is 0."""
+        times_ns = self.arrivals_ns
+        first_ns = min(times_ns)
+        if not first_ns and all(map(le, times_ns, times_ns[1:])):
+            return self
+        order = sorted(range(len(self)), key=times_ns.__getitem__)
+        found = RequestColumns()
+        found.rows.extend(map(self.rows.__getitem__, order))
+        found.arrivals_ns.extend(times_ns[place] - first_ns for place in order)
+        found.prompts.extend(map(self.prompts.__getitem__, order))
+        found.outputs.extend(map(self.outputs.__getitem__, order))
+        found.ids = array(self.ids.typecode)
+        for place in order:
+            found.ids += self.ids[self.ends[place - 1] if place else 0 : self.ends[place]]
+            found.ends.append(len(found.ids))
+        return found
