@@ -62,6 +62,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-12,  # a bound that holds in prompts only, in transformers 5.24
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "kimi_linear": {
+        "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
 }
 """A delta rule, with experts and without; Mamba-2 beside attention and in the same layer; Mamba, of which the code goes
 on from a state by one token at a time; convolutions alone."""

@@ -21,44 +21,71 @@ from kvarts.hardware.model_config import load_geometry
 from kvarts.llm.llm import LLM
 from kvarts.offload.config import OffloadConfig
 
-from builders.real_models import GREEDY, VOCABULARY, engine_of, prompts_with_prefixes, undisturbed
+from builders.real_models import GREEDY, PAGE_SIZE, VOCABULARY, engine_of, prompts_with_prefixes, undisturbed
 
 Kvarts = Callable[..., tuple[int, str, str]]
 LAYERS, HEADS, RANK, NOPE, ROPE = 2, 4, 24, 16, 8
 
 
-@pytest.fixture(scope="module", params=[8, 32], ids=["small-values", "large-values"])
-def deepseek(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The directory of a small DeepSeek-V3, and how many numbers a value of it has."""
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        kv_lora_rank=RANK,
-        q_lora_rank=24,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=request.param,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        max_position_embeddings=512,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    path = tmp_path_factory.mktemp("deepseek")
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": RANK,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v3-small-values": ("deepseek_v3", {"v_head_dim": 8, "first_k_dense_replace": 1, "initializer_range": 0.02}),
+    "v3-large-values": ("deepseek_v3", {"v_head_dim": 32, "first_k_dense_replace": 1, "initializer_range": 0.02}),
+    "v2": (
+        "deepseek_v2",
+        {"v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "v2-lite": (
+        "deepseek_v2",
+        {"v_head_dim": 16, "first_k_dense_replace": 1, "q_lora_rank": None, "rope_parameters": YARN},
+    ),
+}
+"""DeepSeek's latents, rotated in the two ways that they have, with and without a latent of queries."""
+
+
+def written(directory: Path, family: str, changes: dict[str, Any]) -> Path:
+    """A directory with a small model with random weights."""
+    config = AutoConfig.for_model(family, **{**SIZES, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return path, request.param
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def deepseek(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The directory of a small DeepSeek, and how many numbers a value of it has."""
+    family, changes = MODELS[request.param]
+    return written(tmp_path_factory.mktemp("deepseek"), family, changes), changes["v_head_dim"]
 
 
 def test_what_is_allocated_is_what_the_geometry_says_of_a_run(deepseek: tuple[Path, int]) -> None:
@@ -94,6 +121,22 @@ def test_tokens_are_those_of_the_model(deepseek: tuple[Path, int], attention: st
     engine.check()
 
 
+def test_sequences_that_are_preempted_are_computed_again(deepseek: tuple[Path, int]) -> None:
+    path, _ = deepseek
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    prompts = [[seed * 20 + place for place in range(17)] for seed in range(1, 4)]
+    engine = engine_of(model, num_pages=26, budget=64, seqs=3)
+    requests = [engine.request(engine.submit(prompt, GREEDY)) for prompt in prompts]
+    done = {}
+    while engine.has_work:
+        done.update({completion.index: completion for completion in engine.step()})
+        engine.check()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert list(done[request.index].tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    assert sum(request.num_preemptions for request in requests) >= 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loaded_models_keep_latents(deepseek: tuple[Path, int], dtype: str) -> None:
     """The matrix that expands latents is not laid out for other code, or quantized."""
@@ -103,6 +146,37 @@ def test_loaded_models_keep_latents(deepseek: tuple[Path, int], dtype: str) -> N
     engine = engine_of(model, num_pages=12)
     assert engine.host().token_bytes == getattr(torch, dtype).itemsize * LAYERS * (RANK + ROPE)
     assert len(engine.generate([[1, 2, 3]], GREEDY)[0].tokens) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize(("rank", "keeps"), [(RANK, "all"), (RANK, "off"), (40, "off")])
+def test_latents_in_layers_with_windows(tmp_path: Path, rank: int, keeps: str) -> None:
+    """Layers with windows have latents of another size, which no block of one size may hold: then all keep all."""
+    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 24, "kv_lora_rank": rank}
+    heads = {"head_dim": NOPE + ROPE, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": 16}
+    changes = {
+        **{name: size for name, size in heads.items() if name not in SIZES},
+        **{f"swa_{name}": size for name, size in {**sizes, **heads}.items()},
+        "num_hidden_layers": 4,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 16,
+        "sliding_window": 12,
+        "use_dsa": False,
+    }
+    path = written(tmp_path, "dots3_note_text", changes)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    dims = [RANK + ROPE] * 2 + [rank + ROPE] * 2
+    assert [(one.head_dim, one.window) for one in examine(model).layers] == list(
+        zip(dims, (None, None, 12, 12), strict=True)
+    )
+    engine = engine_of(model, num_pages=40, budget=16, kv_groups=None if keeps == "off" and rank != RANK else keeps)
+    assert engine.latent_token_bytes == 4 * sum(dims)
+    assert engine.kv_bytes() == 40 * PAGE_SIZE * 4 * sum(dims)
+    prompts = prompts_with_prefixes()
+    for _ in range(2):
+        for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert list(completion.tokens) == undisturbed(reference, prompt, GREEDY.max_tokens)
+    engine.check()
 
 
 def test_latents_that_are_expanded_in_another_way_are_not_kept(deepseek: tuple[Path, int]) -> None:

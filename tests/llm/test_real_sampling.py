@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="real models need kvarts[torch]")
 pytest.importorskip("transformers", reason="real models need kvarts[torch]")
 
+import torch
+
 from kvarts.content import Content
 from kvarts.errors import ConfigError
+from kvarts.executor.torch.sampling import BatchSampler
 from kvarts.executor.torch.tiny import byte_tokenizer
 from kvarts.llm.llm import LLM
 from kvarts.llm.text import Generation
@@ -43,6 +46,25 @@ def test_a_seed_says_the_same_alone_and_in_any_batch(models: Callable[[str], tup
     while engine.has_work:
         done.update({completion.index: completion for completion in engine.step()})
     assert done[first].tokens == alone
+
+
+NUMBERS = st.sampled_from([-2.0, -0.0, 0.0, 1.0, 1.5, 3.0, 3e4, float("inf"), float("-inf"), float("nan")])
+
+
+@given(
+    rows=st.lists(st.lists(NUMBERS, min_size=5, max_size=5), min_size=1, max_size=4),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+)
+def test_the_largest_logit_is_that_of_the_numbers(rows: list[list[float]], dtype: str) -> None:
+    """In 16 bits it is found among integers, the first of equal ones."""
+    logits = torch.tensor(rows).to(getattr(torch, dtype))
+    sampler = BatchSampler(logits.device)
+    for index in range(len(rows)):
+        sampler.add(index, SamplingParams(), [1])
+    chosen, _ = sampler.sample(range(len(rows)), logits)
+    expected = logits.float().numpy().argmax(axis=-1)
+    for row, mine, theirs in zip(rows, chosen.tolist(), expected.tolist(), strict=True):
+        assert mine == theirs or any(number != number for number in row)  # whatever it is of no number
 
 
 def test_log_probabilities_and_stops(tiny: Callable[[str], Path]) -> None:

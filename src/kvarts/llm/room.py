@@ -13,6 +13,7 @@ import torch
 from kvarts.errors import ConfigError
 from kvarts.executor.torch.block_cut import BlockCut, cut_blocks
 from kvarts.executor.torch.kv_format import stored_as
+from kvarts.executor.torch.latent import find_latent
 from kvarts.executor.torch.pools import page_bytes_of
 from kvarts.executor.torch.probe import examine, layer_shapes
 from kvarts.kv.group_memory import Retention
@@ -34,12 +35,15 @@ def latent_token_bytes(model: Any) -> int | None:
 
     They are stored where kvarts.executor.torch.latent can, else the keys and values to which they are expanded.
     """
-    text = model.config.get_text_config(decoder=True)
-    rank = getattr(text, "kv_lora_rank", None)
-    if not rank:
-        return None
-    numbers: int = rank + (getattr(text, "qk_rope_head_dim", None) or 0)
-    return len(layer_shapes(model)) * numbers * int(model.dtype.itemsize)
+    latents = [shape for module in model.modules() if (shape := find_latent(module)) is not None]
+    numbers = sum(shape.head_dim for shape in latents)
+    if not latents:
+        text = model.config.get_text_config(decoder=True)
+        rank = getattr(text, "kv_lora_rank", None)
+        if not rank:
+            return None
+        numbers = len(layer_shapes(model)) * (rank + (getattr(text, "qk_rope_head_dim", None) or 0))
+    return numbers * int(model.dtype.itemsize)
 
 
 class KVRoom:

@@ -293,7 +293,7 @@ class _Examination:
         states: tuple[StateShape, ...],
     ) -> tuple[LayerShape, ...]:
         """Return the shapes with latents as they are, if every layer has one and the model then computes the same."""
-        if states or any(call.latent is None or call.owner != call.number for call in calls):
+        if any(call.latent is None or call.owner != call.number for call in calls):
             return shapes
         modules = [(module, shape) for module in self._model.modules() if (shape := find_latent(module)) is not None]
         if not all(shape.is_that_of(module) for module, shape in modules):

@@ -22,6 +22,8 @@ USUAL_TEMPERATURES = 1e-3, 1e3
 """Between these, scores are divided in float32, as in transformers."""
 Tokens = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+"""The bits of infinity. As integers, those of positive numbers are in the numbers' order, and above those of others."""
 
 
 class TokenSampler(Protocol):
@@ -210,7 +212,7 @@ class _Sampled:
         if self.error is not None:
             return 0
         try:
-            token, logprob, top = sampler.choose(logits, torch.tensor(self.known, device=logits.device))
+            token, logprob, top = sampler.choose(logits, self.known)
         except Exception as error:  # concerns this request only
             self.fail(sampler.index, error)
             return 0
@@ -254,26 +256,29 @@ class Sampler:
             self._generator = torch.Generator(device=device)
             self._generator.manual_seed(index if params.seed is None else params.seed)
 
-    def choose(self, logits: torch.Tensor, known: torch.Tensor) -> tuple[int, float, TopLogprobs]:
+    def choose(self, logits: torch.Tensor, known: Sequence[int]) -> tuple[int, float, TopLogprobs]:
         """Return a token, its log-probability before any processing, and the likeliest tokens with theirs.
 
-        `logits` [vocabulary], `known` [tokens].
+        `logits` [vocabulary]. `known`: the request's tokens, which become a tensor only where they matter.
         """
         logits = logits.float()
         params = self._params
         scores = logits.clone()
-        generated = known[self._num_prompt_tokens :]
+        num_generated = len(known) - self._num_prompt_tokens
         matcher = self._matcher
         if matcher is not None:
             allowed = torch.from_numpy(matcher.allowed()).to(scores.device)
             scores.masked_fill_(~allowed, -torch.inf)
-        if len(generated) < params.min_tokens and (matcher is None or not matcher.is_complete):
+        if num_generated < params.min_tokens and (matcher is None or not matcher.is_complete):
             scores[self._stop_ids[self._stop_ids < len(scores)]] = -torch.inf
         if params.presence_penalty or params.frequency_penalty:
+            generated = torch.tensor(known[self._num_prompt_tokens :], dtype=torch.int64, device=scores.device)
             seen, counts = generated.unique(return_counts=True)
             scores[seen] -= params.presence_penalty + params.frequency_penalty * counts
+        penalized = known if params.repetition_penalty != 1.0 else ()
+        ids = torch.tensor([penalized], dtype=torch.int64, device=scores.device) if self._processors else None
         for process in self._processors:
-            scores = process(known[None], scores[None])[0]
+            scores = process(ids, scores[None])[0]
         if not bool(torch.isfinite(scores.max())):
             scores = _finite(scores, logits if matcher is None else logits.masked_fill(~allowed, -torch.inf))
         if self._generator is None:
@@ -341,7 +346,22 @@ def _finite(scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
-    """Return the token with the largest logit of each row. On a CPU, NumPy is several times as fast in 16 bits."""
-    tokens = logits.float().numpy().argmax(axis=-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+    """Return the token with the largest logit of each row, the first of equal ones."""
+    if logits.device.type != "cpu":
+        of_device: list[int] = logits.argmax(dim=-1).tolist()
+        return of_device
+    if logits.dtype not in INFINITY_BITS:
+        return _argmax_of_floats(logits)
+    bits = logits.view(torch.int16).numpy()
+    tokens = bits.argmax(axis=-1)
+    most = bits[np.arange(len(bits)), tokens]
+    unsure = np.flatnonzero((most <= 0) | (most >= INFINITY_BITS[logits.dtype]))
+    if len(unsure):
+        tokens[unsure] = _argmax_of_floats(logits[unsure])
     likeliest: list[int] = tokens.tolist()
+    return likeliest
+
+
+def _argmax_of_floats(logits: torch.Tensor) -> list[int]:
+    likeliest: list[int] = logits.float().numpy().argmax(axis=-1).tolist()
     return likeliest
