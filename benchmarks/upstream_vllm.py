@@ -97,7 +97,7 @@ def make_manager(num_chunks: int = NUM_PLACES, **_: Any) -> Any:
     from kvarts.offload.keyed import KeyedTier
 
     region = SimpleNamespace(unlink=lambda: None)
-    MANAGERS.append(KvartsManager(KeyStore(KeyedTier(num_chunks)), region, with_events=True))  # type: ignore[arg-type]
+    MANAGERS.append(KvartsManager(KeyStore(KeyedTier(num_chunks), tells=True), region))  # type: ignore[arg-type]
     return MANAGERS[-1]
 
 

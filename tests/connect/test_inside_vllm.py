@@ -33,7 +33,7 @@ WINDOWED = {
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "windowed": WINDOWED}
 BLOCKS = {"full": 48, "windowed": 96}
 """Blocks of the device, too few to keep every prompt."""
-PROMPTS = [[Random(index).randrange(1000) for _ in range(300)] for index in range(6)]
+PROMPTS = [Random(index).choices(range(1000), k=300) for index in range(6)]
 LONGER = [prompt + [5] * 40 for prompt in PROMPTS]
 ROUNDS = [PROMPTS, PROMPTS, LONGER]
 
