@@ -139,9 +139,9 @@ class Step(msgspec.Struct):
     when the step was planned. `stored` and `removed`: hashes that became findable, sorted, and that were evicted, in
     order; with the group of each. With asynchronous scheduling, a step is a plan and what the step before it did to the
     memory when it ended, which is after the plan was made; `num_free` are the blocks that are free after both.
-    `cached`: the cached tokens in the answers of the requests that ended. `published`: the fields of the KV events that
-    report the blocks in `stored`. `num_uncomputed` is not compared: full pages that preempted requests can be found by
-    and have not computed (vLLM).
+    `cached`: the cached tokens in the answers of requests that ended and were never preempted. `published`: the fields
+    of the KV events that report the blocks in `stored`. `num_uncomputed` is not compared: full pages that preempted
+    requests can be found by and have not computed (vLLM).
     """
 
     tokens: dict[int, int] = {}
@@ -332,6 +332,7 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
     )
     arriving = requests_of(workload)
     requests = arriving[::-1]
+    preempted: set[int] = set()
     scheduler = engine.scheduler
     step = 0
     is_under_way = False
@@ -371,7 +372,9 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             is_under_way = False
             engine.emit()
         recorder.step.num_free = num_free
-        recorder.step.cached = {index: requests[index].cached_tokens for index in recorder.step.ended}
+        preempted.update(recorder.step.preempted)
+        ended = set(recorder.step.ended) - preempted
+        recorder.step.cached = {index: requests[index].cached_tokens for index in ended}
         yield recorder.step
         step += 1
 
@@ -436,6 +439,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
     publisher = scheduler.kv_event_publisher = Publisher()
     cached: dict[int, int] = {}
+    preempted: set[int] = set()
     step = 0
     while num_arrived < len(workload.asks) or requests or in_flight is not None:
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
@@ -477,8 +481,9 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             note_cached(cached, scheduler.update_from_output(plan, result))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
-            done.cached[int(name)] = cached.pop(int(name))
             del requests[name]
+        preempted.update(done.preempted)
+        done.cached = {index: cached[index] for index in set(done.ended) - preempted}
         yield done
         step += 1
 
