@@ -13,14 +13,17 @@ shrunk and printed.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import copy
 import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -36,6 +39,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,6 +56,7 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
+from kvarts.routers.config import Routing
 from kvarts.serve.kv_events.config import EventGroup
 from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.serve.kv_events.told import Batch
@@ -126,10 +131,25 @@ class Workload(msgspec.Struct):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     is_async: bool = False
+    num_ranks: int = 1
+    report_every: int = 0
+    """Steps between two reports of the ranks to the front end."""
+    is_open: bool = False
+    """Whether further requests may be appended."""
     with_events: bool = True
     publishes: bool = False
     """Whether KV events are compared as they are published, with all their fields."""
     cost: CostModel = LinearCost(step_ms=STEP_NS / 1e6)
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of a device."""
+        return self.num_pages * len(self.groups)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the requests are those of a trace."""
+        return bool(self.asks) and isinstance(self.asks[0], TracedAsk)
 
 
 class Step(msgspec.Struct):
@@ -140,7 +160,9 @@ class Step(msgspec.Struct):
     order; with the group of each. With asynchronous scheduling, a step is a plan and what the step before it did to the
     memory when it ended, which is after the plan was made; `num_free` are the blocks that are free after both.
     `cached`: the cached tokens in the answers of requests that ended and were never preempted. `published`: the fields
-    of the KV events that report the blocks in `stored`. `num_uncomputed` is not compared: full pages that preempted
+    of the KV events that report the blocks in `stored`. `load`: what a rank reports after the step: requests that wait
+    and that run, and the share of blocks in use. `placed`: the rank of each request that arrived; the other fields are
+    then those of all ranks. `num_uncomputed` is not compared: full pages that preempted
     requests can be found by and have not computed (vLLM).
     """
 
@@ -153,6 +175,8 @@ class Step(msgspec.Struct):
     stored: list[tuple[int, str]] = []
     removed: list[tuple[int, str]] = []
     published: dict[tuple[int, str], str] = {}
+    placed: dict[int, int] = {}
+    load: Any = None
     num_uncomputed: int = 0
 
 
@@ -206,6 +230,9 @@ def draw_workload(row: str, seed: int) -> Workload:
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
     workload.publishes = row == "published"
+    if row == "ranks":
+        workload.num_ranks = draw.randint(2, 4)
+        workload.report_every = draw.choice([1, 5, 20, 100])
     if row in ("groups", "published", "limited", "async-groups"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
@@ -225,6 +252,7 @@ ROWS = {
     "chunk": "chunks next to a full group, everything kept",
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
     "published": "as before, KV events as they are published",
+    "ranks": "data-parallel ranks behind a front end",
     "long-prefill": "a threshold of long prefills",
     "watermark": "a watermark",
     "limited": "a threshold and a watermark, several windows and chunks, three priorities",
@@ -326,31 +354,30 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         config,
         SimExecutor(workload.cost),
         memory=memory_of(workload.groups),
-        num_blocks=workload.num_pages * len(workload.groups),
+        num_blocks=workload.num_blocks,
         readers=readers,
         plans_ahead=workload.is_async,
     )
-    arriving = requests_of(workload)
-    requests = arriving[::-1]
+    requests: list[Request] = []
     preempted: set[int] = set()
     scheduler = engine.scheduler
     step = 0
     is_under_way = False
     """Whether a step runs, with asynchronous scheduling: it ends when those that arrived during it are known."""
-    while arriving or engine.has_work or is_under_way:
-        if isinstance(workload.asks[0], TracedAsk):
-            if not engine.has_work:
-                engine.now_ns = max(engine.now_ns, arriving[-1].arrival_ns)
-            now_ns = engine.now_ns
-            while arriving and arriving[-1].arrival_ns <= now_ns:
-                request = arriving.pop()
-                workload.asks[request.index].step = step
-                assert engine.submit(request, now_ns) is None
-        else:
-            now_ns = step * STEP_NS
-            while arriving and workload.asks[arriving[-1].index].step <= step:
-                request = arriving.pop()
-                assert engine.submit(request, now_ns) is None
+    asks = workload.asks
+    while len(requests) < len(asks) or workload.is_open or engine.has_work or is_under_way:
+        ask = asks[len(requests)] if len(requests) < len(asks) else None
+        if isinstance(ask, TracedAsk) and not engine.has_work:
+            engine.now_ns = max(engine.now_ns, ask.row.arrival_ns)
+        now_ns = engine.now_ns if workload.is_traced else step * STEP_NS
+        while len(requests) < len(asks):
+            ask = asks[len(requests)]
+            if isinstance(ask, TracedAsk) and ask.row.arrival_ns <= now_ns:
+                ask.step = step
+            if ask.step > step:
+                break
+            requests.append(request_of(workload, len(requests)))
+            assert engine.submit(requests[-1], now_ns) is None
         recorder.step = Step()
         if is_under_way:
             engine.end()
@@ -375,24 +402,53 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         preempted.update(recorder.step.preempted)
         ended = set(recorder.step.ended) - preempted
         recorder.step.cached = {index: requests[index].cached_tokens for index in ended}
+        if workload.is_open:
+            recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
 
 
-def requests_of(workload: Workload) -> list[Request]:
-    """Return the requests as kvarts has them, the last one first."""
-    requests = []
-    for index, ask in enumerate(workload.asks):
-        if isinstance(ask, TracedAsk):
-            content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
-            num_prompt = ask.row.num_prompt_tokens
-            requests.append(Request(index, content, num_prompt, len(ask.output), ask.row.arrival_ns))
-            continue
-        content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
-        request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
-        request.stops = ask.stops
-        requests.append(request)
-    return requests[::-1]
+def request_of(workload: Workload, index: int) -> Request:
+    """Return a request as kvarts has it."""
+    ask = workload.asks[index]
+    if isinstance(ask, TracedAsk):
+        content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
+        return Request(index, content, ask.row.num_prompt_tokens, len(ask.output), ask.row.arrival_ns)
+    content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
+    request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
+    request.stops = ask.stops
+    return request
+
+
+class OurFrontEnd:
+    """kvarts' router of data-parallel ranks."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._router = Routing().open(
+            "vllm-ranks",
+            num_workers=workload.num_ranks,
+            page_size=workload.page_size,
+            max_num_batched_tokens=workload.max_num_batched_tokens,
+        )
+
+    def place(self, index: int) -> int:
+        """Return the rank of a request."""
+        request = request_of(self._workload, index)
+        rank = self._router.place(request, None, request.arrival_ns)
+        assert rank is not None
+        return rank
+
+    def ended(self, indices: list[int]) -> None:
+        """Record that requests have ended."""
+        for index in indices:
+            self._router.ended(index)
+
+    def report(self, loads: list[tuple[int, int, int]]) -> None:
+        """Record what the ranks report."""
+        for rank, (waiting, running, num_used) in enumerate(loads):
+            usage = num_used / self._workload.num_blocks
+            self._router.report(rank, running, waiting, num_used, 0, usage)
 
 
 # vLLM -----------------------------------------------------------------------------------------------------
@@ -419,7 +475,7 @@ def make_config() -> Any:
 def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     """Yield what vLLM does in each step, until every request has ended."""
     page_size = workload.page_size
-    num_blocks = workload.num_pages * len(workload.groups) + 1  # its block 0 stands for blocks that are not there
+    num_blocks = workload.num_blocks + 1  # its block 0 stands for blocks that are not there
     config.cache_config.block_size = page_size
     config.cache_config.num_gpu_blocks = num_blocks
     config.scheduler_config.max_num_seqs = workload.max_num_seqs
@@ -441,7 +497,7 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     cached: dict[int, int] = {}
     preempted: set[int] = set()
     step = 0
-    while num_arrived < len(workload.asks) or requests or in_flight is not None:
+    while num_arrived < len(workload.asks) or workload.is_open or requests or in_flight is not None:
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
             ask = workload.asks[num_arrived]
             most = len(ask.output) + 10 * ask.stops
@@ -484,8 +540,46 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
             del requests[name]
         preempted.update(done.preempted)
         done.cached = {index: cached[index] for index in set(done.ended) - preempted}
+        if workload.is_open:
+            num_running, num_waiting = scheduler.get_request_counts()
+            num_used = workload.num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            done.load = num_waiting, num_running, num_used
         yield done
         step += 1
+
+
+class TheirFrontEnd:
+    """vLLM's client of several engines, without processes."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._num_blocks = workload.num_blocks
+        ranks = [bytes([rank]) for rank in range(workload.num_ranks)]
+        loads = [[0, 0, 0.0] for _ in ranks]
+        self._client: Any = SimpleNamespace(
+            client_count=1,
+            reqs_in_flight={},
+            engine_inflight=Counter(),
+            core_engines=ranks,
+            eng_start_index=0,
+            lb_engines=loads,
+        )
+
+    def place(self, index: int) -> int:
+        """Return the rank of a request."""
+        asked: Any = SimpleNamespace(request_id=str(index), data_parallel_rank=None, pooling_params=None)
+        return self._client.core_engines.index(DPLBAsyncMPClient.get_core_engine_for_request(self._client, asked))
+
+    def ended(self, indices: list[int]) -> None:
+        """Record that requests have ended."""
+        outputs: Any = SimpleNamespace(finished_requests={str(index) for index in indices})
+        asyncio.run(DPLBAsyncMPClient.process_engine_outputs(self._client, outputs))
+
+    def report(self, loads: list[tuple[int, int, int]]) -> None:
+        """Record what the ranks report."""
+        self._client.lb_engines = [
+            [waiting, running, 1.0 - (self._num_blocks - num_used) / self._num_blocks]
+            for waiting, running, num_used in loads
+        ]
 
 
 class Watched:
@@ -596,6 +690,46 @@ def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:
         parent = key
 
 
+# Ranks ----------------------------------------------------------------------------------------------------
+
+
+def run_ranks(
+    workload: Workload, run: Callable[[Workload], Iterator[Step]], front_end: OurFrontEnd | TheirFrontEnd
+) -> Iterator[Step]:
+    """Yield what all ranks of one side do in each step, until every request has ended."""
+    alone = [msgspec.structs.replace(workload, asks=[], num_ranks=1, is_open=True) for _ in range(workload.num_ranks)]
+    ranks = [run(each) for each in alone]
+    names: list[list[int]] = [[] for _ in ranks]
+    num_arrived = step = num_ended = 0
+    loads = [(0, 0, 0) for _ in ranks]
+    while num_ended < len(workload.asks):
+        if step % workload.report_every == 0:
+            front_end.report(loads)
+        whole = Step()
+        while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
+            rank = whole.placed[num_arrived] = front_end.place(num_arrived)
+            alone[rank].asks.append(workload.asks[num_arrived])
+            names[rank].append(num_arrived)
+            num_arrived += 1
+        for rank, each in enumerate(ranks):
+            done, name = next(each), names[rank]
+            loads[rank] = done.load
+            whole.tokens |= {name[index]: count for index, count in done.tokens.items()}
+            whole.admitted |= {name[index]: count for index, count in done.admitted.items()}
+            whole.cached |= {name[index]: count for index, count in done.cached.items()}
+            whole.preempted += [name[index] for index in done.preempted]
+            whole.ended += [name[index] for index in done.ended]
+            whole.num_free += done.num_free
+            whole.stored += [(rank, key) for _, key in done.stored]
+            whole.removed += [(rank, key) for _, key in done.removed]
+            whole.num_uncomputed += done.num_uncomputed
+        whole.load = list(loads)
+        front_end.ended(whole.ended)
+        num_ended += len(whole.ended)
+        yield whole
+        step += 1
+
+
 # Comparing ------------------------------------------------------------------------------------------------
 
 
@@ -650,7 +784,12 @@ class Difference(msgspec.Struct):
 def compare(workload: Workload, config: Any, counts: Counter[str]) -> Difference | None:
     """Run both; return the first difference, None without one. `counts`: what was compared."""
     asks = workload.asks
-    for number, (ours, theirs) in enumerate(zip_longest(run_kvarts(workload), run_vllm(workload, config))):
+    ours_all, theirs_all = run_kvarts(workload), run_vllm(workload, config)
+    if workload.num_ranks > 1:
+        configs = iter([copy.deepcopy(config) for _ in range(workload.num_ranks)])
+        ours_all = run_ranks(workload, run_kvarts, OurFrontEnd(workload))
+        theirs_all = run_ranks(workload, lambda each: run_vllm(each, next(configs)), TheirFrontEnd(workload))
+    for number, (ours, theirs) in enumerate(zip_longest(ours_all, theirs_all)):
         if not is_same(ours, theirs):
             return Difference(number, ours, theirs)
         counts["steps"] += 1
