@@ -567,7 +567,8 @@ class TheirFrontEnd:
     def place(self, index: int) -> int:
         """Return the rank of a request."""
         asked: Any = SimpleNamespace(request_id=str(index), data_parallel_rank=None, pooling_params=None)
-        return self._client.core_engines.index(DPLBAsyncMPClient.get_core_engine_for_request(self._client, asked))
+        rank: int = self._client.core_engines.index(DPLBAsyncMPClient.get_core_engine_for_request(self._client, asked))
+        return rank
 
     def ended(self, indices: list[int]) -> None:
         """Record that requests have ended."""
