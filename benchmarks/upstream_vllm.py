@@ -97,7 +97,7 @@ def make_manager(num_chunks: int = NUM_PLACES, **_: Any) -> Any:
     from kvarts.offload.keyed import KeyedTier
 
     region = SimpleNamespace(unlink=lambda: None)
-    MANAGERS.append(KvartsManager(KeyStore(KeyedTier(num_chunks)), region, with_events=True))  # type: ignore[arg-type]
+    MANAGERS.append(KvartsManager(KeyStore(KeyedTier(num_chunks), tells=True), region))  # type: ignore[arg-type]
     return MANAGERS[-1]
 
 
@@ -109,10 +109,10 @@ class Followed(MagicMock):
 
     def _mock_call(self, /, *args: Any, **more: Any) -> Any:
         name, real = self.followed
-        if self._mock_return_value is DEFAULT and self.side_effect is None:
-            super()._mock_call(*args, **more)  # counts the call
-            return getattr(real, name)(*args, **more)
-        answer = super()._mock_call(*args, **more)
+        is_scripted = self._mock_return_value is not DEFAULT or self.side_effect is not None
+        answer = super()._mock_call(*args, **more)  # of the real manager, unless scripted
+        if not is_scripted:
+            return answer
         if name == "lookup" and getattr(answer, "name", "") == "HIT":
             real.store.host.settle(real.store.host.place(args[:1])[0])
         elif name == "prepare_store":
@@ -147,7 +147,7 @@ def put_manager_inside() -> None:
             super().__init__(config)
             real = make_manager()
             for name in scripted:
-                method = Followed()
+                method = Followed(wraps=getattr(real, name))
                 method.followed = name, real
                 setattr(self.manager, name, method)
 

@@ -1,7 +1,8 @@
 """Runs a tiny random model in vLLM; started by tests/connect/test_inside_vllm.py with a Python that has vLLM.
 
 Reads rounds of prompts from standard input, one JSON object a line: `prompts`, `max_tokens`. Prints for each round the
-tokens generated and the prompt tokens that were found; last of all the counts of kvarts' tiers.
+tokens generated and the prompt tokens that were found; last of all the counts of kvarts' tiers. `ports`: of its KV
+events, of their replays, and of its metrics, if they are to be watched.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ QWEN3 = {
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
     folder = Path(settings["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,19 @@ def main() -> None:
                 **settings["tiers"],
             },
         )
+    events = None
+    if settings.get("ports") is not None:
+        from prometheus_client import start_http_server
+
+        published, replayed, metrics = settings["ports"]
+        host = "tcp://127.0.0.1"
+        events = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"{host}:{published}",
+            replay_endpoint=f"{host}:{replayed}",
+        )
+        start_http_server(metrics, "127.0.0.1")
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -64,6 +78,7 @@ def main() -> None:
         enable_prefix_caching=True,
         disable_hybrid_kv_cache_manager=False,
         kv_transfer_config=transfer,
+        kv_events_config=events,
         disable_log_stats=False,
         seed=1,
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,7 +36,7 @@ WINDOWED = {
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "windowed": WINDOWED}
 BLOCKS = {"full": 48, "windowed": 96}
 """Blocks of the device, too few to keep every prompt."""
-PROMPTS = [[Random(index).randrange(1000) for _ in range(300)] for index in range(6)]
+PROMPTS = [Random(index).choices(range(1000), k=300) for index in range(6)]
 LONGER = [prompt + [5] * 40 for prompt in PROMPTS]
 ROUNDS = [PROMPTS, PROMPTS, LONGER]
 
@@ -62,8 +65,11 @@ class Engine:
 
 
 @contextmanager
-def engine(folder: Path, model: str = "full", tiers: dict[str, Any] | None = None) -> Iterator[Engine]:
+def engine(
+    folder: Path, model: str = "full", tiers: dict[str, Any] | None = None, ports: list[int] | None = None
+) -> Iterator[Engine]:
     settings = {"folder": str(folder / model), "model": MODELS[model], "tiers": tiers, "blocks": BLOCKS[model]}
+    settings["ports"] = ports
     log = folder / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -138,6 +144,51 @@ def test_after_kill_9_pages_are_found_in_files(expected: tuple[str, list[Any]], 
         answers = [second.ask(prompts) for prompts in ROUNDS]
     assert [answer["tokens"] for answer in answers] == tokens
     assert sum(answers[0]["cached"]) > 0 and answers[0]["counts"]["broken"] > 0
+
+
+def test_watch_verify_and_story_follow_the_tiers(tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"host_memory": "1MB", "directory": str(tmp_path / "pages"), "disk": "2MB"}
+    tiers["self_describing_kv_events"] = True
+    ports = free_ports(3)
+    published, replayed, metrics = (f"127.0.0.1:{port}" for port in ports)
+    command = [sys.executable, "-m", "kvarts"]
+    watch = [*command, "watch", f"tcp://{published}", "--bind", "--replay", f"tcp://{replayed}", "--json", "--quiet"]
+    watch += ["--metrics", f"http://{metrics}/metrics", "--events", "journal.jsonl", "--timeline", "timeline.jsonl"]
+    with engine(tmp_path, tiers=tiers, ports=ports) as tiered:
+        watching = subprocess.Popen(watch, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        wait_until_listening(ports[0])
+        for prompts in (*ROUNDS, PROMPTS):
+            answer = tiered.ask(prompts)
+        time.sleep(2.0)  # the last batches are published in a thread
+        watching.send_signal(signal.SIGTERM)
+        verdict = json.loads(watching.communicate(timeout=60)[0])
+    assert verdict["verdict"] == "ok", verdict
+    assert answer["counts"]["evicted"] > 0 and answer["counts"]["promoted"] > 0
+    verified = subprocess.run(
+        [*command, "verify", "timeline.jsonl"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert verified.returncode == 0, verified.stdout
+    story = [*command, "story", "journal.jsonl", "--block", "stream-0:3"]
+    told = subprocess.run(story, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    for said in ("stored in host as well", "stored in disk as well", "gone from host"):
+        assert said in told
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_until_listening(port: int) -> None:
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens at port {port}")
 
 
 def test_a_directory_that_takes_nothing_leaves_host_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -27,7 +28,9 @@ class Opened:
         places, _ = files.place(found.keys())
         files.settle(places)
         self.page_io = PageIo(found, self.region)
-        self.store = KeyStore(KeyedTier(num_host), files=files, page_io=self.page_io, **settings)  # type: ignore[arg-type]
+        self.store = KeyStore(KeyedTier(num_host), files=files, page_io=self.page_io, tells=True, **settings)  # type: ignore[arg-type]
+        self.told: dict[str, set[bytes]] = {"host": set(), "files": set()}
+        """The pages that can be found in each tier, by the changes so far."""
 
     def put(self, keys: list[bytes]) -> bool:
         """Store pages, each of bytes of its own; return whether there was room for one."""
@@ -44,6 +47,17 @@ class Opened:
         """Wait for the files."""
         self.page_io.drain()
         self.store.poll()
+        self.check_changes()
+
+    def check_changes(self) -> None:
+        """Assert that the changes report each page once when it is stored and once when it is gone."""
+        for change in self.store.take_changes():
+            told, keys = self.told[change.tier], set(change.keys)
+            assert len(keys) == len(change.keys) and (keys <= told if change.is_removed else not keys & told)
+            self.told[change.tier] = told - keys if change.is_removed else told | keys
+        for name, tier in (("host", self.store.host), ("files", self.store.files)):
+            assert tier is not None
+            assert self.told[name] == {key for key in tier if tier.state(key) is KeyState.STORED}
 
     def get(self, keys: list[bytes]) -> list[bytes]:
         """Load as many of `keys`, from the first on, as are there."""
@@ -64,6 +78,7 @@ class Opened:
         assert self.store.host.num_used == 0 and self.store.files is not None and self.store.files.num_used == 0
         self.store.host.check()
         self.store.files.check()
+        self.check_changes()
         return found
 
     def close(self) -> None:
@@ -167,3 +182,30 @@ def test_a_reset_deletes_everything(tmp_path: Path, opened: Opened) -> None:
     opened.store.reset()
     opened.settle()
     assert opened.get(KEYS[:4]) == [] and not list(tmp_path.glob("??/*.kv"))
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("seed", range(10))
+def test_changes_report_what_can_be_found(tmp_path: Path, seed: int) -> None:
+    draw = Random(seed)
+    tiers = Opened(tmp_path, f"law {tmp_path}", num_host=draw.randint(2, 6), num_files=draw.randint(2, 8))
+    for number in range(60):
+        start = draw.randrange(0, 20, 5)
+        keys = KEYS[start : start + draw.randint(1, 5)]
+        done = draw.random()
+        if done < 0.5:
+            tiers.put(keys)
+        elif done < 0.9:
+            tiers.get(keys)
+        elif done < 0.96 and (paths := sorted(tmp_path.glob("??/*.kv"))):
+            path = draw.choice(paths)
+            path.write_bytes(path.read_bytes()[:-1])
+        elif number > 40:
+            tiers.store.reset()
+            tiers.settle()
+            assert tiers.told == {"host": set(), "files": set()}
+        else:
+            tiers.close()
+            tiers = Opened(tmp_path, f"law {tmp_path}", num_host=draw.randint(2, 6), num_files=20)
+            tiers.check_changes()
+    tiers.close()

@@ -11,7 +11,7 @@ from kvarts.errors import ConfigError, did_you_mean
 from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
-from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware
+from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware, VllmRanks
 from kvarts.routers.own import BySession, LeastLoaded, PowerOfTwo, PrefixAware, RoundRobinPolicy
 from kvarts.settings import SettingError
 
@@ -29,10 +29,12 @@ POLICIES: dict[str, type[msgspec.Struct]] = {
     "production-stack-prefix": ProductionStackPrefix,
     "production-stack-kv": ProductionStackKv,
     "aibrix-prefix": AibrixPrefix,
+    "vllm-ranks": VllmRanks,
 }
 
-STALENESS_NS = {"llm-d": 50_000_000}
-"""Default maximum age of metrics: llm-d polls them every 50 ms. Other policies see current ones."""
+STALENESS_NS = {"llm-d": 50_000_000, "vllm-ranks": 100_000_000}
+"""Default maximum age of metrics: llm-d polls them every 50 ms, vLLM's ranks report theirs every 100 ms. Other policies
+see current ones."""
 
 
 def split_names(text: str) -> list[str]:

@@ -185,8 +185,8 @@ class ReplayConfig(
         str | RouterMaker,
         setting(
             "How a request gets its replica: round-robin, least-loaded, power-of-two, session, prefix, dynamo-kv, "
-            "llm-d, sglang-cache-aware, production-stack-prefix, production-stack-kv, aibrix-prefix, with options as "
-            "in llm-d:prefix=3,queue=2,kv=2; or module:Class, a user's.",
+            "llm-d, sglang-cache-aware, production-stack-prefix, production-stack-kv, aibrix-prefix, vllm-ranks, with "
+            "options as in llm-d:prefix=3,queue=2,kv=2; or module:Class, a user's.",
             metavar="NAME",
             kind=str,
         ),

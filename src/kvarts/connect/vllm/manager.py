@@ -28,6 +28,7 @@ RESULTS = {
     KeyState.COMING: LookupResult.HIT_PENDING,
     KeyState.STORED: LookupResult.HIT,
 }
+MEDIA = {"host": Medium.CPU, "files": Medium.STORAGE}
 
 
 class HostPlaces(LoadStoreSpec):  # type: ignore[misc]
@@ -80,11 +81,10 @@ class Path:
 class KvartsManager(OffloadingManager):  # type: ignore[misc]
     """Manages the pages of `store`. `region`: its places in host memory, which the workers have opened."""
 
-    def __init__(self, store: KeyStore, region: HostRegion, *, with_events: bool = False) -> None:
+    def __init__(self, store: KeyStore, region: HostRegion) -> None:
         self.store = store
         self._region = region
         self._metrics = StoreMetrics(store)
-        self._events: list[Any] | None = [] if with_events else None
 
     @override
     def on_new_request(self, req_context: Any) -> Any:
@@ -114,19 +114,17 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
     @override
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         path = self._path(req_context, keys)
+        self.store.end_reads(path.reads)  # it computes; that it ends is known only when a later step is planned
         placed = self.store.prepare_store(list(keys), path.keys, path.known)
         if placed is None:
             return None
         places, evicted = placed
-        if evicted:
-            self._note(evicted, removed=True)
         return PrepareStoreOutput(list(places), HostPlaces(list(places.values())), evicted)
 
     @override
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         path = self._path(req_context, keys)
-        done = self.store.complete_store(path.sorted(keys), path.keys, path.known, is_stored=success)
-        self._note(done, removed=False)
+        self.store.complete_store(path.sorted(keys), path.keys, path.known, is_stored=success)
 
     @override
     def on_request_finished(self, req_context: Any) -> None:
@@ -144,8 +142,10 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def take_events(self) -> Iterable[Any]:
-        events, self._events = self._events, None if self._events is None else []
-        return events or ()
+        return [
+            OffloadingEvent(each.keys, MEDIA[each.tier], each.is_removed, removal_expected=not each.is_removed)
+            for each in self.store.take_changes()
+        ]
 
     @override
     def get_stats(self) -> Any:
@@ -153,7 +153,6 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def reset_cache(self) -> None:
-        self._note(list(self.store.host), removed=True)
         self.store.reset()
 
     @override
@@ -168,7 +167,3 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
             context.set_state(path)
         path.add(keys, context)
         return path
-
-    def _note(self, keys: list[bytes], *, removed: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed))

@@ -67,7 +67,7 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if self._manager is None:
             region = HostRegion(self.config.engine_id, self._num_places, self._place_bytes)
             store = self._open_store(region)
-            self._manager = KvartsManager(store, region, with_events=bool(self.kv_events_config.enable_kv_cache_events))
+            self._manager = KvartsManager(store, region)
         return self._manager
 
     @override
@@ -85,8 +85,9 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def _open_store(self, region: HostRegion) -> KeyStore:
         options = self._options
         host = KeyedTier(self._num_places)
+        has_events = bool(self.kv_events_config.enable_kv_cache_events)
         if "directory" not in options:
-            return KeyStore(host)
+            return KeyStore(host, tells=has_events)
         most_bytes = bytes_of(options["disk"], _field("disk"))
         folder = self._folder = ModelFolder(
             options["directory"], self.config, most_bytes=most_bytes, page_bytes=self._place_bytes
@@ -102,6 +103,7 @@ class KvartsOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             most_writes=int(options.get("most_writes", 256)),
             compute_s=compute_s,
             most_read_s=float(options.get("most_read_s", 10.0)),
+            tells=has_events,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -13,7 +13,7 @@ from kvarts.offload.keyed import KeyedTier, KeyState
 if TYPE_CHECKING:
     from kvarts.connect.vllm.page_io import PageIo
 
-__all__ = ["KeyStore", "Reads", "StoreCounts"]
+__all__ = ["Change", "KeyStore", "Reads", "StoreCounts"]
 
 RATE_WEIGHT = 0.1
 """The weight of the last read in the mean time per read."""
@@ -38,6 +38,14 @@ class StoreCounts(msgspec.Struct):
     """Pages in files that were not read because computing them is faster."""
 
 
+class Change(msgspec.Struct, frozen=True):
+    """Pages that can be found in a tier from now on, or no longer."""
+
+    keys: list[bytes]
+    tier: Literal["host", "files"]
+    is_removed: bool
+
+
 class Reads:
     """The pages read from files for one request: `asked`, and those `held` in host memory until it loads them."""
 
@@ -52,7 +60,7 @@ class KeyStore:
 
     `most_writes`: pages that may wait to be written; further pages are not written. `compute_s`: the time to compute a
     page; pages that take longer to read are not read. `most_read_s`: how long a request waits for a page to be read. A
-    page in a file is read into host memory before it can be loaded.
+    page in a file is read into host memory before it can be loaded. `tells`: keep changes for `take_changes`.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class KeyStore:
         most_writes: int = 256,
         compute_s: float | None = None,
         most_read_s: float = 10.0,
+        tells: bool = False,
     ) -> None:
         assert (files is None) == (page_io is None)
         self.host = host
@@ -78,6 +87,9 @@ class KeyStore:
         """Pages that wait to be written to files."""
         self._reading: dict[bytes, tuple[float, Reads]] = {}
         """Keys that are being read, with the start and the reads of their request."""
+        self._changes: list[Change] | None = [] if tells else None
+        if files is not None:
+            self._note(list(files), "files")
 
     @property
     def has_work(self) -> bool:
@@ -109,6 +121,7 @@ class KeyStore:
             return state
         places, evicted = self.host.place([key], path)
         self.counts.evicted += len(evicted)
+        self._note(evicted, "host", is_removed=True)
         if key not in places:
             self.counts.refused += 1
             return state
@@ -132,6 +145,7 @@ class KeyStore:
         num_refused = host.num_refused
         places, evicted = host.place(keys, known, path)
         self.counts.evicted += len(evicted)
+        self._note(evicted, "host", is_removed=True)
         num_refused = host.num_refused - num_refused
         self.counts.refused += num_refused
         return None if num_refused and not places else (places, evicted)
@@ -149,6 +163,7 @@ class KeyStore:
         if not is_stored:
             return []
         self.counts.stored += len(done)
+        self._note(done, "host")
         if self.files is not None:
             for key in done:
                 self._write(key, known)
@@ -193,6 +208,8 @@ class KeyStore:
                 self.counts.written += ended.is_good
                 self.counts.unwritten += not ended.is_good
                 self.files.settle([key], is_stored=ended.is_good)
+                if ended.is_good:
+                    self._note([key], "files")
                 continue
             _, reads = self._reading.pop(key)
             self.files.unpin([key])
@@ -202,11 +219,20 @@ class KeyStore:
                     self.host.pin([key])
                     reads.held.append(key)
                 self.counts.promoted += 1
+                self._note([key], "host")
                 self._read_s += (ended.seconds - self._read_s) * (RATE_WEIGHT if self._read_s else 1.0)
             else:
                 self.counts.broken += 1
                 self.files.drop(key)
                 self._page_io.delete(key)
+                self._note([key], "files", is_removed=True)
+
+    def take_changes(self) -> list[Change]:
+        """Return the changes since the last call, in their order."""
+        if not self._changes:
+            return []
+        changes, self._changes = self._changes, []
+        return changes
 
     def reset(self) -> None:
         """Drop all pages, and delete the files."""
@@ -216,7 +242,10 @@ class KeyStore:
             self.poll()
             for key in self.files:
                 self._page_io.delete(key)
+            self._note(list(self.files), "files", is_removed=True)
             self.files.reset()
+        stored = [key for key in self.host if self.host.state(key) is KeyState.STORED]
+        self._note(stored, "host", is_removed=True)
         self.host.reset()
 
     def close(self) -> None:
@@ -234,9 +263,14 @@ class KeyStore:
         places, evicted = self.files.place([key], path)
         for each in evicted:
             self._page_io.delete(each)
+        self._note(evicted, "files", is_removed=True)
         if key not in places:
             self.counts.unwritten += 1
             return
         (place,) = self.host.pin([key])
         self.num_writing += 1
         self._page_io.write(key, place)
+
+    def _note(self, keys: list[bytes], tier: Literal["host", "files"], *, is_removed: bool = False) -> None:
+        if keys and self._changes is not None:
+            self._changes.append(Change(keys, tier, is_removed))
