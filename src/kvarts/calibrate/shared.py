@@ -39,8 +39,8 @@ COMMON = 0.2
 POINTS_AT_ONCE = 16
 """Number of points whose engines may be in memory at once."""
 ROUNDS = 50
-STEP = 1e-4
-"""Difference of logarithms for slopes."""
+STEP = 1e-3
+"""Difference of logarithms, to either side, for slopes."""
 LEAST_OF_WIDTH = 0.5
 """Smallest posterior deviation, as a share of the prior's: engines differ by more than a table of points shows."""
 
@@ -144,13 +144,15 @@ class _Objective:
     def jacobian(self, logs: Values) -> Values:
         """Return the slopes of the residuals. Only points that depend on a constant are predicted again for it."""
         means = self._pricing.predicted(self.values(logs))
-        here = self._weighed(self._errors(means), logs)
         slopes = []
         for place, name in enumerate(self.names):
-            moved = logs.copy()
-            moved[place] += STEP
-            there = self._pricing.moved(means, name, self.values(moved))
-            slopes.append((self._weighed(self._errors(there), moved) - here) / STEP)
+            sides = []
+            for step in (STEP, -STEP):
+                moved = logs.copy()
+                moved[place] += step
+                there = self._pricing.moved(means, name, self.values(moved))
+                sides.append(self._weighed(self._errors(there), moved))
+            slopes.append((sides[0] - sides[1]) / (2 * STEP))
         return np.column_stack(slopes)
 
     def _errors(self, means: Values) -> Values:
