@@ -21,7 +21,8 @@ import numpy as np
 
 from kvarts.calibrate.course import Course
 from kvarts.calibrate.points import Point, load_points
-from kvarts.calibrate.shared import record, with_constants
+from kvarts.calibrate.pricing import with_constants
+from kvarts.calibrate.shared import record
 from kvarts.executor.constants import load_constants, shipped_constants
 
 METRICS = {"tpot_ms": "TPOT", "tok_s_gpu": "tokens/s", "ttft_ms": "TTFT", "e2e_ms": "E2E"}

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from kvarts.calibrate.course import Course, course_of
 from kvarts.calibrate.points import Point, load_points
-from kvarts.calibrate.shared import Errors, fit_points, halves_of, record, test_halves, with_constants
+from kvarts.calibrate.pricing import with_constants
+from kvarts.calibrate.shared import Errors, fit_points, halves_of, record, test_halves
 from kvarts.cli.main import cli
 from kvarts.errors import ConfigError, InputError, KvartsError
 from kvarts.executor.constants import COEFFICIENTS, load_constants, shipped_constants

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvarts.errors import ConfigError, KvartsError
 from kvarts.executor.cost import parse_cost
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.step_arrays import StepArrays
 from kvarts.hardware.geometry import Geometry
 from kvarts.sched.plan import Batch, Chunk
 from kvarts.sim.config import ReplayConfig, make_config
@@ -266,6 +267,23 @@ def test_ranks_take_as_long_as_the_slowest_and_what_they_exchange(
     assert cost.together_ns(shuffled) == pytest.approx(expected, abs=1)
     if not cost.speculative_tokens:  # which make more tokens of a part of a step that is longer
         assert all(expected >= cost.step_ns(batch) - 1 for batch in some)
+
+
+@given(rooflines, st.lists(batches, min_size=1, max_size=6))
+def test_steps_in_arrays_take_as_long_as_each_alone(cost: RooflineCost, some: list[Batch]) -> None:
+    """Also under constants that the arrays were not made for."""
+    arrays = StepArrays(cost, [[batch] for batch in some])
+    for other in (cost, msgspec.structs.replace(cost, layer_us=33.0, link_us=7.0, attention_efficiency=0.5)):
+        assert arrays.times_ms(other) * 1e6 == pytest.approx(
+            [other.step_ns(batch) for batch in some], abs=0.51, rel=1e-12
+        )
+
+
+@given(in_lockstep(), st.lists(st.lists(batches, min_size=1, max_size=3), min_size=1, max_size=4))
+def test_steps_of_ranks_in_arrays_take_as_long_as_each_alone(cost: RooflineCost, some: list[list[Batch]]) -> None:
+    steps = [each[: cost.num_ranks] for each in some]
+    expected = [cost.together_ns(each) for each in steps]
+    assert StepArrays(cost, steps).times_ms(cost) * 1e6 == pytest.approx(expected, abs=0.51, rel=1e-12)
 
 
 @given(in_lockstep(), st.lists(st.tuples(st.integers(1, 300), st.integers(0, 100_000)), min_size=1, max_size=3))

@@ -12,9 +12,9 @@ from kvarts.calibrate.fitting import Calibration, calibrate_runs
 from kvarts.calibrate.iteration_log import is_iteration_log, load_iterations
 from kvarts.calibrate.loading import RunOptions, load_runs
 from kvarts.calibrate.measured import Measured, load_measured
+from kvarts.calibrate.pricing import with_constants
 from kvarts.calibrate.run import CalibrationRun
 from kvarts.calibrate.series import Series, load_series
-from kvarts.calibrate.shared import with_constants
 from kvarts.calibrate.stepfit import StepFit, fit_steps, is_step_record, load_steps
 from kvarts.errors import ConfigError
 from kvarts.executor.constants import Constants, load_constants

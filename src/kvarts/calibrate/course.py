@@ -16,15 +16,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvarts.calibrate.points import Point
+from kvarts.calibrate.points import METRICS, Point
 from kvarts.errors import ConfigError
 from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.step_arrays import StepArrays
 from kvarts.report.requests import COMPLETED
 from kvarts.sched.plan import Batch
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import replay_one
 
-__all__ = ["Course", "course_of"]
+__all__ = ["Course", "course_of", "means_of"]
 
 Values = npt.NDArray[np.float64]
 Times = npt.NDArray[np.int64]
@@ -75,14 +76,22 @@ class Course(NamedTuple):
 
     def predicted(self, cost: RooflineCost) -> dict[str, float]:
         """Return the means under `cost`, named like the fields of Point that they are compared with."""
-        steps_ms = np.array(list(map(cost.together_ns, self.batches)), np.float64) / 1e6
-        tpot, ttft, e2e, total = (steps_ms @ self.weights).tolist()
-        return {
-            "tok_s_gpu": self.output_tokens / ((total + self.delay_ms) / 1e3) / self.point.num_gpus,
-            "ttft_ms": ttft + self.delay_ms,
-            "tpot_ms": tpot,
-            "e2e_ms": e2e + self.delay_ms,
-        }
+        steps_ms = StepArrays(cost, self.batches).times_ms(cost)
+        return dict(zip(METRICS, means_of([self], (steps_ms @ self.weights)[None])[0].tolist(), strict=True))
+
+
+def means_of(courses: Sequence[Course], sums_ms: Values) -> Values:
+    """Return the METRICS of each course, given its weighted sums of step times: shapes [courses, 4]."""
+    tpot_ms, ttft_ms, e2e_ms, total_ms = sums_ms.T
+    delay_ms = np.array([course.delay_ms for course in courses])
+    tokens = np.array([course.output_tokens / course.point.num_gpus for course in courses])
+    columns = {
+        "tok_s_gpu": tokens / ((total_ms + delay_ms) / 1e3),
+        "ttft_ms": ttft_ms + delay_ms,
+        "tpot_ms": tpot_ms,
+        "e2e_ms": e2e_ms + delay_ms,
+    }
+    return np.column_stack([columns[name] for name in METRICS])
 
 
 def course_of(point: Point, config: ReplayConfig) -> Course:

@@ -23,11 +23,12 @@ from kvarts.sim.config import ReplayConfig, make_config
 from kvarts.traffic.trace import Trace
 from kvarts.traffic.workload import Length, UniformLength, Workload
 
-__all__ = ["Point", "load_points"]
+__all__ = ["METRICS", "Point", "load_points"]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 METRICS = ("tok_s_gpu", "ttft_ms", "tpot_ms", "e2e_ms")
+"""The fields of a point that were measured, and are predicted."""
 REPEATED_PROMPTS = 45
 
 

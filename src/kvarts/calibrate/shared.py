@@ -1,15 +1,17 @@
 """Fits the constants that all rooflines share to a table of points, and tests them on held-out points.
 
-Each point is replayed once; its course (`course.py`) then prices the same batches under other constants, so that a fit
-of hundreds of points takes a minute. The residuals are logarithms of predicted over measured times, with a loss that
-limits the weight of outliers (soft L1), because the conditions of published measurements are never stated in full.
-Points of one version of an engine with one model on one device share an unknown factor: a sweep that is slow as a whole
-says less about the constants than how its times grow with the load. The distances of the constants from a prior are
-added. Points under an open load are replayed again after the first fit.
+Each point is replayed once; the same batches (`course.py`) are then priced under other constants, all points at once
+(`pricing.py`), so that a fit of hundreds of points takes seconds. The residuals are logarithms of predicted over
+measured times, with a loss that limits the weight of outliers (soft L1), because the conditions of published
+measurements are never stated in full. Points of one version of an engine with one model on one device share an unknown
+factor: a sweep that is slow as a whole says less about the constants than how its times grow with the load. The
+distances of the constants from a prior are added. Points under an open load are replayed again after the first fit, and
+fitted again.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,10 +21,10 @@ import numpy.typing as npt
 
 from kvarts.calibrate.coefficients import BOUNDS, needs_scipy
 from kvarts.calibrate.course import Course, course_of
-from kvarts.calibrate.points import Point
+from kvarts.calibrate.points import METRICS, Point
+from kvarts.calibrate.pricing import Pricing, with_constants
 from kvarts.errors import ConfigError
-from kvarts.executor.constants import COEFFICIENTS, LINKS, Constants, HeldOut
-from kvarts.executor.roofline import RooflineCost
+from kvarts.executor.constants import COEFFICIENTS, Constants, HeldOut
 
 __all__ = ["HALVES", "Errors", "PointsFit", "Worth", "errors_of", "fit_points", "record", "test_halves"]
 
@@ -34,9 +36,11 @@ DEPENDENT = 3.0
 """Number of points that carry as much information as an independent one, since sweeps measure one engine repeatedly."""
 COMMON = 0.2
 """Variance of the logarithm of the factor that a sweep shares, as a share of that of a single point."""
-ROUNDS = 8
-STEP = 1e-2
-"""Difference of logarithms for slopes."""
+POINTS_AT_ONCE = 16
+"""Number of points whose engines may be in memory at once."""
+ROUNDS = 50
+STEP = 1e-3
+"""Difference of logarithms, to either side, for slopes."""
 LEAST_OF_WIDTH = 0.5
 """Smallest posterior deviation, as a share of the prior's: engines differ by more than a table of points shows."""
 
@@ -90,7 +94,9 @@ class PointsFit(msgspec.Struct, frozen=True):
 def record(points: Sequence[Point], constants: Constants, on_progress: Callable[[int], object] | None) -> list[Course]:
     """Replay each point under `constants`. Raise ConfigError, naming the point, if one cannot be replayed."""
     courses = []
-    for point in points:
+    for number, point in enumerate(points):
+        if number % POINTS_AT_ONCE == POINTS_AT_ONCE - 1:
+            gc.collect()  # an engine refers to itself; its few large arrays do not make the collector run
         try:
             config = point.config()
             courses.append(
@@ -104,32 +110,25 @@ def record(points: Sequence[Point], constants: Constants, on_progress: Callable[
     return courses
 
 
-def with_constants(cost: RooflineCost, values: Mapping[str, float]) -> RooflineCost:
-    """Return `cost` with constants; those of links only if the device has NVLink, for which they were fitted."""
-    is_fitted_link = cost.hardware.link_kind == "nvlink"
-    changes = {name: value for name, value in values.items() if is_fitted_link or name not in LINKS}
-    changed = msgspec.structs.replace(cost, **changes)
-    vars(changed).update(geometry=cost.geometry, hardware=cost.hardware)  # these take longest, and do not change
-    return changed
-
-
 class _Objective:
     """The objective of a fit: residuals of courses, and distances of the constants from their prior."""
 
     def __init__(self, courses: Sequence[Course], prior: Constants) -> None:
-        self._courses = courses
-        self.names = tuple(
-            name for name in COEFFICIENTS if any(name in course.cost.active_coefficients for course in courses)
-        )
+        self._pricing = Pricing(courses)
+        active = self._pricing.active
+        self.names = tuple(name for name in COEFFICIENTS if name in active)
         self.guess = np.log([prior.values[name] for name in self.names])
         self.widths = np.array([prior.deviations[name] for name in self.names])
         self._fixed = {name: value for name, value in prior.values.items() if name not in self.names}
-        self._active = [frozenset(course.cost.active_coefficients) for course in courses]
-        self._fitted = [_fitted(course.point) for course in courses]
-        self._owner = np.repeat(np.arange(len(courses)), [len(each) for each in self._fitted])
-        of_sweep = [
-            (_sweep(course.point), name) for course, each in zip(courses, self._fitted, strict=True) for name in each
+        fitted = [
+            (place, METRICS.index(name), value)
+            for place, course in enumerate(courses)
+            for name, value in _fitted(course.point).items()
         ]
+        self._places = np.array([place for place, _, _ in fitted], np.int64)
+        self._columns = np.array([column for _, column, _ in fitted], np.int64)
+        self._measured = np.array([value for _, _, value in fitted])
+        of_sweep = [(_sweep(courses[place].point), column) for place, column, _ in fitted]
         places = {sweep: place for place, sweep in enumerate(dict.fromkeys(of_sweep))}
         self._sweep = np.array([places[sweep] for sweep in of_sweep], np.int64)
         self._size = np.bincount(self._sweep)
@@ -140,31 +139,26 @@ class _Objective:
 
     def residuals(self, logs: Values) -> Values:
         """Return the residuals. The sum of their squares is twice the objective."""
-        return self._weighed(self._errors(logs, range(len(self._courses))), logs)
+        return self._weighed(self._errors(self._pricing.predicted(self.values(logs))), logs)
 
     def jacobian(self, logs: Values) -> Values:
         """Return the slopes of the residuals. Only points that depend on a constant are predicted again for it."""
-        errors = self._errors(logs, range(len(self._courses)))
-        here = self._weighed(errors, logs)
-        slopes = np.empty((len(here), len(logs)))
+        means = self._pricing.predicted(self.values(logs))
+        slopes = []
         for place, name in enumerate(self.names):
-            moved = logs.copy()
-            moved[place] += STEP
-            again = [number for number, active in enumerate(self._active) if name in active]
-            there = errors.copy()
-            there[np.isin(self._owner, again)] = self._errors(moved, again)
-            slopes[:, place] = (self._weighed(there, moved) - here) / STEP
-        return slopes
+            sides = []
+            for step in (STEP, -STEP):
+                moved = logs.copy()
+                moved[place] += step
+                there = self._pricing.moved(means, name, self.values(moved))
+                sides.append(self._weighed(self._errors(there), moved))
+            slopes.append((sides[0] - sides[1]) / (2 * STEP))
+        return np.column_stack(slopes)
 
-    def _errors(self, logs: Values, places: Sequence[int]) -> Values:
-        """Return the logarithms of predicted over measured times of the courses at `places`."""
-        values = self.values(logs)
-        errors = []
-        for place in places:
-            course = self._courses[place]
-            predicted = course.predicted(with_constants(course.cost, values))
-            errors += [_log_error(metric, predicted[metric], value) for metric, value in self._fitted[place].items()]
-        return np.array(errors)
+    def _errors(self, means: Values) -> Values:
+        """Return the logarithms of predicted over measured times."""
+        errors = np.log(np.maximum(means[self._places, self._columns], 1e-12) / self._measured)
+        return np.where(self._columns == METRICS.index("tok_s_gpu"), -errors, errors)
 
     def _weighed(self, errors: Values, logs: Values) -> Values:
         """Return the residuals of `errors`: independent for the points of a sweep, and limited for outliers."""
@@ -189,12 +183,6 @@ def _fitted(point: Point) -> dict[str, float]:
     return {name: measured[name] for name in kept if name in measured}
 
 
-def _log_error(metric: str, predicted: float, measured: float) -> float:
-    """Return the logarithm of predicted over measured time."""
-    error = math.log(max(predicted, 1e-12) / measured)
-    return -error if metric == "tok_s_gpu" else error
-
-
 def fit_points(
     courses: Sequence[Course],
     prior: Constants,
@@ -208,14 +196,7 @@ def fit_points(
     """
     needs_scipy()
     before = errors_of(courses, prior.values)
-    objective, logs, jacobian = _fit(courses, prior, prior)
-    if any(course.point.load == "open" for course in courses):
-        # The batches of an open load depend on step times.
-        first = msgspec.structs.replace(prior, values=objective.values(logs))
-        courses = [
-            record([course.point], first, None)[0] if course.point.load == "open" else course for course in courses
-        ]
-        objective, logs, jacobian = _fit(courses, prior, first)
+    courses, objective, logs, jacobian = _fit_twice(courses, prior)
     values = objective.values(logs)
     deviations = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian)))
     least = float((objective.residuals(logs) ** 2).sum()) / 2
@@ -236,6 +217,21 @@ def fit_points(
     }
     constants = Constants(values=values, deviations=widths)
     return PointsFit(constants, tuple(worth), before, errors_of(courses, values))
+
+
+def _fit_twice(courses: Sequence[Course], prior: Constants) -> tuple[Sequence[Course], _Objective, Values, Values]:
+    """Fit, replay open loads under the fitted constants, since their batches depend on step times, and fit again."""
+    objective, logs, jacobian = _fit(courses, prior, prior)
+    if any(course.point.load == "open" for course in courses):
+        first = msgspec.structs.replace(prior, values=objective.values(logs))
+        courses = _replayed(courses, first)
+        objective, logs, jacobian = _fit(courses, prior, first)
+    return courses, objective, logs, jacobian
+
+
+def _replayed(courses: Sequence[Course], constants: Constants) -> list[Course]:
+    """Return the courses, those of open loads recorded again under `constants`."""
+    return [record([course.point], constants, None)[0] if course.point.load == "open" else course for course in courses]
 
 
 def _fit(courses: Sequence[Course], prior: Constants, start: Constants) -> tuple[_Objective, Values, Values]:
@@ -263,11 +259,15 @@ def errors_of(courses: Sequence[Course], values: Mapping[str, float]) -> dict[st
 
 def _errors(courses: Sequence[Course], values: Mapping[str, float]) -> dict[str, list[float]]:
     errors: dict[str, list[float]] = {}
-    for course in courses:
-        predicted = course.predicted(with_constants(course.cost, values))
+    for course, predicted in zip(courses, _predictions(courses, values), strict=True):
         for metric, measured in course.point.measured.items():
             errors.setdefault(metric, []).append(predicted[metric] / measured - 1.0)
     return errors
+
+
+def _predictions(courses: Sequence[Course], values: Mapping[str, float]) -> list[dict[str, float]]:
+    """Return the predicted means of each course, by metric."""
+    return [dict(zip(METRICS, row, strict=True)) for row in Pricing(courses).predicted(values).tolist()]
 
 
 def halves_of(points: Sequence[Point], by: str) -> list[bool]:
@@ -299,10 +299,10 @@ def test_halves(
     for side in (False, True):
         fitted = [course for course, where in zip(courses, half, strict=True) if where == side]
         others = [course for course, where in zip(courses, half, strict=True) if where != side]
-        objective, logs, _ = _fit(fitted, prior, prior)
-        values = objective.values(logs)
-        for course in others:
-            predicted = course.predicted(with_constants(course.cost, values))
+        _, objective, logs, _ = _fit_twice(fitted, prior)
+        found_there = msgspec.structs.replace(prior, values=objective.values(logs))
+        others = _replayed(others, found_there)
+        for course, predicted in zip(others, _predictions(others, found_there.values), strict=True):
             for metric, measured in course.point.measured.items():
                 found.setdefault(metric, []).append((course, predicted[metric] / measured - 1.0))
     errors = {name: Errors.of(np.array([error for _, error in each])) for name, each in found.items()}

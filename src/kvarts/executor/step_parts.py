@@ -1,4 +1,8 @@
-"""The parts of a step's time, for a RooflineCost: matrices, experts, attention, and communication between devices."""
+"""The parts of a step's time, for a RooflineCost: matrices, experts, attention, and communication between devices.
+
+The formulas depend on a step only by arithmetic and by the methods `larger`, `smaller`, `fewer`, `root` and `padded`;
+step_arrays.py overrides these, so that the same formulas take arrays, with one element per step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvarts.executor.layer_cost import LayerCost
 from kvarts.executor.manysteps import are_many, whole_ns
-from kvarts.sched.plan import Batch, Chunk
+from kvarts.sched.plan import Batch
 
 if TYPE_CHECKING:
     from kvarts.executor.roofline import RooflineCost
@@ -34,13 +38,14 @@ class StepParts:
         matrix_bytes = float(dtype_bits(geometry.weight_dtype, field="weight_dtype")) / 8
         expert_bytes = float(dtype_bits(geometry.expert_dtype, field="expert_dtype")) / 8
         self._stages = cost.pipeline_parallel
-        self._graph_tokens = 0 if device.is_cpu else cost.graph_tokens
-        self._separates = cost.separate_passes
+        self.graph_tokens = 0 if device.is_cpu else cost.graph_tokens
+        self.separates = cost.separate_passes
         self._num_drafted = cost.speculative_tokens
-        self._num_verified = 1 + cost.speculative_tokens
+        self.num_verified = 1 + cost.speculative_tokens
         """Tokens that a decode computes per step: its own and the drafted ones."""
         self._tokens_per_step = cost.tokens_per_step
-        self._composes = self._separates or self._num_drafted > 0
+        self.composes = self.separates or self._num_drafted > 0
+        """Whether a step of prompts and decodes is composed of two passes, or of one and its difference to another."""
         expert_layers = 0 if geometry.experts is None else geometry.experts.num_layers
         launch_us = geometry.num_layers * cost.eager_layer_us + expert_layers * cost.eager_expert_layer_us
         self._eager_ms = cost.eager_us / 1e3
@@ -48,8 +53,8 @@ class StepParts:
         if geometry.sparse is not None:
             layers_us += geometry.sparse.num_indexers * cost.sparse_layer_us
         self.step_ms = (cost.step_us + layers_us) / 1e3
-        self._launched_ms = self.step_ms + (0.0 if device.is_cpu else launch_us / 1e3)
-        """The constant time of a step without a CUDA graph."""
+        self._launch_ms = 0.0 if device.is_cpu else launch_us / 1e3
+        """The time that a step without a CUDA graph takes longer."""
         self.sequence_ms = cost.sequence_us / 1e3
         # A state is read and written once per step, however many tokens of the sequence the step has.
         self.sequence_ms += 2 * geometry.state_bytes / ways / bandwidth
@@ -101,7 +106,7 @@ class StepParts:
             prompt_operations = 2 * geometry.num_heads * (latent.nope_dim + latent.rope_dim + latent.v_dim)
             decode_operations = 2 * geometry.num_heads * (2 * latent.kv_rank + latent.rope_dim)
         self._pair_ms = prompt_operations / ways / (attention_flops * cost.attention_compute)
-        decode_operations *= self._num_verified
+        decode_operations *= self.num_verified
         self._decode_pair_ms = max(decode_operations / ways / attention_flops, self._kv_read_ms)
         self._layers: list[LayerCost] = []
         for group in geometry.attending:
@@ -137,7 +142,7 @@ class StepParts:
             score_ms = 2 * sparse.num_heads * sparse.key_dim / (flops * cost.fp8_compute)
             score_ms *= cost.hardware.flops_per_s(cost.geometry.dtype) / cost.hardware.flops_per_s("fp8")
             read = 1.0 - chosen
-            decode_ms = max(score_ms * self._num_verified, read * self._kv_read_ms) / self._decode_pair_ms
+            decode_ms = max(score_ms * self.num_verified, read * self._kv_read_ms) / self._decode_pair_ms
             of_all = decode_ms * sparse.num_indexers
             layers.append(LayerCost(None, sparse.num_indexers, score_ms / self._pair_ms, read, of_all))
         return layers
@@ -148,26 +153,38 @@ class StepParts:
             if not batch.chunks:
                 num_decodes = batch.num_decodes
                 return round(self.decode_ms(num_decodes, batch.decode_known_tokens, self.fixed_ms(num_decodes)) * 1e6)
-            if self._composes:
+            if self.composes:
                 return round(self._composed_ms([batch], lambda batches: self._pass_ms(batches[0])) * 1e6)
         return round(self._pass_ms(batch) * 1e6)
 
     def _pass_ms(self, batch: Batch) -> float:
         """Return the time of one pass over prompts and decodes together."""
         num_decodes = batch.num_decodes
-        num_tokens = num_samples = num_decodes * self._num_verified
+        num_tokens = num_samples = num_decodes * self.num_verified
         num_sequences = num_decodes
-        attention_ms = 0.0
+        chunks_ms = 0.0
         for chunk in batch.chunks:
             num_tokens += chunk.num_tokens
             num_samples += chunk.is_last
             num_sequences += 1
-            attention_ms += self.chunk_ms(chunk)
+            chunks_ms += self.chunk_ms(chunk.start, chunk.end)
+        known = batch.decode_known_tokens
+        return self.pass_ms(num_decodes, known, num_tokens, num_samples, num_sequences, chunks_ms)
+
+    def pass_ms(
+        self,
+        num_decodes: int,
+        known_tokens: int,
+        num_tokens: int,
+        num_samples: int,
+        num_sequences: int,
+        chunks_ms: float,
+    ) -> float:
+        """Return the time of one pass, given the counts of its work and the time of its chunks' attention."""
         ms = self.linear_ms(num_tokens, num_samples, num_sequences) + num_sequences * self.sequence_ms
-        if num_decodes:
-            attention_ms += self.context_ms(num_decodes, batch.decode_known_tokens)
-            if self._num_drafted:
-                ms += self._drafting_ms(num_decodes, num_decodes)
+        if self._num_drafted:
+            ms = ms + self._drafting_ms(num_decodes, num_decodes) * (num_decodes > 0)
+        attention_ms = chunks_ms + self.context_ms(num_decodes, known_tokens)
         return self.at_least(ms + attention_ms / self.divided_by(num_sequences), num_tokens)
 
     def _composed_ms(self, batches: Sequence[Batch], pass_ms: Callable[[Sequence[Batch]], float]) -> float:
@@ -177,18 +194,29 @@ class StepParts:
         is divided by the tokens that a decode generates per step. `batches`: one per rank. `pass_ms`: returns the time
         of one pass over batches.
         """
+        decodes, prompts = self.apart(batches)
+        decodes_ms = pass_ms(decodes) if decodes else 0.0
+        rest_ms = 0.0
+        if prompts:
+            rest_ms = pass_ms(prompts if self.separates or not decodes else batches)
+        return self.composed_ms(decodes_ms, rest_ms)
+
+    def apart(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+        """Return the decodes of a step, and its prompts, each with one batch per rank that has any."""
         decodes = [
             Batch((), batch.num_decodes, batch.decode_known_tokens, batch.pool_tokens)
             for batch in batches
             if batch.num_decodes
         ]
         prompts = [Batch(batch.chunks, 0, 0, batch.pool_tokens) for batch in batches if batch.chunks]
-        if not decodes:
-            return pass_ms(prompts)
-        decodes_ms = pass_ms(decodes)
-        prompts_ms = 0.0
-        if prompts:
-            prompts_ms = pass_ms(prompts) if self._separates else max(0.0, pass_ms(batches) - decodes_ms)
+        return decodes, prompts
+
+    def composed_ms(self, decodes_ms: float, rest_ms: float) -> float:
+        """Return the time that a step counts for: `decodes_ms`, that of a pass over its decodes, and `rest_ms`.
+
+        `rest_ms`: the time of a separate pass over prompts, or of one pass over all of the step; 0 without prompts.
+        """
+        prompts_ms = rest_ms if self.separates else self.larger(0.0, rest_ms - decodes_ms)
         return decodes_ms / self._tokens_per_step + prompts_ms
 
     def decode_ns(self, num_decodes: int, known_tokens: int, num_steps: int) -> list[int]:
@@ -209,37 +237,29 @@ class StepParts:
         ms *= 1e6
         return whole_ns(ms)
 
-    def divided_by(self, num_sequences: int) -> int:
+    def divided_by(self, num_sequences: int) -> float:
         """Return the number of micro-batches of a step: one per stage, each with at least one sequence."""
-        return max(1, min(self._stages, num_sequences))
+        return 1 if self._stages == 1 else self.larger(1, self.smaller(self._stages, num_sequences))
 
-    def _linear_ms(self, num_tokens: int, num_samples: int, num_routed: int, num_parts: int) -> float:
+    def _linear_ms(self, num_tokens: int, num_samples: int, num_routed: int, num_parts: float) -> float:
         """Return the time of matrices. `num_routed`: tokens of all ranks, which the experts process."""
-        if self._graph_tokens and num_tokens <= self._graph_tokens:
-            num_tokens = graph_size(num_tokens, self._graph_tokens)
-        read_ms = self._common_read_ms
-        work_ms = self._common_token_ms * num_tokens
-        if num_samples:
-            read_ms += self._head_read_ms
-            work_ms += self._head_sample_ms * num_samples
+        read_ms = self._common_read_ms + self._head_read_ms * (num_samples > 0)
+        work_ms = self._common_token_ms * self.padded(num_tokens) + self._head_sample_ms * num_samples
         experts = self._experts
         if experts is not None:
-            of_part = num_routed / num_parts if num_parts > 1 else num_routed
-            share = 1.0 - (1.0 - experts.per_token / experts.count) ** of_part
+            share = 1.0 - (1.0 - experts.per_token / experts.count) ** (num_routed / num_parts)
             active = experts.count * share
-            busiest = float(num_routed)
+            busiest: float = num_routed
             if self._expert_devices > 1:
                 # All wait for the device whose experts are chosen most often.
-                active += self._above * sqrt(active * (1.0 - share) * self._expert_devices)
-                active = min(active, experts.count)
-                busiest += self._above * sqrt(num_routed * self._expert_devices / experts.per_token)
-            read_ms += self._expert_read_ms * active
-            work_ms += self._expert_token_ms * busiest
-        if num_parts > 1:
-            work_ms /= num_parts
-        return read_ms if read_ms > work_ms else work_ms
+                active = active + self._above * self.root(active * (1.0 - share) * self._expert_devices)
+                active = self.smaller(active, experts.count)
+                busiest = busiest + self._above * self.root(num_routed * self._expert_devices / experts.per_token)
+            read_ms = read_ms + self._expert_read_ms * active
+            work_ms = work_ms + self._expert_token_ms * busiest
+        return self.larger(read_ms, work_ms / num_parts)
 
-    def _exchanged_ms(self, num_tokens: int, num_routed: int, num_parts: int) -> float:
+    def _exchanged_ms(self, num_tokens: int, num_routed: int, num_parts: float) -> float:
         """Return the time of collectives. `num_tokens`: tokens of the largest rank; `num_routed`: tokens of all
         ranks.
         """
@@ -254,16 +274,16 @@ class StepParts:
         parts = self.divided_by(num_sequences)
         ms = self._linear_ms(num_tokens, num_samples, num_tokens, parts)
         if self.num_collectives:
-            ms += self._exchanged_ms(num_tokens, num_tokens, parts)
+            ms = ms + self._exchanged_ms(num_tokens, num_tokens, parts)
         return ms + self._constant_ms(num_tokens)
 
     def _constant_ms(self, num_tokens: int) -> float:
         """Return the constant time of a step of so many tokens: longer without a CUDA graph."""
-        return self._launched_ms if num_tokens > self._graph_tokens else self.step_ms
+        return self.step_ms + self._launch_ms * (num_tokens > self.graph_tokens)
 
     def fixed_ms(self, num_decodes: int) -> float:
         """Return the time of a step of decodes without attention."""
-        num_tokens = num_decodes * self._num_verified
+        num_tokens = num_decodes * self.num_verified
         ms = self.linear_ms(num_tokens, num_tokens, num_decodes) + num_decodes * self.sequence_ms
         return ms + self._drafting_ms(num_decodes, num_decodes) if self._num_drafted else ms
 
@@ -277,48 +297,75 @@ class StepParts:
             ms = known_tokens * self.context_token_ms + fixed_ms
         else:
             attention_ms = self.context_ms(num_decodes, known_tokens) / self.divided_by(num_decodes)
-            ms = self.at_least(fixed_ms + attention_ms, num_decodes * self._num_verified)
+            ms = self.at_least(fixed_ms + attention_ms, num_decodes * self.num_verified)
         return ms / self._tokens_per_step if self._num_drafted else ms
 
     def _is_simple(self, num_decodes: int) -> bool:
         """Return whether the time of `num_decodes` decodes is linear in their known tokens."""
-        return self._is_linear and (num_decodes * self._num_verified <= self._graph_tokens or not self._eager_ms)
+        return self._is_linear and (num_decodes * self.num_verified <= self.graph_tokens or not self._eager_ms)
 
     def at_least(self, ms: float, num_tokens: int) -> float:
         """Return `ms`, or for a step without a CUDA graph the least time that such a step takes, if that is longer."""
-        if ms < self._eager_ms and num_tokens > self._graph_tokens:
-            return self._eager_ms
-        return ms
+        return self.larger(ms, self._eager_ms * (num_tokens > self.graph_tokens)) if self._eager_ms else ms
 
     def together_ms(self, batches: Sequence[Batch]) -> float:
         """Return the time of a step of ranks in lock step."""
-        return self._composed_ms(batches, self._together_ms) if self._composes else self._together_ms(batches)
+        return self._composed_ms(batches, self._together_ms) if self.composes else self._together_ms(batches)
 
     def _together_ms(self, batches: Sequence[Batch]) -> float:
         """Return the time of one pass of ranks in lock step."""
-        verified = self._num_verified
+        verified = self.num_verified
         counts = [batch.num_decodes * verified + sum(chunk.num_tokens for chunk in batch.chunks) for batch in batches]
         num_routed = sum(counts)
-        num_drafting = sum(batch.num_decodes for batch in batches)
         slowest_ms = 0.0
         for batch, num_tokens in zip(batches, counts, strict=True):
             chunks, num_decodes = batch.chunks, batch.num_decodes
             num_samples = num_decodes * verified + sum(chunk.is_last for chunk in chunks)
-            ms = self._linear_ms(num_tokens, num_samples, num_routed, 1)
-            ms += (num_decodes + len(chunks)) * self.sequence_ms
-            ms += sum(self.chunk_ms(chunk) for chunk in chunks)
-            if num_decodes:
-                ms += self.context_ms(num_decodes, batch.decode_known_tokens)
+            chunks_ms = sum(self.chunk_ms(chunk.start, chunk.end) for chunk in chunks)
+            ms = self.rank_ms(
+                num_decodes,
+                batch.decode_known_tokens,
+                num_tokens,
+                num_samples,
+                num_decodes + len(chunks),
+                chunks_ms,
+                num_routed,
+            )
             slowest_ms = max(slowest_ms, ms)
-        largest = max(counts, default=0)
-        ms = slowest_ms + self._exchanged_ms(largest, num_routed, 1) + self._constant_ms(largest)
-        if num_drafting and self._num_drafted:
-            ms += self._drafting_ms(max(batch.num_decodes for batch in batches), num_drafting)
-        return self.at_least(ms, largest)
+        all_decodes = [batch.num_decodes for batch in batches]
+        most, num_drafting = max(all_decodes, default=0), sum(all_decodes)
+        return self.lockstep_ms(slowest_ms, max(counts, default=0), num_routed, most, num_drafting)
+
+    def rank_ms(
+        self,
+        num_decodes: int,
+        known_tokens: int,
+        num_tokens: int,
+        num_samples: int,
+        num_sequences: int,
+        chunks_ms: float,
+        num_routed: int,
+    ) -> float:
+        """Return the time that a rank computes, given the counts of its work; `num_routed`: tokens of all ranks."""
+        ms = self._linear_ms(num_tokens, num_samples, num_routed, 1)
+        ms = ms + num_sequences * self.sequence_ms
+        return ms + chunks_ms + self.context_ms(num_decodes, known_tokens)
+
+    def lockstep_ms(
+        self, slowest_ms: float, num_tokens: int, num_routed: int, num_decodes: int, num_drafting: int
+    ) -> float:
+        """Return the time of a step of ranks, given that of the slowest.
+
+        `num_tokens`, `num_decodes`: the largest of a rank. `num_routed`, `num_drafting`: tokens and decodes of all.
+        """
+        ms = slowest_ms + self._exchanged_ms(num_tokens, num_routed, 1) + self._constant_ms(num_tokens)
+        if self._num_drafted:
+            ms = ms + self._drafting_ms(num_decodes, num_drafting) * (num_drafting > 0)
+        return self.at_least(ms, num_tokens)
 
     def decodes_together_ms(self, decodes: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
         """Return the times of steps of decodes of ranks in lock step, equal to calling `together_ms` once per step."""
-        verified = self._num_verified
+        verified = self.num_verified
         num_drafting = sum(num_decodes for num_decodes, _ in decodes)
         num_routed = num_drafting * verified
         largest = max(num_decodes for num_decodes, _ in decodes) * verified
@@ -344,21 +391,50 @@ class StepParts:
             return known_tokens * self.context_token_ms
         pairs = 0.0
         for layer in self._layers:
-            seen = known_tokens if layer.span is None else min(known_tokens, layer.span * num_decodes)
-            pairs += seen * layer.decode
+            seen = known_tokens if layer.span is None else self.fewer(known_tokens, layer.span * num_decodes)
+            pairs = pairs + seen * layer.decode
         return pairs * self._decode_pair_ms
 
-    def chunk_ms(self, chunk: Chunk) -> float:
-        """Return the time of a chunk's attention: every token attends to itself and to all tokens before it."""
+    def chunk_ms(self, start: int, end: int) -> float:
+        """Return the time of the attention of a chunk of tokens [start, end).
+
+        Every token attends to itself and to all tokens before it.
+        """
         ms = 0.0
-        start, end = chunk.start, chunk.end
         for layer in self._layers:
             span = layer.span
-            pairs = _pairs(end, span) - _pairs(start, span)
-            read = end if span is None else min(end, span + end - start)
+            pairs = self._pairs(end, span) - self._pairs(start, span)
+            read = end if span is None else self.fewer(end, span + end - start)
             work_ms, read_ms = pairs * self._pair_ms * layer.work, read * self._kv_read_ms * layer.read
-            ms += layer.num_layers * (work_ms if work_ms > read_ms else read_ms)
+            ms = ms + layer.num_layers * self.larger(work_ms, read_ms)
         return ms
+
+    def _pairs(self, num_tokens: int, window: int | None) -> int:
+        """Return the number of (token, attended token) pairs of the first `num_tokens`, within the last `window`."""
+        if window is None:
+            return num_tokens * (num_tokens + 1) // 2
+        near = self.fewer(num_tokens, window)
+        return near * (near + 1) // 2 + (num_tokens - near) * window
+
+    def larger(self, one: float, other: float) -> float:
+        """Return the larger of two times."""
+        return one if one > other else other
+
+    def smaller(self, one: float, other: float) -> float:
+        """Return the smaller of two numbers."""
+        return one if one < other else other
+
+    def fewer(self, one: int, other: int) -> int:
+        """Return the smaller of two counts."""
+        return one if one < other else other
+
+    def root(self, number: float) -> float:
+        """Return the square root."""
+        return sqrt(number)
+
+    def padded(self, num_tokens: int) -> int:
+        """Return the number of tokens that are computed: in a CUDA graph, the next size."""
+        return graph_size(num_tokens, self.graph_tokens) if num_tokens <= self.graph_tokens else num_tokens
 
 
 class Reached(NamedTuple):
@@ -403,10 +479,3 @@ def graph_size(num_tokens: int, largest: int) -> int:
         return min(4, largest)
     multiple = 8 if num_tokens <= 256 else 16
     return min(-(-num_tokens // multiple) * multiple, largest)
-
-
-def _pairs(num_tokens: int, window: int | None) -> int:
-    """Return the number of (token, attended token) pairs of the first `num_tokens`, each within the last `window`."""
-    if window is None or num_tokens <= window:
-        return num_tokens * (num_tokens + 1) // 2
-    return window * (window + 1) // 2 + (num_tokens - window) * window
