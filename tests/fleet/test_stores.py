@@ -115,7 +115,7 @@ def test_a_step_uses_the_layers_of_host_memory_early_and_not_those_of_the_store(
     )
     cost = LinearCost(step_ms=0.0, chunk_token_ms=1.0, decode_ms=1.0)
     pool = PoolConfig(role="mixed", each=case.config(cost=cost, audit=True, offload=offload))
-    report = FleetConfig(pools=(pool,), store=STORE).replay(case.trace())
+    report = replay(case.trace(), FleetConfig(pools=(pool,), store=STORE))
     assert list(report.requests["store_tokens"]) == [0, 400, 0, 0, 0]
     assert list(report.requests["host_tokens"])[4] == 110
     _, from_store, _, _, from_host = first_tokens(report)

@@ -317,7 +317,7 @@ class TieredMachine(RuleBasedStateMachine):
                 self.model.unpin(parts)
             else:
                 number = self.offloader.num_transfers
-                holding = self.cache.open_offered(content, self.offloader.offered(self.num_owners), 0)
+                holding = self.cache.open_offered(content, self.offloader.layout.offered(self.num_owners), 0)
                 self.offloader.start_load(self.num_owners, content, on_device, offer.num_pages, holding)
                 load = Load(number, self.num_owners, content, holding, sequence, parts, offer.by_tier)
                 load.num_known = holder.num_known
