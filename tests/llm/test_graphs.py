@@ -1,4 +1,4 @@
-"""Steps of decodes as graphs, which are recorded and repeated on a CPU: the same tokens, and nothing read from before."""
+"""Steps of decodes as graphs, recorded and repeated on a CPU: the same tokens, and nothing read from before."""
 
 from __future__ import annotations
 
