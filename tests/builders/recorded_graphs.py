@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["RecordedGraph", "record_graphs"]
 
 
-class RecordedGraph(TorchDispatchMode):
+class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
     """Records while it is active. `num_replays`: of all graphs."""
 
     num_replays = 0
