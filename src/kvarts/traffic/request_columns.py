@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import le
 from typing import overload
 
+from kvarts.few import arrays_pay
 from kvarts.traffic.plain_rows import requests_of
 from kvarts.traffic.trace_request import TraceRequest
 
@@ -59,7 +60,7 @@ class RequestColumns(Sequence[TraceRequest]):
     def _made(self, start: int, end: int) -> list[TraceRequest]:
         first = self.ends[start - 1] if start else 0
         last = self.ends[end - 1] if end else 0
-        ids = array("Q", self.ids[first:last]).tobytes()
+        ids = _in_8_bytes(self.ids[first:last])
         return requests_of(
             self.rows[start:end],
             self.arrivals_ns[start:end],
@@ -87,3 +88,12 @@ class RequestColumns(Sequence[TraceRequest]):
             found.ids += self.ids[self.ends[place - 1] if place else 0 : self.ends[place]]
             found.ends.append(len(found.ids))
         return found
+
+
+def _in_8_bytes(ids: array[int]) -> bytes:
+    """Return ids in 8 bytes each."""
+    if not arrays_pay(0):  # NumPy is not loaded for this
+        return array("Q", ids).tobytes()
+    import numpy as np
+
+    return np.frombuffer(ids, ids.typecode).astype(np.uint64).tobytes()
