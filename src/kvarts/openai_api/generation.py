@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from kvarts.openai_api.bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    MediaReader,
     StreamOptions,
     decoded,
     messages_of,
@@ -46,6 +45,9 @@ from kvarts.openai_api.workbench import Workbench
 from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
 from kvarts.sampling import SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from kvarts.openai_api.media import Media
 
 __all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
 
@@ -571,7 +573,7 @@ class Generating:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    def media_of(self, model: str | None) -> MediaReader | None:
+    def media_of(self, model: str | None) -> Media | None:
         """Return the reader of images and audio for one request to `model`, as Served.media does."""
         return self._models.of(model).media()
 

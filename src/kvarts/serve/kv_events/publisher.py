@@ -14,19 +14,20 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from threading import Event as Flag
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from kvarts.errors import ConfigError
 from kvarts.serve.kv_events.batch_queue import BatchQueue
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
+from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.serve.kv_events.replies import Frames, Replies, Reply
 from kvarts.serve.kv_events.told import Batch, Cleared, Told
 from kvarts.serve.kv_events.unread import Unread
 from kvarts.serve.kv_events.wire import Wire
 
-__all__ = ["END", "FULL_STATE", "SNAPSHOT", "StateSource", "ZmqPublisher"]
+__all__ = ["END", "FULL_STATE", "SNAPSHOT", "ZmqPublisher"]
 
 END = b"\xff" * 8
 FULL_STATE = (-2).to_bytes(8, "big", signed=True)
@@ -46,23 +47,13 @@ MAX_SUBSCRIPTION_BYTES = 4096
 SUBSCRIPTIONS_AT_ONCE = 1000
 
 
-class StateSource(Protocol):
-    """Source of the set of stored blocks. Any thread may call it."""
-
-    def snapshot(self) -> Batch:
-        """Return events that describe the full state after the last batch, under its number; -1 before the first."""
-
-    def announce(self) -> None:
-        """Emit the full state as a new batch."""
-
-
 class ZmqPublisher:
     """Owner of the sockets of `config`, and of the past batches. It sends the batches of `queue`, in order.
 
     `source` provides the full state. Raises ConfigError for an endpoint that cannot be bound.
     """
 
-    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: StateSource) -> None:
+    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: KvEventReader) -> None:
         self._config = config
         self._queue = queue
         self._source = source
