@@ -49,7 +49,7 @@ from kvarts.sampling import SamplingParams, StructuredOutputs
 if TYPE_CHECKING:
     from kvarts.openai_api.media import Media
 
-__all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
+__all__ = ["AnswerUnderWay", "Exchange", "Generating", "MakeForm", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The default of OpenAI's API for completions; a chat generates to its end."""
@@ -497,7 +497,7 @@ async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> No
         await exchange.workbench.run(exchange.owner.name, partial(check, asks[0].params))
 
 
-class UnderWay:
+class AnswerUnderWay:
     """The answer to one HTTP request, while it is made."""
 
     def __init__(self, served: Served, exchange: Exchange, asks: Sequence[Ask], session: str | None) -> None:
@@ -537,7 +537,7 @@ class UnderWay:
         await self._request.settle()
 
 
-def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> UnderWay:
+def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> AnswerUnderWay:
     """Begin requests, in the session that they name, if any. Raise ApiError if they are not admitted.
 
     A session header is a hint, which load generators and routers add to any request: a request that a session cannot
@@ -550,7 +550,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
-    return UnderWay(served, exchange, asks, name or None)
+    return AnswerUnderWay(served, exchange, asks, name or None)
 
 
 class _Read(NamedTuple):

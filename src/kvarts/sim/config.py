@@ -120,7 +120,7 @@ class TiersBelow(Protocol):
         """Open the tiers, at least one, below the cache of a device with KV groups."""
 
 
-class SessionSettings(Protocol):
+class ReplaySessions(Protocol):
     """Settings of the state that engines keep of a trace's sessions."""
 
     opened_by: ClassVar[str]
@@ -264,7 +264,7 @@ class ReplayConfig(
         ),
     ] = "off"
     offload: TiersBelow | None = None
-    sessions: SessionSettings | None = None
+    sessions: ReplaySessions | None = None
     routing: RoutingSettings | None = None
     placement: Placement | None = None
     groups: PartGroups = ()
