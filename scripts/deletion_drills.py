@@ -44,7 +44,7 @@ ALL = "all"
 ROOMS = {
     "plan": ("plan",),
     "fleet": ("fleet", "openai_api/fleet"),
-    "sharing": ("sharing", "openai_api/several"),
+    "sharing": ("sharing", "openai_api/sharing"),
     "workers": ("openai_api/workers",),
     "connect_vllm": ("connect/vllm",),
     "offload": ("offload",),

@@ -29,12 +29,13 @@ GIVEN = {
 """By field: words of a command line, and the value that they give the field."""
 
 
-@engine_options
-@kv_groups_option
-@snapshots_option
 @click.command()
 def command(**values: object) -> EngineOptions:
     return engine_options_of(values)
+
+
+for add in (snapshots_option, kv_groups_option, engine_options):
+    add(command)
 
 
 def parsed(words: str) -> EngineOptions:

@@ -77,7 +77,8 @@ def of_requests(told: Told) -> list[tuple[Any, ...]]:
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
-    return replay(case.case.trace(), case.config(**changes))
+    report: FleetReport = replay(case.case.trace(), case.config(**changes))
+    return report
 
 
 @given(st.tuples(st.booleans(), st.booleans()).flatmap(lambda each: fleets(cancels=each[0], faults=each[1])))

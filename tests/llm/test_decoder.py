@@ -22,7 +22,7 @@ from kvarts.executor.torch.fingerprint import fingerprint
 from kvarts.executor.torch.gguf_file import GgufFile
 from kvarts.executor.torch.gguf_model import read_model
 from kvarts.executor.torch.probe import examine
-from kvarts.executor.torch.watching import Packed
+from kvarts.executor.torch.recorded_calls import Packed
 from kvarts.llm.check import check_model
 from kvarts.llm.llm import LLM
 from kvarts.sampling import SamplingParams

@@ -21,7 +21,7 @@ from kvarts.errors import ConfigError
 from kvarts.executor.torch.attention import AttentionCall, attending
 from kvarts.executor.torch.kv_format import decode, encode
 from kvarts.executor.torch.probe import examine
-from kvarts.executor.torch.watching import Packed
+from kvarts.executor.torch.recorded_calls import Packed
 from kvarts.llm.llm import LLM
 from kvarts.offload.config import OffloadConfig
 

@@ -13,8 +13,8 @@ from kvarts.content import Content
 from kvarts.event_log import EventReader
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.keys import BlockKey, BlockKeys
+from kvarts.serve.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored
 from kvarts.serve.kv_events.reader import KvEventReader
-from kvarts.serve.kv_events.told import Batch, Cleared, Removed, Stored
 from kvarts.serve.kv_events.wire import Wire
 
 from builders.case import Case, cases
@@ -103,7 +103,7 @@ def test_a_sequence_that_goes_on_is_told_with_its_parent() -> None:
     reader.observe([PagesStored(second, 2, 3, first)])
     names = chain([1, 2, 3, 4, 9, 9], 2)
     (stored,) = sink.batches[1].told
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, BlocksStored)
     assert (stored.parent, list(stored.keys), sink.batches[1].seq) == (names[1], names[2:], 1)
 
 
@@ -123,9 +123,9 @@ def test_the_last_block_that_goes_clears_everything_where_one_rank_is_all_there_
     reader.observe([PagesStored(of, 0, 2, None), PagesStored(of, 0, 1, None, "host"), PagesRemoved(of, 0, 2)])
     reader.observe([PagesRemoved(of, 0, 1, "host")])
     names = [BlockKey(name) for name in chain([1, 2, 3, 4], 2)]
-    assert sink.batches[0].told[2] == Removed((names[1], names[0]), "GPU")
-    assert sink.batches[1].told == [Cleared() if clears else Removed((names[0],), "CPU")]
-    assert reader.snapshot().told == [Cleared()]
+    assert sink.batches[0].told[2] == BlocksRemoved((names[1], names[0]), "GPU")
+    assert sink.batches[1].told == [BlocksCleared() if clears else BlocksRemoved((names[0],), "CPU")]
+    assert reader.snapshot().told == [BlocksCleared()]
 
 
 def test_full_state_names_parents_first_whatever_order_they_came_in() -> None:

@@ -280,9 +280,9 @@ def test_subscriptions_are_counted_and_end() -> None:
 def test_an_engine_that_is_faster_than_the_publisher_waits_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvarts.serve.kv_events import batch_queue
+    from kvarts.serve.kv_events import batches
 
-    monkeypatch.setattr(batch_queue, "MAX_WAITING", 10)
+    monkeypatch.setattr(batches, "MAX_WAITING", 10)
     with opened() as (events, client):
         store(events, 3000)
         assert [client.receive()[1] for _ in range(3000)] == list(range(3000))

@@ -31,7 +31,7 @@ from kvarts.kv.pool import IdPool, PageId
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
 from kvarts.kv.tree import PrefixTree
-from kvarts.session.pages import ChunkRoom, SessionPages, SessionTable
+from kvarts.session.pages import ChunkRoom, SessionPages, SessionPageTable
 
 from oracles.naive_kv_groups import kept_for, seen_by_both
 
@@ -82,7 +82,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
     def most_pages(self, keeps: SinkWindow) -> int:
         return -(-keeps.sink // self.page_size) + -(-keeps.window // self.page_size) + 1
 
-    def page_of(self, table: SessionTable, position: int) -> PageId:
+    def page_of(self, table: SessionPageTable, position: int) -> PageId:
         page = position // self.page_size
         return table.page_ids[page if page < table.num_sink_pages else page - table.num_dropped]
 
@@ -93,7 +93,7 @@ class SessionPagesMachine(RuleBasedStateMachine):
         self.num_tokens += count
         return list(range(self.num_tokens - count, self.num_tokens))
 
-    def is_gone(self, table: SessionTable, positions: set[int]) -> bool:
+    def is_gone(self, table: SessionPageTable, positions: set[int]) -> bool:
         """Whether some of these are in pages that were dropped, or none is after them."""
         first = table.num_sink_pages * self.page_size
         gone = range(first, first + table.num_dropped * self.page_size)

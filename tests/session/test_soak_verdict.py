@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
-from kvarts.session.soak.rules import RuleResult, expected_bytes
+from kvarts.session.soak.rules import SoakRuleResult, expected_bytes
 from kvarts.session.soak.verdict import judge_soak
 
 from builders.soak import BYTES_PER_TOKEN, record_of, with_sample, with_samples
 
 
-def result(record: SoakRecord, rule: str) -> RuleResult:
+def result(record: SoakRecord, rule: str) -> SoakRuleResult:
     return next(result for result in judge_soak(record).rules if result.rule == rule)
 
 
@@ -179,7 +179,7 @@ def test_warm_up_does_not_count() -> None:
 
 
 def test_memory_of_the_server() -> None:
-    def run(rss: Any, **plan: Any) -> RuleResult:
+    def run(rss: Any, **plan: Any) -> SoakRuleResult:
         record = record_of(200, expects_rss=True, **plan)
         return result(with_samples(record, lambda sample: {"rss_bytes": rss(sample.turn)}), "rss")
 

@@ -98,7 +98,8 @@ class Device:
         )
 
     def run(self, **changes: Any) -> SharedReport:
-        return replay(self.traces, self.config(**changes))
+        report: SharedReport = replay(self.traces, self.config(**changes))
+        return report
 
     @property
     def can_be_split(self) -> bool:

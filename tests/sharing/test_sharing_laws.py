@@ -81,7 +81,8 @@ class Sharing:
     def run(self, kept: list[Kept] | None = None, **changes: Any) -> SharedReport:
         traces = {f"m{place}": case.trace() for place, case in enumerate(self.cases)}
         observers_of = None if kept is None else lambda name: [kept[int(name[1:])]]
-        return replay(traces, self.config(**changes), observers_of=observers_of)
+        report: SharedReport = replay(traces, self.config(**changes), observers_of=observers_of)
+        return report
 
 
 @st.composite

@@ -237,7 +237,8 @@ def steady(health: tuple[str, ...] = (), **each: Any) -> SharedReport:
     config = SharingConfig(
         models={"a": model, "b": model}, kv_memory=640, health=health, each=ReplayConfig(page_size=4, **each)
     )
-    return replay({"a": Trace(rows, unit_tokens=16), "b": Trace(rows, unit_tokens=16)}, config)
+    report: SharedReport = replay({"a": Trace(rows, unit_tokens=16), "b": Trace(rows, unit_tokens=16)}, config)
+    return report
 
 
 def test_the_report_has_each_device_and_all_together() -> None:

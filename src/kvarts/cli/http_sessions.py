@@ -83,7 +83,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
             raise ConfigError("is of sessions with a window", field=GIVEN[name], hint="Give --session-window N.")
     if values["session_retention"] is not None and values["session_window"]:
         raise ConfigError("is of sessions without a window", field=GIVEN["session_retention"], hint="Leave one out.")
-    from kvarts.openai_api.sessions.later import SessionsLater
+    from kvarts.openai_api.sessions.on_demand import SessionsOnDemand
 
     served = opened.served
 
@@ -108,7 +108,7 @@ def open_sessions_of(opened: Opened, values: dict[str, Any], keys: Keys | None) 
         return open_own(served, config, shares=shares, state_dir=values["state_dir"], say=say)
 
     # With options given, they are checked and the saved sessions are read before the server is ready.
-    served.sessions = open_now() if given else SessionsLater(open_now)
+    served.sessions = open_now() if given else SessionsOnDemand(open_now)
 
 
 def _why_not(opened: Opened, values: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ def server_readers(
     def open_for(name: str) -> list[EventReader]:
         if config is None:
             return []
-        from kvarts.serve.kv_events.batch_queue import MAX_WAITING
+        from kvarts.serve.kv_events.batches import MAX_WAITING
         from kvarts.serve.kv_events.opening import open_kv_events
 
         of_model = config.for_model(name, len(sources))

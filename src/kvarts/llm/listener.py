@@ -7,7 +7,7 @@ from typing import Protocol
 from kvarts.errors import KvartsError
 from kvarts.llm.text import Completion, Generation
 
-__all__ = ["EngineDeadError", "Gone", "Holds", "Listener", "RequestFailedError"]
+__all__ = ["EngineDeadError", "Gone", "Listener", "RequestFailedError"]
 
 
 class EngineDeadError(KvartsError):
@@ -46,13 +46,3 @@ class Listener(Protocol):
 
 class Gone(Exception):  # noqa: N818  # not an error: nothing listens any more
     """Raised by a listener after its event loop was closed."""
-
-
-class Holds(Protocol):
-    """Forwards the updates of listeners, and can buffer them for a moment."""
-
-    def hold(self) -> None:
-        """Buffer updates until `release`."""
-
-    def release(self) -> None:
-        """Forward the buffered updates, all at once."""

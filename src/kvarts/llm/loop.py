@@ -19,8 +19,9 @@ from threading import Condition, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 from kvarts.errors import KvartsError
-from kvarts.llm.listener import EngineDeadError, Gone, Holds, Listener, RequestFailedError
+from kvarts.llm.listener import EngineDeadError, Gone, Listener, RequestFailedError
 from kvarts.llm.llm_engine import LLMEngine
+from kvarts.llm.outbox import Outbox
 from kvarts.llm.text import Completion, Generation
 from kvarts.sampling import SamplingParams
 
@@ -54,7 +55,7 @@ class EngineLoop:
         self._listeners: dict[int, Listener] = {}
         self._unclaimed: list[Completion] = []
         self._error: BaseException | None = None
-        self.held: list[Holds] = []
+        self.held: list[Outbox] = []
         """Buffers held while listeners receive a step, so that the reading thread does not compete with this one."""
 
     # Manual -----------------------------------------------------------------------------------------------

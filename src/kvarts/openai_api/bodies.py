@@ -5,9 +5,9 @@ Unknown fields are ignored, and null equals a missing field, because clients sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -21,6 +21,9 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.kv_hints import CacheControl, KvHints, NvExt, hints_of, hints_of_parts
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
+if TYPE_CHECKING:
+    from kvarts.openai_api.media import Media
+
 __all__ = [
     "APART",
     "MAX_NAME_CHARS",
@@ -28,7 +31,6 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "GenerationBody",
-    "MediaReader",
     "StreamOptions",
     "decoded",
     "messages_of",
@@ -405,15 +407,8 @@ def parsed(payload: bytes, kind: type[BodyT]) -> BodyT:
         raise ApiError(400, "the body is nested too deeply") from error
 
 
-class MediaReader(Protocol):
-    """Converts images and audio to text."""
-
-    def text_of(self, part: Mapping[str, Any], where: str) -> str | None:
-        """Return the text for a part of a message; None for a part of another kind. Raise ApiError."""
-
-
 def messages_of(
-    messages: Sequence[Any] | None, media: MediaReader | None = None, *, param: str = "messages"
+    messages: Sequence[Any] | None, media: Media | None = None, *, param: str = "messages"
 ) -> list[dict[str, Any]]:
     """Return messages with their content as text: parts are joined. Raise ApiError for invalid messages.
 
@@ -431,7 +426,7 @@ def messages_of(
     return read
 
 
-def _text_of(content: Any, where: str, media: MediaReader | None) -> str:
+def _text_of(content: Any, where: str, media: Media | None) -> str:
     if content is None:
         return ""
     if isinstance(content, str):

@@ -19,7 +19,7 @@ from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.bodies import CompletionBody
 from kvarts.openai_api.budget import INLINE_BYTES
 from kvarts.openai_api.errors import ApiError
-from kvarts.openai_api.generation import Exchange, UnderWay, asks_of
+from kvarts.openai_api.generation import AnswerUnderWay, Exchange, asks_of
 from kvarts.openai_api.models import Models
 from kvarts.openai_api.served import Ask, Served
 
@@ -102,7 +102,7 @@ class Embeddings:
         # A short body may contain a thousand inputs.
         served, body, asks, vectors = await exchange.apart(read, num_bytes=INLINE_BYTES)
         num_tokens = sum(len(ask.tokens) for ask in asks)
-        under_way = UnderWay(served, exchange, asks, None)
+        under_way = AnswerUnderWay(served, exchange, asks, None)
         try:
             await _ends(under_way, under_way.choices)
             exchange.failure.before_answer()
@@ -114,7 +114,7 @@ class Embeddings:
             await under_way.end()
 
 
-async def _ends(under_way: UnderWay, choices: Sequence[Choice]) -> None:
+async def _ends(under_way: AnswerUnderWay, choices: Sequence[Choice]) -> None:
     """Wait until all choices end."""
     num_open = len(choices)
     while num_open:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from kvarts.openai_api.bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    MediaReader,
     StreamOptions,
     decoded,
     messages_of,
@@ -47,7 +46,10 @@ from kvarts.owners.keys import Owner
 from kvarts.owners.shares import PARTED
 from kvarts.sampling import SamplingParams, StructuredOutputs
 
-__all__ = ["Exchange", "Generating", "MakeForm", "UnderWay", "asks_of", "begin", "chat_asks", "completion_asks"]
+if TYPE_CHECKING:
+    from kvarts.openai_api.media import Media
+
+__all__ = ["AnswerUnderWay", "Exchange", "Generating", "MakeForm", "asks_of", "begin", "chat_asks", "completion_asks"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The default of OpenAI's API for completions; a chat generates to its end."""
@@ -495,7 +497,7 @@ async def checked(exchange: Exchange, served: Served, asks: Sequence[Ask]) -> No
         await exchange.workbench.run(exchange.owner.name, partial(check, asks[0].params))
 
 
-class UnderWay:
+class AnswerUnderWay:
     """The answer to one HTTP request, while it is made."""
 
     def __init__(self, served: Served, exchange: Exchange, asks: Sequence[Ask], session: str | None) -> None:
@@ -535,7 +537,7 @@ class UnderWay:
         await self._request.settle()
 
 
-def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> UnderWay:
+def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: str | None) -> AnswerUnderWay:
     """Begin requests, in the session that they name, if any. Raise ApiError if they are not admitted.
 
     A session header is a hint, which load generators and routers add to any request: a request that a session cannot
@@ -548,7 +550,7 @@ def begin(served: Served, exchange: Exchange, asks: Sequence[Ask], session_id: s
         name = next((told for header in SESSION_HEADERS if (told := exchange.request.header(header))), None)
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise ApiError(400, f"the name of a session has at most {MAX_SESSION_CHARS} characters", param="session_id")
-    return UnderWay(served, exchange, asks, name or None)
+    return AnswerUnderWay(served, exchange, asks, name or None)
 
 
 class _Read(NamedTuple):
@@ -571,7 +573,7 @@ class Generating:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    def media_of(self, model: str | None) -> MediaReader | None:
+    def media_of(self, model: str | None) -> Media | None:
         """Return the reader of images and audio for one request to `model`, as Served.media does."""
         return self._models.of(model).media()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvarts.events import Event, LeapDone, StepDone
 from kvarts.llm.text import Completion
@@ -12,6 +12,7 @@ from kvarts.request import Request
 
 if TYPE_CHECKING:
     from kvarts.event_log import EventReader
+    from kvarts.openai_api.answer import Choice
     from kvarts.openai_api.residency import Residency
 
 __all__ = ["Meter"]
@@ -32,18 +33,6 @@ def bounds_1_2_5(most: int) -> tuple[int, ...]:
     """Return 1, 2, 5, 10, 20, 50 and so on, up to `most`."""
     bounds = (mantissa * 10**power for power in range(len(str(most))) for mantissa in (1, 2, 5))
     return tuple(bound for bound in bounds if bound <= most)
-
-
-class ServedChoice(Protocol):
-    """A choice of an answer."""
-
-    @property
-    def started_s(self) -> float:
-        """When its HTTP request arrived."""
-
-    @property
-    def request(self) -> Request | None:
-        """The request in the engine."""
 
 
 class Meter:
@@ -129,7 +118,7 @@ class Meter:
         self.num_hit_tokens += request.cached_tokens
         self.num_hit_tokens_below += sum(request.cached_tokens_below)
 
-    def ended(self, choice: ServedChoice, completion: Completion, now_s: float) -> None:
+    def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
         """Count a choice that has ended."""
         reason = "abort" if completion.finish_reason == "cancelled" else completion.finish_reason
         self.ended_by_reason[reason] += 1

@@ -170,7 +170,7 @@ class RunningServer:
                 config, door, model=model, speedup=speedup, readers=(*readers, self._steps), watcher=self._seen
             )
         else:
-            open_several = from_room("openai_api.several.opening", "open_several", field="several")
+            open_several = from_room("openai_api.sharing.opening", "open_several", field="several")
             self.opened = open_several(several, door, speedup=speedup, watcher=self._seen)
             self.model = self.opened.served.names[0]
         if sessions is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-__all__ = ["NO_MESSAGE", "READS", "Intake"]
+__all__ = ["NO_MESSAGE", "READS", "CallIntake"]
 
 READS = 2
 """Messages of an owner that are read concurrently."""
@@ -46,7 +46,7 @@ class _Reading:
         self.aborting: asyncio.Task[Any] | None = None
 
 
-class Intake:
+class CallIntake:
     """Owner of the turns in which messages are read, for one event loop."""
 
     def __init__(self, *, reads: int = READS, patience_s: float = PATIENCE_S, read_s: float = READ_S) -> None:

@@ -18,9 +18,9 @@ from kvarts.session.errors import SessionValueError
 from kvarts.session.values import MAX_ENDS, Done, SessionInfo, SessionSettings, Token, Truncated, Update, check_label
 
 __all__ = [
-    "Append",
+    "AppendRequest",
     "Fork",
-    "Generation",
+    "GenerationRequest",
     "Rollback",
     "append_of",
     "bytes_of_update",
@@ -49,7 +49,7 @@ def parsed(kind: type[SomeMessage], data: bytes) -> SomeMessage:
     # Each value ends with a byte below 128. Count them before parsing, since a number of one byte then takes four.
     if len(data) > MAX_TOKENS and np.count_nonzero(np.frombuffer(data, np.uint8) < 128) > MAX_TOKENS + MAX_OTHER_BYTES:
         raise SessionValueError(
-            f"the request has more than {MAX_TOKENS} token ids", field="token_ids", hint="Append them in parts."
+            f"the request has more than {MAX_TOKENS} token ids", field="token_ids", hint="AppendRequest them in parts."
         )
     with suppress(DecodeError):
         return kind.FromString(data)
@@ -57,7 +57,7 @@ def parsed(kind: type[SomeMessage], data: bytes) -> SomeMessage:
     raise SessionValueError(f"the request is not a {kind.DESCRIPTOR.full_name}")
 
 
-class Append(msgspec.Struct, frozen=True):
+class AppendRequest(msgspec.Struct, frozen=True):
     """Tokens for a session."""
 
     session_id: str
@@ -82,7 +82,7 @@ class Rollback(msgspec.Struct, frozen=True):
     queue: bool
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GenerationRequest(msgspec.Struct, frozen=True):
     """A generation of a session."""
 
     session_id: str
@@ -96,10 +96,10 @@ def session_id_of(request: Any) -> str:
     return session_id[:MAX_ID_CHARS]
 
 
-def append_of(request: added.AppendTokensRequest) -> list[Append]:
+def append_of(request: added.AppendTokensRequest) -> list[AppendRequest]:
     """Return the tokens to append, in a list that the handler empties, so that a waiting call need not keep them."""
     expected_length = request.expected_length if request.HasField("expected_length") else None
-    return [Append(session_id_of(request), _token_ids(request.token_ids), expected_length, request.queue)]
+    return [AppendRequest(session_id_of(request), _token_ids(request.token_ids), expected_length, request.queue)]
 
 
 def fork_of(request: added.ForkRequest) -> Fork:
@@ -113,10 +113,10 @@ def rollback_of(request: added.RollbackRequest) -> Rollback:
     return Rollback(session_id_of(request), request.length, request.queue)
 
 
-def generation_of(request: added.GenerateRequest, *, ignore_eos: bool) -> Generation:
+def generation_of(request: added.GenerateRequest, *, ignore_eos: bool) -> GenerationRequest:
     """Return a generation; with `ignore_eos`, the model's own end is ignored regardless of the request."""
     request.ignore_eos |= ignore_eos
-    return Generation(session_id_of(request), params_of(request), request.queue)
+    return GenerationRequest(session_id_of(request), params_of(request), request.queue)
 
 
 def settings_of(request: added.CreateSessionRequest, defaults: SessionSettings) -> SessionSettings:
@@ -157,7 +157,7 @@ def _token_ids(ids: Any) -> array[int]:
     """Return the token ids of a request, in one block of memory. Raise SessionValueError for too many."""
     if len(ids) > MAX_TOKENS:
         raise SessionValueError(
-            f"has {len(ids)} ids, and {MAX_TOKENS} at most", field="token_ids", hint="Append them in parts."
+            f"has {len(ids)} ids, and {MAX_TOKENS} at most", field="token_ids", hint="AppendRequest them in parts."
         )
     return array("Q", np.asarray(ids, np.uint64).tobytes())
 

@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from kvarts.errors import InputError, KvartsError
 from kvarts.files import read_text
 from kvarts.owners.keys import Keys, Owner
-from kvarts.serve.intake import NO_MESSAGE, Intake
+from kvarts.serve.intake import NO_MESSAGE, CallIntake
 from kvarts.serve.statuses import refuse
 
-__all__ = ["OPEN_METHODS", "OWNER", "Gate", "Owners", "read_owners"]
+__all__ = ["OPEN_METHODS", "OWNER", "CallGate", "Owners", "read_owners"]
 
 OWNER: ContextVar[str] = ContextVar("OWNER", default="")
 """The owner of the current call."""
@@ -47,17 +47,17 @@ class Owners:
         return None if found is None else found.name
 
 
-class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Refuses calls without a known token, by their metadata alone; sets OWNER for the others.
 
-    Messages are read in turns, as in Intake. Without `owners`, every call belongs to the owner ``.
+    Messages are read in turns, as in CallIntake. Without `owners`, every call belongs to the owner ``.
     """
 
     def __init__(self, owners: Owners | None) -> None:
         self._owners = owners
-        self._intake = Intake()
+        self._intake = CallIntake()
         # One intake for all health checks: their messages are short and arrive at once.
-        self._open_intake = Intake(reads=OPEN_READS, patience_s=OPEN_PATIENCE_S, read_s=OPEN_READ_S)
+        self._open_intake = CallIntake(reads=OPEN_READS, patience_s=OPEN_PATIENCE_S, read_s=OPEN_READ_S)
         # A handler of a request stream is called before any message is read.
         self._refusal = grpc.stream_unary_rpc_method_handler(_refuse)
 
@@ -74,7 +74,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
             return None
         return self._reading(handler, self._open_intake if is_open else self._intake)
 
-    def _reading(self, handler: Any, intake: Intake) -> Any:
+    def _reading(self, handler: Any, intake: CallIntake) -> Any:
         """Return `handler`, with its messages read through `intake`."""
         parse = handler.request_deserializer
 

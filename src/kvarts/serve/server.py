@@ -11,8 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvarts.serve.binding import Binding
-from kvarts.serve.owners import Gate, Owners
-from kvarts.serve.sessions import CONTRACT, SERVICE, SessionsDoor
+from kvarts.serve.owners import CallGate, Owners
+from kvarts.serve.sessions import CONTRACT, SERVICE, SessionService
 from kvarts.session.runtime import SessionRuntime
 from kvarts.signals import asked_to_stop
 
@@ -61,10 +61,10 @@ class SessionServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._binding = binding
-        self._door = SessionsDoor(runtime)
+        self._door = SessionService(runtime)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._server = grpc.aio.server(
-            interceptors=[Gate(owners)],
+            interceptors=[CallGate(owners)],
             options=[*OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)],
         )
         self._server.add_generic_rpc_handlers(self._door.handlers())

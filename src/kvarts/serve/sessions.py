@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from kvarts.proto.kakeya.v1 import runtime_pb2 as contract
 from kvarts.proto.kvarts.v1 import sessions_pb2 as added
 from kvarts.serve.messages import (
-    Append,
+    AppendRequest,
     Fork,
-    Generation,
+    GenerationRequest,
     Rollback,
     append_of,
     bytes_of_update,
@@ -33,7 +33,7 @@ from kvarts.serve.statuses import refuse
 from kvarts.session.runtime import SessionRuntime
 from kvarts.session.values import SessionSettings
 
-__all__ = ["CONTRACT", "SERVICE", "SessionsDoor"]
+__all__ = ["CONTRACT", "SERVICE", "SessionService"]
 
 CONTRACT = contract.DESCRIPTOR.services_by_name["RuntimeService"].full_name
 SERVICE = added.DESCRIPTOR.services_by_name["Sessions"].full_name
@@ -47,7 +47,7 @@ Read = Callable[[Any], Any]
 Call = Callable[[str, Any], Awaitable[Message]]
 
 
-class SessionsDoor:
+class SessionService:
     """Both services on one runtime, with a method for each call, for one event loop.
 
     Handlers receive values, which Gate makes from messages, and return bytes to grpc: a token costs one message and no
@@ -120,7 +120,7 @@ class SessionsDoor:
     async def _create(self, owner: str, settings: SessionSettings) -> Message:
         return contract.CreateSessionResponse(session_id=await self._runtime.create(owner, settings))
 
-    async def _append(self, owner: str, asked: list[Append]) -> Message:
+    async def _append(self, owner: str, asked: list[AppendRequest]) -> Message:
         append = asked.pop()
         appending = self._runtime.append(
             owner, append.session_id, append.tokens, expected_length=append.expected_length, queue=append.queue
@@ -164,7 +164,7 @@ class SessionsDoor:
     async def _info(self, owner: str, session_id: str) -> Message:
         return info_message(await self._runtime.info(owner, session_id))
 
-    async def _generate(self, asked: Generation, context: Any) -> None:
+    async def _generate(self, asked: GenerationRequest, context: Any) -> None:
         await self._begin(context)
         try:
             updates = self._runtime.generate(OWNER.get(), asked.session_id, asked.params, queue=asked.queue)
@@ -177,7 +177,7 @@ class SessionsDoor:
             await _give_up(context, error)
 
 
-def _generation_in(data: bytes, *, ignore_eos: bool) -> Generation:
+def _generation_in(data: bytes, *, ignore_eos: bool) -> GenerationRequest:
     return generation_of(parsed(added.GenerateRequest, data), ignore_eos=ignore_eos)
 
 

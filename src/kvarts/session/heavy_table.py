@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvarts.kv.heavy_pages import HeavyPages
 from kvarts.kv.reserve import PageReserve
 from kvarts.kv.sink_window import SinkWindow
-from kvarts.session.pages import ChunkRoom, SessionTable
+from kvarts.session.pages import ChunkRoom, SessionPageTable
 
 __all__ = ["HeavyTable"]
 
@@ -20,8 +20,8 @@ SEES_ALL = 1 << 40
 Scores = npt.NDArray[np.float64]
 
 
-class HeavyTable(SessionTable):
-    """A SessionTable whose first pages are those of the sink, then those that were chosen, with gaps between them.
+class HeavyTable(SessionPageTable):
+    """A SessionPageTable whose first pages are those of the sink, then those that were chosen, with gaps between them.
 
     Owner of the scores of its pages, and of the position of the last decision.
     """

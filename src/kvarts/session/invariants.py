@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvarts.executor.page_slots import PageSlots
-from kvarts.session.pages import SessionPages, SessionTable
+from kvarts.session.pages import SessionPages, SessionPageTable
 
 __all__ = ["count_retained", "holds_what_it_should"]
 
@@ -24,7 +24,7 @@ def holds_what_it_should(slots: PageSlots, pages: SessionPages, page_size: int, 
     )
 
 
-def _count(slots: PageSlots, table: SessionTable, page_size: int, num_computed: int) -> int:
+def _count(slots: PageSlots, table: SessionPageTable, page_size: int, num_computed: int) -> int:
     """Return how many tokens a page table holds that a later token can see.
 
     A token counts only if it was written to its own slot, the one given by page table and position.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["ChunkRoom", "Retained", "SessionPages", "SessionTable", "TableLayout"]
+__all__ = ["ChunkRoom", "Retained", "SessionPageTable", "SessionPages", "TableLayout"]
 
 TableLayout = tuple[int, int, int]
 """A page table between steps: number of its pages, of pages dropped after the sink, and of pages of the sink."""
@@ -75,7 +75,7 @@ class ChunkRoom:
         return max(1, (self.num_pages - self.num_used) // self._num_tables * self.page_size)
 
 
-class SessionTable:
+class SessionPageTable:
     """One page table of a session, with page ids from `reserve`.
 
     The reserve contains `retained.most_pages` pages for it, in addition to those of `room`.
@@ -203,13 +203,13 @@ class SessionTable:
         if not self.num_dropped:  # an earlier token may see the sink again
             self.num_sink_pages = self.retained.num_sink_pages(self._page_size)
 
-    def fork(self) -> SessionTable:
+    def fork(self) -> SessionPageTable:
         """Return a table that shares these pages, between steps."""
         other = copy(self)
         other._share(self)
         return other
 
-    def _share(self, other: SessionTable) -> None:
+    def _share(self, other: SessionPageTable) -> None:
         """Share the pages of `other`, of which this is a copy."""
         self._page_ids = list(other._page_ids)
         self._copies = []
@@ -249,7 +249,7 @@ class SessionPages:
         reserve: PageReserve,
         room: ChunkRoom,
         retained: Sequence[Retained] | None = None,
-        make_table: Callable[[Any, PageReserve, ChunkRoom], SessionTable] = SessionTable,
+        make_table: Callable[[Any, PageReserve, ChunkRoom], SessionPageTable] = SessionPageTable,
     ) -> None:
         self.keeps = keeps
         self.tables = [make_table(one, reserve, room) for one in ((keeps,) if retained is None else retained)]

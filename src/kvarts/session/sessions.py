@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,10 +30,29 @@ from kvarts.session.stored import EndReason
 from kvarts.session.streams import UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
-from kvarts.session.under_way import UnderWay, settled
 from kvarts.session.values import Done, SessionCounts, SessionInfo, SessionSettings, Update
 
-__all__ = ["Sessions"]
+__all__ = ["Sessions", "TurnUnderWay", "settled"]
+
+
+class TurnUnderWay(NamedTuple):
+    """An append or a generation. `cancel` ends it, in the engine's thread; `over` completes when it has ended."""
+
+    cancel: Callable[[LLMEngine], None]
+    over: asyncio.Future[None]
+
+
+async def settled(over: asyncio.Future[None]) -> None:
+    """Wait for `over`, even if this task is cancelled meanwhile; the cancellation is raised afterwards."""
+    cancelled = None
+    while not over.done():
+        try:
+            await asyncio.shield(over)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
 
 T = TypeVar("T")
 
@@ -77,7 +96,7 @@ class Sessions:
         self._turns = Turns(table)
         self._appending = Appending(table, None if keeper is None else keeper.histories)
         self._exclusive = Exclusive()
-        self._under_way: dict[str, UnderWay] = {}
+        self._under_way: dict[str, TurnUnderWay] = {}
         self._waiting: dict[str, set[_Held]] = {}
         """By owner: tokens of appends that are not in histories yet."""
         self._outbox: Outbox | None = None
@@ -389,7 +408,7 @@ class Sessions:
     def _begin(self, session_id: str, cancel: Callable[[LLMEngine], None]) -> asyncio.Future[None]:
         """Register an operation that has the session; return a future that completes when it has ended."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._under_way[session_id] = UnderWay(cancel, over)
+        self._under_way[session_id] = TurnUnderWay(cancel, over)
         return over
 
     def _end(self, session: Session) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarts.sharing.config import SharingConfig
-from kvarts.sharing.contest import Contested
+from kvarts.sharing.contention import Contended
 from kvarts.sharing.steps import TurnLog
 
 __all__ = ["LoanPeriod", "OfDevice", "ratio"]
@@ -46,7 +46,7 @@ class OfDevice:
         config: SharingConfig,
         logs: Mapping[str, TurnLog],
         settled: Mapping[str, Sequence[int]],
-        contested: Mapping[str, Contested],
+        contested: Mapping[str, Contended],
         number: int | None = None,
     ) -> None:
         self.config = config

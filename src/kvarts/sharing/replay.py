@@ -18,7 +18,7 @@ from kvarts.sched.plan import StepPlan, StepResult
 from kvarts.sched.policy import NEVER_NS
 from kvarts.sharing.baselines import slices, split_config
 from kvarts.sharing.config import ObserversOf, SharingConfig
-from kvarts.sharing.contest import Contest
+from kvarts.sharing.contention import Contention
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.driver import SharedDriver
 from kvarts.sharing.outcome import OfDevice
@@ -90,7 +90,7 @@ def replay_several(
             each.device,
             tenants,
             TurnOrder(each.device, tenants),
-            Contest(tenants),
+            Contention(tenants),
             # Observed devices go step by step. So do KV groups: the parts that a leap takes and releases are not known.
             step_by_step=config.each.step_by_step or config.has_groups or any(device.is_observed for device in opened),
             audit=config.each.audit,

@@ -13,7 +13,7 @@ import numpy as np
 from kvarts.report.report import REPORT_VERSION, Report
 from kvarts.sharing.baselines import compared, worst
 from kvarts.sharing.config import SharingConfig
-from kvarts.sharing.contest import Contested
+from kvarts.sharing.contention import Contended
 from kvarts.sharing.outcome import LoanPeriod, OfDevice, ratio
 
 __all__ = ["LoanPeriod", "SharedReport", "jain_index"]
@@ -172,9 +172,9 @@ class SharedReport:
         return encoded
 
 
-def _contested(config: SharingConfig, devices: Sequence[OfDevice]) -> dict[str, Contested]:
+def _contested(config: SharingConfig, devices: Sequence[OfDevice]) -> dict[str, Contended]:
     """Return each model's contested turns on all of `devices`."""
-    return {name: sum((device.contested[name] for device in devices), Contested()) for name in config.models}
+    return {name: sum((device.contested[name] for device in devices), Contended()) for name in config.models}
 
 
 def _loans(device: OfDevice, duration_ms: float) -> dict[str, Any]:

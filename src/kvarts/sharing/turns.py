@@ -16,11 +16,11 @@ from kvarts.limits import LATEST_NS, TooLateError
 from kvarts.request import Request
 from kvarts.sched.loads import LowerTiers
 from kvarts.sched.policy import NEVER_NS
-from kvarts.sharing.contest import Contest
+from kvarts.sharing.contention import Contention
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.health import HealthChange
-from kvarts.sharing.strides import Stride, Strides, plan_strides
 from kvarts.sharing.tenant import Tenant
+from kvarts.sharing.turn_leaps import TurnLeap, TurnLeaps, plan_turn_leaps
 from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sim.router import Routed
 
@@ -41,7 +41,7 @@ class TurnLoop:
         device: SharedDevice,
         tenants: Sequence[Tenant],
         order: TurnOrder,
-        contest: Contest,
+        contest: Contention,
         *,
         step_by_step: bool = False,
         audit: bool = False,
@@ -71,11 +71,11 @@ class TurnLoop:
         """The start of that step."""
         self._to_store: Tenant | None = None
         """The model, with tiers, of the last step, if the pages that it completed are not stored yet."""
-        self._last: Stride | None = None
+        self._last: TurnLeap | None = None
         """In a leap of many turns, the steps of the model that has the last one."""
         self._num_released = 0
         """The number of pages that the model of the last running step had released before it."""
-        self._planned: Strides | None = None
+        self._planned: TurnLeaps | None = None
         """The plan of `quiet_until`, for the call of `start` that follows it."""
         self._failed: list[tuple[Request, str]] = []
         self._dropping: list[tuple[Request, Routed]] = []
@@ -329,9 +329,9 @@ class TurnLoop:
 
     # Many turns at once -----------------------------------------------------------------------------------
 
-    def _plan(self, now_ns: int, until_ns: int) -> Strides | None:
+    def _plan(self, now_ns: int, until_ns: int) -> TurnLeaps | None:
         until_ns = min(until_ns, self._next_change_ns(), self._device.reclaims_at_ns())
-        return plan_strides(self._device, self._tenants, self._order, now_ns, until_ns)
+        return plan_turn_leaps(self._device, self._tenants, self._order, now_ns, until_ns)
 
     def _leap(self, until_ns: int) -> bool:
         """Start as many turns as are certain to be identical; return False without any."""
@@ -364,7 +364,7 @@ class TurnLoop:
         self._last.begin()
         return True
 
-    def _end_stride(self, stride: Stride) -> list[Request]:
+    def _end_stride(self, stride: TurnLeap) -> list[Request]:
         num_used = stride.cache.num_used
         finished = stride.end()
         if stride.cache.num_used != num_used:

@@ -106,7 +106,7 @@ class TiersBelow(Protocol):
         """Whether the pages to store depend on which are evicted next."""
 
 
-class SessionSettings(Protocol):
+class ReplaySessions(Protocol):
     """Settings of the state that engines keep of a trace's sessions."""
 
     opened_by: ClassVar[str]
@@ -250,7 +250,7 @@ class ReplayConfig(
         ),
     ] = "off"
     offload: TiersBelow | None = None
-    sessions: SessionSettings | None = None
+    sessions: ReplaySessions | None = None
     routing: RoutingSettings | None = None
     placement: Placement | None = None
     groups: PartGroups = ()

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["UncertainCost", "spread_of"]
+__all__ = ["spread_of"]
 
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 Distributions = dict[str, dict[str, float | None]]
-
-
-class UncertainCost(Protocol):
-    """A cost model with alternatives: pairs, one standard deviation to either side along independent axes."""
-
-    def alternatives(self) -> list[tuple[Any, Any]]:
-        """Return the pairs; none if nothing is uncertain."""
 
 
 def spread_of(pairs: list[tuple[Any, Any]], replayed: Callable[[Any], Distributions]) -> Distributions:

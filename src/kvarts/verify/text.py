@@ -10,10 +10,10 @@ import codecs
 import stat
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import msgspec
 
@@ -31,11 +31,8 @@ LONGEST_ESCAPE = 12
 FIRST_FEED = 1 << 9
 
 
-class Broken(Protocol):
-    """Factory of the error for an invalid text."""
-
-    def __call__(self, what: str, *, line: int | None = None) -> InputError:
-        """Return the error. `line` counts from 1."""
+Broken = Callable[..., InputError]
+"""Makes the error for an invalid text, from its description and the keyword `line`, which counts from 1."""
 
 
 _raw = msgspec.json.Decoder(msgspec.Raw)

@@ -15,9 +15,9 @@ import torch
 from kvarts.executor.torch.layer_parts import DecoderParts, LayerParts, Norm
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, Ints
 from kvarts.executor.torch.numba_backend import NumbaBackend, telling
+from kvarts.executor.torch.openmp import num_threads, team
 from kvarts.executor.torch.packing import products
 from kvarts.executor.torch.pools import KVPools
-from kvarts.executor.torch.team import num_threads, team
 
 __all__ = ["CompiledLayers"]
 

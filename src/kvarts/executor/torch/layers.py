@@ -14,10 +14,10 @@ from kvarts.executor.torch.layer_check import prove
 from kvarts.executor.torch.layer_parts import ATTENTION, MLP, UnlikeError, find_parts
 from kvarts.executor.torch.metadata import AttentionBackend, AttentionParams
 from kvarts.executor.torch.numba_backend import NumbaBackend
+from kvarts.executor.torch.openmp import team
 from kvarts.executor.torch.packing import pack_together
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.probe import Facts
-from kvarts.executor.torch.team import team
 
 __all__ = ["LAYERS", "open_layers"]
 

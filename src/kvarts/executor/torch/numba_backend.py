@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from kvarts.executor.torch.metadata import AttentionMetadata, AttentionParams, Ints
+from kvarts.executor.torch.openmp import num_threads, team
 from kvarts.executor.torch.pools import KVPools
 from kvarts.executor.torch.sdpa import SdpaBackend
-from kvarts.executor.torch.team import num_threads, team
 
 __all__ = ["DecodeWork", "NumbaBackend", "numba_fits", "telling"]
 

@@ -22,9 +22,9 @@ from kvarts.executor.torch.attention import ATTENTION, attending, register, take
 from kvarts.executor.torch.decoder import Decoder
 from kvarts.executor.torch.latent import find_latent, keep_latents
 from kvarts.executor.torch.pools import LayerShape
+from kvarts.executor.torch.recorded_calls import Alone, OneSequence, Packed, PagesRefusal, RecordingAttention, Seen
 from kvarts.executor.torch.rope_switch import RopeSwitch, find_switch
 from kvarts.executor.torch.states import StateShape, find_states, keeping
-from kvarts.executor.torch.watching import Alone, Packed, Refusal, Seen, Watched, Watching
 
 __all__ = ["Facts", "examine", "layer_shapes", "refused"]
 
@@ -213,7 +213,7 @@ class _Examination:
 
     def _look_at_masks(self, calls: list[Seen]) -> tuple[LayerShape, ...]:
         """Return the shape and window of each call, after a test that it is standard attention."""
-        watched = Watched(LENGTHS[0], self._most_position)
+        watched = OneSequence(LENGTHS[0], self._most_position)
         _, seen = self._run(watched, self._ids[: LENGTHS[0]], list(range(LENGTHS[0])))
         shapes = []
         for call in calls:
@@ -317,7 +317,7 @@ class _Examination:
         return [self._ids[: LENGTHS[0]], self._ids[LENGTHS[0] :]]
 
     def _run(
-        self, attention: Watching, ids: list[int], positions: list[int], keep: list[int] | None = None
+        self, attention: RecordingAttention, ids: list[int], positions: list[int], keep: list[int] | None = None
     ) -> tuple[torch.Tensor, list[Seen]]:
         """Return the logits of a row of tokens, and the recorded calls of attention."""
         more = {} if keep is None else {"logits_to_keep": torch.tensor(keep, device=self._device)}
@@ -329,7 +329,7 @@ class _Examination:
                     use_cache=False,
                     **more,
                 ).logits
-        except Refusal as error:
+        except PagesRefusal as error:
             raise refused(self._model, str(error)) from None
         except Exception as error:  # a model's code may raise anything
             if keep is not None:

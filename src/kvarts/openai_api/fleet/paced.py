@@ -12,8 +12,9 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.fleet.live import LiveFleet
 from kvarts.llm.listener import RequestFailedError
 from kvarts.llm.text import Completion
+from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.fleet.foreseen import Foreseen
-from kvarts.openai_api.meter import Meter, ServedChoice
+from kvarts.openai_api.meter import Meter
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
 from kvarts.traffic.trace_request import DirectRequest
@@ -205,6 +206,6 @@ class FleetMeter:
         """Count tokens after the first."""
         self._meter.next_tokens(num_tokens, waited_s)
 
-    def ended(self, choice: ServedChoice, completion: Completion, now_s: float) -> None:
+    def ended(self, choice: Choice, completion: Completion, now_s: float) -> None:
         """Count a choice that has ended."""
         self._meter.ended(choice, completion, now_s)

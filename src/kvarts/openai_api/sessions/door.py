@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -25,17 +24,17 @@ from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.served import Ask, Served
 from kvarts.owners.shares import PARTED
 from kvarts.request import Request
-from kvarts.sampling import Logprobs, SamplingParams
+from kvarts.sampling import Logprobs
 from kvarts.session.errors import (
     SessionBusyError,
     SessionNotReadyError,
     SessionsExhaustedError,
     UnknownSessionError,
 )
-from kvarts.session.runtime import SessionRuntime
-from kvarts.session.values import Done, SessionCounts, StopReason, Token, Update
+from kvarts.session.sessions import Sessions
+from kvarts.session.values import Done, SessionCounts, StopReason, Token
 
-__all__ = ["SessionsDoor", "Store"]
+__all__ = ["SessionsDoor"]
 
 STATUSES: dict[type[KvartsError], int] = {
     SessionsExhaustedError: 429,
@@ -57,36 +56,6 @@ MAX_NAMES = 4096
 """Names whose session ids are remembered; others are looked up again."""
 
 
-class Store(SessionRuntime, Protocol):
-    """A SessionRuntime with lookups by name, and by the history's common prefix with a conversation."""
-
-    async def named(self, owner: str, name: str) -> str | None:
-        """Return the id of the session of `owner` with this id or label; None if there is none."""
-
-    def counts(self) -> SessionCounts:
-        """Return the counts of all sessions now."""
-
-    async def num_common(self, owner: str, session_id: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the length of the common prefix of `tokens` and the session's history, and the history's length."""
-
-    def generate(
-        self,
-        owner: str,
-        session_id: str,
-        params: SamplingParams,
-        *,
-        queue: bool = False,
-        tokens: Sequence[int] = (),
-        expected_length: int | None = None,
-        priority: int = 0,
-        begun: Callable[[Request], object] = lambda _: None,
-    ) -> AsyncGenerator[Update, None]:
-        """Generate as in SessionRuntime, after appending `tokens` in the same step. `begun` receives the request.
-
-        Tokens carry log-probabilities if `params` ask for them. `priority`: larger values first.
-        """
-
-
 class SessionsDoor:
     """The sessions of one served model, by the names that clients use. For one event loop.
 
@@ -95,7 +64,7 @@ class SessionsDoor:
     sessions. `is_own`: the store is used only here, so it is shut down with this object.
     """
 
-    def __init__(self, store: Store, served: Served, *, is_own: bool = False) -> None:
+    def __init__(self, store: Sessions, served: Served, *, is_own: bool = False) -> None:
         self._store = store
         self._served = served
         self._is_own = is_own

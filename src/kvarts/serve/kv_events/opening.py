@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvarts.serve.kv_events.batch_queue import BatchQueue
+from kvarts.serve.kv_events.batches import BatchQueue
 from kvarts.serve.kv_events.config import KvEventsConfig
 from kvarts.serve.kv_events.publisher import ZmqPublisher
 from kvarts.serve.kv_events.reader import KvEventReader

@@ -19,14 +19,56 @@ from typing import Any, Protocol
 import zmq
 
 from kvarts.errors import ConfigError
-from kvarts.serve.kv_events.batch_queue import BatchQueue
+from kvarts.serve.kv_events.batches import Batch, BatchQueue, BlocksCleared, Told
 from kvarts.serve.kv_events.config import KvEventsConfig, at_rank
+from kvarts.serve.kv_events.reader import KvEventReader
 from kvarts.serve.kv_events.replies import Frames, Replies, Reply
-from kvarts.serve.kv_events.told import Batch, Cleared, Told
-from kvarts.serve.kv_events.unread import Unread
 from kvarts.serve.kv_events.wire import Wire
 
-__all__ = ["END", "FULL_STATE", "SNAPSHOT", "StateSource", "ZmqPublisher"]
+__all__ = ["END", "FULL_STATE", "MARK_BYTES", "SNAPSHOT", "Unread", "ZmqPublisher"]
+
+MARK_BYTES = 1 << 20
+
+
+class Tracker(Protocol):
+    """Tracks whether ZMQ still holds a message."""
+
+    @property
+    def done(self) -> bool:
+        """Whether ZMQ has sent or dropped the message, for all subscribers."""
+
+
+class Unread:
+    """Upper bound of the waiting bytes, from one tracked message per MARK_BYTES.
+
+    Messages of a subscriber wait in order: all waiting messages were sent after the last mark that no longer waits.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Tracker, int]] = deque()
+        """Marks that may wait, each with the number of bytes sent up to it."""
+        self._num_sent_bytes = 0
+        self._next_mark = 0
+
+    def add(self, num_bytes: int) -> bool:
+        """Count a message; return whether it must be tracked as a mark."""
+        self._num_sent_bytes += num_bytes
+        if self._num_sent_bytes <= self._next_mark:
+            return False
+        self._next_mark = self._num_sent_bytes + MARK_BYTES
+        return True
+
+    def mark(self, tracker: Tracker) -> None:
+        """Record the tracker of the last counted message."""
+        self._marks.append((tracker, self._num_sent_bytes))
+
+    def update(self) -> int:
+        """Drop marks that no longer wait; return the bytes that may wait, to within MARK_BYTES."""
+        marks = self._marks
+        while marks and marks[0][0].done:
+            marks.popleft()
+        return self._num_sent_bytes - marks[0][1] if marks else 0
+
 
 END = b"\xff" * 8
 FULL_STATE = (-2).to_bytes(8, "big", signed=True)
@@ -46,23 +88,13 @@ MAX_SUBSCRIPTION_BYTES = 4096
 SUBSCRIPTIONS_AT_ONCE = 1000
 
 
-class StateSource(Protocol):
-    """Source of the set of stored blocks. Any thread may call it."""
-
-    def snapshot(self) -> Batch:
-        """Return events that describe the full state after the last batch, under its number; -1 before the first."""
-
-    def announce(self) -> None:
-        """Emit the full state as a new batch."""
-
-
 class ZmqPublisher:
     """Owner of the sockets of `config`, and of the past batches. It sends the batches of `queue`, in order.
 
     `source` provides the full state. Raises ConfigError for an endpoint that cannot be bound.
     """
 
-    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: StateSource) -> None:
+    def __init__(self, config: KvEventsConfig, queue: BatchQueue, source: KvEventReader) -> None:
         self._config = config
         self._queue = queue
         self._source = source
@@ -282,7 +314,7 @@ def _parts(told: Sequence[Told]) -> Iterator[Sequence[Told]]:
     """Yield all events in parts of at most RUNS_IN_A_MESSAGE runs, and BLOCKS_IN_A_MESSAGE blocks if possible."""
     start = num_blocks = 0
     for place, one in enumerate(told):
-        num_more = 0 if isinstance(one, Cleared) else len(one.keys)
+        num_more = 0 if isinstance(one, BlocksCleared) else len(one.keys)
         if place > start and (place - start >= RUNS_IN_A_MESSAGE or num_blocks + num_more > BLOCKS_IN_A_MESSAGE):
             yield told[start:place]
             start, num_blocks = place, 0

@@ -10,9 +10,9 @@ from typing import Protocol
 from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored, StepEnded, StepStarted, TransferEnded
 from kvarts.keys import VLLM_DEFAULT_SEED, BlockKey, KeyAlgorithm
+from kvarts.serve.kv_events.batches import Batch, BlocksCleared, BlocksRemoved, BlocksStored, Told
 from kvarts.serve.kv_events.names import BlockNames
 from kvarts.serve.kv_events.resident import Part, Place, ResidentBlocks, runs_of
-from kvarts.serve.kv_events.told import Batch, Cleared, Removed, Stored, Told
 
 __all__ = ["MEDIA", "KvEventReader", "Sink"]
 
@@ -37,8 +37,8 @@ class KvEventReader:
 
     It knows the caches only by their events. `now_s`: clock for batches; by default, the engine's. Pages of unknown
     tokens are unnamed and counted in `num_unnamed_pages`; only their own request can find them. When the last
-    block is removed, one `Cleared` is emitted instead, unless `clears` is False: with several ranks under one name,
-    consumers may apply it to all of them.
+    block is removed, one `BlocksCleared` is emitted instead, unless `clears` is False: with several ranks under one
+    name, consumers may apply it to all of them.
     """
 
     wants_details = True
@@ -120,7 +120,7 @@ class KvEventReader:
         keys = self._names.of(content, start, end, event.parent)
         parent = self._parent(content, start, event.parent)
         self._tell_removed()
-        run = Stored(content, start, keys, parent, MEDIA.get(event.medium, event.medium), event.group)
+        run = BlocksStored(content, start, keys, parent, MEDIA.get(event.medium, event.medium), event.group)
         self._resident.add(run)
         self._told.append(run)
 
@@ -144,15 +144,15 @@ class KvEventReader:
         if not self._removed:
             return
         if self._clears and not self._resident.num_blocks:
-            self._told.append(Cleared())
+            self._told.append(BlocksCleared())
         else:
-            self._told.append(Removed(tuple(self._removed), *self._removed_from))
+            self._told.append(BlocksRemoved(tuple(self._removed), *self._removed_from))
         self._removed = []
 
 
 def _everything(parts: Mapping[Part, Mapping[BlockKey, Place]]) -> list[Told]:
     """Return events that clear everything, and then store the blocks of each medium."""
-    told: list[Told] = [Cleared()]
+    told: list[Told] = [BlocksCleared()]
     for part, blocks in parts.items():
         told += runs_of(blocks, part)
     return told

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvarts.content import Content
 from kvarts.keys import BlockKey
-from kvarts.serve.kv_events.told import Stored
+from kvarts.serve.kv_events.batches import BlocksStored
 
 __all__ = ["Part", "Place", "ResidentBlocks", "runs_of"]
 
@@ -33,7 +33,7 @@ class ResidentBlocks:
         """Return whether a block is in any medium."""
         return any(key in blocks for blocks in self._parts.values())
 
-    def add(self, run: Stored) -> None:
+    def add(self, run: BlocksStored) -> None:
         """Record that blocks are in a medium."""
         blocks = self._parts.setdefault((run.medium, run.group), {})
         content, page, before = run.content, run.start_page, run.parent
@@ -54,17 +54,17 @@ class ResidentBlocks:
         return {part: self._parts[part].copy() for part in parts}
 
 
-def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[Stored]:
+def runs_of(blocks: Mapping[BlockKey, Place], part: Part) -> list[BlocksStored]:
     """Return runs that store `blocks`, each after the runs that it follows."""
-    runs: list[Stored] = []
+    runs: list[BlocksStored] = []
     open_runs: dict[BlockKey, list[BlockKey]] = {}
     # In order of depth, every page follows its parent, and every run the run that it continues.
     for key, (content, page, before) in sorted(blocks.items(), key=lambda item: item[1][1]):
         keys = None if before is None else open_runs.pop(before, None)
         if keys is None:
             keys = []
-            runs.append(Stored(content, page, keys, before, *part))
+            runs.append(BlocksStored(content, page, keys, before, *part))
         keys.append(key)
         open_runs[key] = keys
     # The content of a run's first page may end before the run does; that of the last page covers the whole run.
-    return [Stored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part) for run in runs]
+    return [BlocksStored(blocks[run.keys[-1]][0], run.start_page, tuple(run.keys), run.parent, *part) for run in runs]

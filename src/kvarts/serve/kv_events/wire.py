@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from kvarts.keys import BlockKey
+from kvarts.serve.kv_events.batches import BlocksRemoved, BlocksStored, Told
 from kvarts.serve.kv_events.config import EventGroup, Form
-from kvarts.serve.kv_events.told import Removed, Stored, Told
 
 __all__ = ["Wire"]
 
@@ -48,7 +48,7 @@ class Wire:
         return self._encode((time_s, [self._event(one) for one in told], self._rank))
 
     def _as_map(self, told: Told) -> dict[str, Any]:
-        if isinstance(told, Stored):
+        if isinstance(told, BlocksStored):
             return {
                 "type": "BlockStored",
                 "block_hashes": self._hashes(told.keys),
@@ -62,7 +62,7 @@ class Wire:
                 "group_idx": told.group or 0,
                 **self._kept_by(told),
             }
-        if isinstance(told, Removed):
+        if isinstance(told, BlocksRemoved):
             return {
                 "type": "BlockRemoved",
                 "block_hashes": self._hashes(told.keys),
@@ -72,7 +72,7 @@ class Wire:
         return {"type": "AllBlocksCleared"}
 
     def _as_array(self, told: Told) -> list[Any]:
-        if isinstance(told, Stored):
+        if isinstance(told, BlocksStored):
             hashes, parent = self._hashes(told.keys), self._parent(told)
             stored = ["BlockStored", hashes, parent, _token_ids(told), told.content.page_size, None, told.medium, None]
             return (
@@ -80,12 +80,12 @@ class Wire:
                 if told.group is None
                 else [*stored, _extra_keys(told), told.group, *self._kept_by(told).values()]
             )
-        if isinstance(told, Removed):
+        if isinstance(told, BlocksRemoved):
             removed = ["BlockRemoved", self._hashes(told.keys), told.medium]
             return removed if told.group is None else [*removed, told.group]
         return ["AllBlocksCleared"]
 
-    def _kept_by(self, told: Stored) -> dict[str, Any]:
+    def _kept_by(self, told: BlocksStored) -> dict[str, Any]:
         """Return the fields that describe the group of the blocks."""
         group = ONE_GROUP if told.group is None else self._groups[told.group]
         kept: dict[str, Any] = {"kv_cache_spec_kind": KINDS[group.kind]}
@@ -96,17 +96,17 @@ class Wire:
     def _hashes(self, keys: Sequence[BlockKey]) -> Sequence[int | bytes]:
         return keys if self._hash_bytes else [int.from_bytes(key[-8:], "big") for key in keys]
 
-    def _parent(self, told: Stored) -> int | bytes | None:
+    def _parent(self, told: BlocksStored) -> int | bytes | None:
         return None if told.parent is None else self._hashes([told.parent])[0]
 
 
-def _token_ids(told: Stored) -> list[int]:
+def _token_ids(told: BlocksStored) -> list[int]:
     size = told.content.page_size
     start = told.start_page * size
     return told.content.tokens(start, start + len(told.keys) * size).tolist()
 
 
-def _extra_keys(told: Stored) -> list[tuple[str, ...] | None]:
+def _extra_keys(told: BlocksStored) -> list[tuple[str, ...] | None]:
     content = told.content
     first = (content.salt,) if content.salt is not None and not told.start_page else None
     return [first, *[None] * (len(told.keys) - 1)]

@@ -17,7 +17,7 @@ import msgspec
 from kvarts.session.soak.record import KvLayers, Sample, SoakRecord
 from kvarts.session.soak.slope import Slope, slope_of
 
-__all__ = ["RULES", "RuleResult", "Status", "derived_layers", "expected_bytes", "latency_points"]
+__all__ = ["RULES", "SoakRuleResult", "Status", "derived_layers", "expected_bytes", "latency_points"]
 
 Status = Literal["ok", "violated", "inconclusive", "not_run"]
 
@@ -32,7 +32,7 @@ BOOKKEEPING_BYTES = 8
 MAX_LISTED = 5
 
 
-class RuleResult(msgspec.Struct, frozen=True, kw_only=True):
+class SoakRuleResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a rule, in words; and the slope that it judged, if any."""
 
     rule: str
@@ -68,19 +68,19 @@ def derived_layers(record: SoakRecord) -> tuple[KvLayers, ...] | None:
     return (KvLayers(plan.bound_tokens, max(sizes, key=lambda size: (votes[size], -size))),)
 
 
-def judge_end(record: SoakRecord) -> RuleResult:
+def judge_end(record: SoakRecord) -> SoakRuleResult:
     """Judge whether the run ended as planned."""
     if record.ended_by == "error":
-        return RuleResult(rule="end", status="inconclusive", what=f"the run broke off: {record.why}")
+        return SoakRuleResult(rule="end", status="inconclusive", what=f"the run broke off: {record.why}")
     if record.ended_by is None:
-        return RuleResult(rule="end", status="inconclusive", what="the run has not ended")
+        return SoakRuleResult(rule="end", status="inconclusive", what="the run has not ended")
     planned = f"{record.duration_s:,.0f} s of {record.plan.duration_s:,.0f} s"
     if record.ended_by == "stopped":
-        return RuleResult(rule="end", status="ok", what=f"the run was stopped after {planned}")
-    return RuleResult(rule="end", status="ok", what=planned)
+        return SoakRuleResult(rule="end", status="ok", what=f"the run was stopped after {planned}")
+    return SoakRuleResult(rule="end", status="ok", what=planned)
 
 
-def judge_history(record: SoakRecord) -> RuleResult:
+def judge_history(record: SoakRecord) -> SoakRuleResult:
     """Judge whether the server's histories have as many tokens as the client sent and received."""
     return _every(
         "history",
@@ -95,16 +95,16 @@ def judge_history(record: SoakRecord) -> RuleResult:
     )
 
 
-def judge_bytes(record: SoakRecord) -> RuleResult:
+def judge_bytes(record: SoakRecord) -> SoakRuleResult:
     """Judge whether sessions occupy exactly the bytes of their retained tokens, reach their bound, and stay at it."""
     name = "kv_live_bytes"
     if all(sample.kv_live_bytes is None for sample in record.samples):
         return _missing(name, record, (name,)) or _no_samples(name)
     if not any(sample.kv_live_bytes for sample in record.samples):
-        return RuleResult(rule=name, status="inconclusive", what="constant zero: nothing is measured")
+        return SoakRuleResult(rule=name, status="inconclusive", what="constant zero: nothing is measured")
     layers = derived_layers(record)
     if layers is None:
-        return RuleResult(
+        return SoakRuleResult(
             rule=name,
             status="inconclusive",
             what="what a token takes cannot be derived: no two lengths below the bound agree on it. "
@@ -133,14 +133,14 @@ def judge_bytes(record: SoakRecord) -> RuleResult:
         why = f"{len(short)} of {record.plan.num_sessions} sessions never reached the bound of {bound_tokens} tokens"
     elif full.total() < MIN_FULL_TURNS:
         why = f"{full.total()} turns of full sessions are too few, {MIN_FULL_TURNS} are needed"
-    return result if why is None else RuleResult(rule=name, status="inconclusive", what=why)
+    return result if why is None else SoakRuleResult(rule=name, status="inconclusive", what=why)
 
 
-def judge_allocated(record: SoakRecord) -> RuleResult:
+def judge_allocated(record: SoakRecord) -> SoakRuleResult:
     """Judge whether allocated pages stay within the server's stated bound and cover the live bytes."""
     fields = ("kv_allocated_bytes", "kv_bound_bytes")
     if all(getattr(sample, field) is None for sample in record.samples for field in fields):
-        return RuleResult(rule="kv_allocated_bytes", status="not_run", what="the server does not say")
+        return SoakRuleResult(rule="kv_allocated_bytes", status="not_run", what="the server does not say")
     bounds: dict[int, int] = {}
 
     def complaint(sample: Sample) -> str | None:
@@ -157,7 +157,7 @@ def judge_allocated(record: SoakRecord) -> RuleResult:
     return _every("kv_allocated_bytes", record, fields, complaint, "pages stay within the server's bound")
 
 
-def judge_invariants(record: SoakRecord) -> RuleResult:
+def judge_invariants(record: SoakRecord) -> SoakRuleResult:
     """Judge whether the server counted no violations of its invariants."""
     return _every(
         "invariants",
@@ -172,20 +172,20 @@ def judge_invariants(record: SoakRecord) -> RuleResult:
     )
 
 
-def judge_latency(record: SoakRecord) -> RuleResult:
+def judge_latency(record: SoakRecord) -> SoakRuleResult:
     """Judge whether the time per token is the same at the end as after warm-up."""
     turns, seconds = latency_points(record)
     return _growth("latency", turns, seconds, record.plan.max_drift, 0.0, "time between tokens")
 
 
-def judge_rss(record: SoakRecord) -> RuleResult:
+def judge_rss(record: SoakRecord) -> SoakRuleResult:
     """Judge whether the server's memory stays constant after warm-up, except for histories."""
     warm = _warm_turns(record)
     known = [sample for sample in warm if sample.rss_bytes is not None]
     if not record.plan.expects_rss:
-        return RuleResult(rule="rss", status="not_run", what="the server's memory is not known. Give --server-pid")
+        return SoakRuleResult(rule="rss", status="not_run", what="the server's memory is not known. Give --server-pid")
     if len(known) < len(warm):
-        return RuleResult(rule="rss", status="inconclusive", what=f"missing in {len(warm) - len(known)} turns")
+        return SoakRuleResult(rule="rss", status="inconclusive", what=f"missing in {len(warm) - len(known)} turns")
     added = sum(sample.num_generated + record.plan.prompt_tokens for sample in known)
     return _growth(
         "rss",
@@ -197,7 +197,7 @@ def judge_rss(record: SoakRecord) -> RuleResult:
     )
 
 
-RULES: tuple[Callable[[SoakRecord], RuleResult], ...] = (
+RULES: tuple[Callable[[SoakRecord], SoakRuleResult], ...] = (
     judge_end,
     judge_history,
     judge_bytes,
@@ -225,20 +225,22 @@ def _warm_turns(record: SoakRecord) -> list[Sample]:
     ]
 
 
-def _growth(rule: str, x: Sequence[float], y: Sequence[float], most: float, allowance: float, what: str) -> RuleResult:
+def _growth(
+    rule: str, x: Sequence[float], y: Sequence[float], most: float, allowance: float, what: str
+) -> SoakRuleResult:
     """Judge the growth over all points: at most the share `most` of the initial value, plus `allowance`."""
     if len(x) < MIN_POINTS:
-        return RuleResult(
+        return SoakRuleResult(
             rule=rule, status="inconclusive", what=f"{len(x)} turns after warm-up are too few, {MIN_POINTS} are needed"
         )
     slope = slope_of(x, y)
     if slope.first <= 0:
-        return RuleResult(rule=rule, status="inconclusive", what=f"{what}: {slope.first:g} at the beginning")
+        return SoakRuleResult(rule=rule, status="inconclusive", what=f"{what}: {slope.first:g} at the beginning")
     low, high = slope.growth(slope.low), slope.growth(slope.high)
     limit = most + allowance / slope.first
     status: Status = "ok" if high <= limit else "violated" if low > limit else "inconclusive"
     text = f"{what} changed by {100 * low:+.2f} to {100 * high:+.2f} % (95 %), {100 * limit:.2f} % is allowed"
-    return RuleResult(
+    return SoakRuleResult(
         rule=rule,
         status=status,
         what=text if status != "inconclusive" else f"{text}: too noisy, or too short, to tell",
@@ -249,13 +251,13 @@ def _growth(rule: str, x: Sequence[float], y: Sequence[float], most: float, allo
     )
 
 
-def _missing(rule: str, record: SoakRecord, fields: Sequence[str]) -> RuleResult | None:
+def _missing(rule: str, record: SoakRecord, fields: Sequence[str]) -> SoakRuleResult | None:
     if not record.samples:
         return _no_samples(rule)
     for field in fields:
         lacking = sum(getattr(sample, field) is None for sample in record.samples)
         if lacking:
-            return RuleResult(
+            return SoakRuleResult(
                 rule=rule,
                 status="inconclusive",
                 what=f"{field} is missing in {lacking:,} of {len(record.samples):,} samples",
@@ -263,13 +265,13 @@ def _missing(rule: str, record: SoakRecord, fields: Sequence[str]) -> RuleResult
     return None
 
 
-def _no_samples(rule: str) -> RuleResult:
-    return RuleResult(rule=rule, status="inconclusive", what="there are no samples")
+def _no_samples(rule: str) -> SoakRuleResult:
+    return SoakRuleResult(rule=rule, status="inconclusive", what="there are no samples")
 
 
 def _every(
     rule: str, record: SoakRecord, fields: Sequence[str], complaint: Callable[[Sample], str | None], what: str
-) -> RuleResult:
+) -> SoakRuleResult:
     """Judge each sample that has all fields. A violation counts even if other samples are incomplete."""
     found = []
     for sample in record.samples:
@@ -279,9 +281,9 @@ def _every(
                 found.append(f"turn {sample.turn}, session {sample.session}: {text}")
     if found:
         more = f"; and {len(found) - MAX_LISTED:,} more" if len(found) > MAX_LISTED else ""
-        return RuleResult(
+        return SoakRuleResult(
             rule=rule, status="violated", what="; ".join(found[:MAX_LISTED]) + more, num_violations=len(found)
         )
-    return _missing(rule, record, fields) or RuleResult(
+    return _missing(rule, record, fields) or SoakRuleResult(
         rule=rule, status="ok", what=f"{what}, in {len(record.samples):,} samples"
     )

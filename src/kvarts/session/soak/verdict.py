@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvarts.session.soak.record import KvLayers, SoakRecord
-from kvarts.session.soak.rules import RULES, RuleResult, derived_layers
+from kvarts.session.soak.rules import RULES, SoakRuleResult, derived_layers
 
 __all__ = ["SoakVerdict", "judge_soak"]
 
@@ -21,7 +21,7 @@ class SoakVerdict(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int
     num_samples: int
     layers: tuple[KvLayers, ...]
-    rules: list[RuleResult]
+    rules: list[SoakRuleResult]
 
     @property
     def exit_code(self) -> int:

@@ -8,23 +8,23 @@ import msgspec
 
 from kvarts.sharing.tenant import Tenant
 
-__all__ = ["Contest", "Contested"]
+__all__ = ["Contended", "Contention"]
 
 
-class Contested(msgspec.Struct, frozen=True):
+class Contended(msgspec.Struct, frozen=True):
     """One model's part of the contested turns, and the part that its share entitled it to."""
 
     ns: int = 0
     ns_owned: float = 0.0
 
-    def __add__(self, other: Contested) -> Contested:
-        return Contested(
+    def __add__(self, other: Contended) -> Contended:
+        return Contended(
             self.ns + other.ns,
             self.ns_owned + other.ns_owned,
         )
 
 
-class Contest:
+class Contention:
     """Owner of these counts. A turn is contested if at least two models have requests."""
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
@@ -50,14 +50,14 @@ class Contest:
                 counts = self._counts[want] = [0] * len(self._tenants)
             counts[bit.bit_length() - 1] += duration_ns
 
-    def outcome(self) -> dict[str, Contested]:
+    def outcome(self) -> dict[str, Contended]:
         """Return the outcome by model."""
         outcome = {}
         for place, (tenant, bit) in enumerate(self._bits.items()):
-            contested = Contested()
+            contested = Contended()
             for want, counts in self._counts.items():
                 if want & bit:
                     part = tenant.share / sum(other.share for other, each in self._bits.items() if want & each)
-                    contested += Contested(counts[place], float(sum(counts) * part))
+                    contested += Contended(counts[place], float(sum(counts) * part))
             outcome[tenant.name] = contested
         return outcome

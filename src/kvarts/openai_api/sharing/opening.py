@@ -18,7 +18,7 @@ from kvarts.openai_api.meter import Meter
 from kvarts.openai_api.mock import MockParts, mock_parts
 from kvarts.openai_api.opening import Door, Opened, make_served, meter_of, mock_limits, open_app
 from kvarts.openai_api.prompts import WordText
-from kvarts.openai_api.several.device import (
+from kvarts.openai_api.sharing.device import (
     Assignments,
     ModelOfDevice,
     PacedDevice,
@@ -26,7 +26,7 @@ from kvarts.openai_api.several.device import (
     TurnCost,
 )
 from kvarts.sharing.config import ObserversOf, SharingConfig
-from kvarts.sharing.contest import Contest
+from kvarts.sharing.contention import Contention
 from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.memory import DevicePart
 from kvarts.sharing.tenant import Tenant
@@ -81,7 +81,7 @@ def open_several(
         device,
         tenants,
         TurnOrder(device, tenants),
-        Contest(tenants),
+        Contention(tenants),
         step_by_step=True,
         audit=config.each.audit,
     )

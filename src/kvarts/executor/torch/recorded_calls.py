@@ -16,10 +16,10 @@ from kvarts.executor.torch.plain import causal, plain_attention
 from kvarts.executor.torch.pools import LayerShape
 from kvarts.executor.torch.states import StateCall, States, StateShape
 
-__all__ = ["Alone", "Packed", "Refusal", "Seen", "Watched", "Watching"]
+__all__ = ["Alone", "OneSequence", "Packed", "PagesRefusal", "RecordingAttention", "Seen"]
 
 
-class Refusal(Exception):  # noqa: N818  # a result, with the reason
+class PagesRefusal(Exception):  # noqa: N818  # a result, with the reason
     """A call of attention that is not possible in pages."""
 
 
@@ -35,7 +35,7 @@ class Seen(msgspec.Struct):
     latent: LatentShape | None = None
 
 
-class Watching:
+class RecordingAttention:
     """An Attention that records its calls. Keeps tensors alive, so that no address is reused.
 
     `states`: handles layers with a state; None lets them run on the whole row, as one sequence.
@@ -73,7 +73,7 @@ class Watching:
         return None
 
 
-class Alone(Watching):
+class Alone(RecordingAttention):
     """Every token attends only to itself."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Alone(Watching):
         return call.value[0].transpose(0, 1).repeat_interleave(each, dim=1).contiguous()
 
 
-class Packed(Watching):
+class Packed(RecordingAttention):
     """Several sequences in a row, as in a step.
 
     Layers with `states` run in pieces, as if over several steps, with the last tokens of all sequences together.
@@ -140,7 +140,7 @@ class Packed(Watching):
         return made
 
 
-class Watched(Watching):
+class OneSequence(RecordingAttention):
     """One sequence, with the masks that the model asks for; `windows`: the window of each call."""
 
     def __init__(self, length: int, most_position: int) -> None:
@@ -154,16 +154,16 @@ class Watched(Watching):
         return self._masks.make(asked)
 
     def answer(self, call: AttentionCall) -> torch.Tensor:
-        """Attend, and record the window. Raise Refusal if the call is not standard attention."""
+        """Attend, and record the window. Raise PagesRefusal if the call is not standard attention."""
         reason, window = self._masks.window_of(call.mask)
         if reason is not None:
-            raise Refusal(f"call {call.number} of attention {reason}")
+            raise PagesRefusal(f"call {call.number} of attention {reason}")
         self.windows[call.number] = window
         params = call.params(window)
         places = torch.arange(self._length, device=call.query.device)
         seen = causal(torch.zeros_like(places), places, window)
         if not _is_known(call, params, seen):
-            raise Refusal(f"call {call.number} of attention does more than attention that is known")
+            raise PagesRefusal(f"call {call.number} of attention does more than attention that is known")
         return plain_attention(*call.packed(), params, seen)[..., : call.value.shape[-1]].contiguous()
 
 

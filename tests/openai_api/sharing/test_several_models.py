@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvarts.openai_api.running import RunningServer
-from openai_api.several.test_several_parity import shared
+from openai_api.sharing.test_several_parity import shared
 
 from builders.http_client import OpenStream, call
 

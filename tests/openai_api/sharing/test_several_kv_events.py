@@ -20,10 +20,10 @@ from kvarts.errors import ConfigError
 from kvarts.llm.llm_engine import LLMEngine
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits
-from kvarts.openai_api.several.opening import open_several
+from kvarts.openai_api.sharing.opening import open_several
 from kvarts.sampling import SamplingParams
 from kvarts.serve.kv_events.config import KvEventsConfig
-from openai_api.several.test_several_parity import shared
+from openai_api.sharing.test_several_parity import shared
 
 from builders.http_client import call
 from builders.kv_event_client import open_client

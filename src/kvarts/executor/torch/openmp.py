@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Team", "num_threads", "team"]
+__all__ = ["OpenMpThreads", "num_threads", "team"]
 
 FEW_NUMBERS = 1 << 16
 """Work on fewer numbers than this takes less time than starting and joining threads."""
 FUNCTIONS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 
 
-class Team:
+class OpenMpThreads:
     """Runs a function in several threads at once.
 
     `barrier`, `thread_number` and `team_size`: addresses of functions that the function may call; 0 if the library
@@ -65,9 +65,9 @@ def num_threads(num_numbers: int) -> int:
 
 
 @cache
-def team() -> Team:
+def team() -> OpenMpThreads:
     """Return the team of this process."""
-    return Team(_library())
+    return OpenMpThreads(_library())
 
 
 def _library() -> ctypes.CDLL | None:

@@ -1,16 +1,57 @@
-"""A queue between the threads of an engine and a publisher. The publisher can wait for it and for sockets at once."""
+"""KV events before encoding: runs of blocks with their names, in numbered batches; the queue of these."""
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import Condition
 
-from kvarts.serve.kv_events.told import Batch
+import msgspec
 
-__all__ = ["MAX_WAITING", "BatchQueue"]
+from kvarts.content import Content
+from kvarts.keys import BlockKey
+
+__all__ = ["MAX_WAITING", "Batch", "BatchQueue", "BlocksCleared", "BlocksRemoved", "BlocksStored", "Told"]
+
+
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
+    """Pages of `content` from `start_page` on, one for each of `keys`, can be found.
+
+    `parent`: the block before them. `group`: with KV groups, the group of these parts.
+    """
+
+    content: Content
+    start_page: int
+    keys: Sequence[BlockKey]
+    parent: BlockKey | None
+    medium: str
+    group: int | None = None
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
+    """Blocks, or their parts in `group`, can no longer be found in `medium`."""
+
+    keys: Sequence[BlockKey]
+    medium: str
+    group: int | None = None
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """All blocks were removed from all media."""
+
+
+Told = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """The events emitted together at `time_s`, with number `seq`."""
+
+    seq: int
+    time_s: float
+    told: Sequence[Told]
+
 
 MAX_WAITING = 100_000
 AT_ONCE = 1000

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from kvarts.openai_api.answer import Choice
 from kvarts.openai_api.served import Ask, CountsOfSessions, InSessions
 
-__all__ = ["SessionsLater"]
+__all__ = ["SessionsOnDemand"]
 
 
-class SessionsLater:
+class SessionsOnDemand:
     """An InSessions that calls `open_now` on first use. For one event loop."""
 
     def __init__(self, open_now: Callable[[], InSessions]) -> None:

@@ -13,10 +13,10 @@ from kvarts.sharing.device import SharedDevice
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder
 
-__all__ = ["Stride", "Strides", "plan_strides"]
+__all__ = ["TurnLeap", "TurnLeaps", "plan_turn_leaps"]
 
 
-class Stride:
+class TurnLeap:
     """The steps of one model in many turns executed at once: pages and duration of each, and the state before it."""
 
     __slots__ = (
@@ -58,13 +58,13 @@ class Stride:
         return self.tenant.end_leap(len(self.starts_ns))
 
 
-class Strides:
+class TurnLeaps:
     """Turns that begin before `until_ns`, of the models of `strides` in `order`.
 
     They end with the first step at its horizon, or at the end of the known durations.
     """
 
-    def __init__(self, strides: Sequence[Stride], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
+    def __init__(self, strides: Sequence[TurnLeap], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
         self._strides = strides
         self._order = order
         self._until_ns = until_ns
@@ -103,7 +103,7 @@ class Strides:
                 break
         return min(now_ns, self._until_ns)
 
-    def take(self, now_ns: int) -> tuple[list[Stride], int]:
+    def take(self, now_ns: int) -> tuple[list[TurnLeap], int]:
         """Take the pages of as many turns as possible, from `now_ns` on.
 
         Return the strides that have steps, in the order in which they end, and the end of the last. Pages are taken
@@ -145,9 +145,9 @@ class Strides:
         return ordered, now_ns
 
 
-def plan_strides(
+def plan_turn_leaps(
     device: SharedDevice, tenants: Sequence[Tenant], order: TurnOrder, now_ns: int, until_ns: int
-) -> Strides | None:
+) -> TurnLeaps | None:
     """Return the turns from `now_ns` to `until_ns` that are certain to be identical; None without any."""
     for tenant in tenants:
         if tenant.wants_tokens:  # the most frequent reason, and the cheapest to find
@@ -168,7 +168,7 @@ def plan_strides(
     # Compute only the durations that reach `until_ns`.
     guesses = order.steps_until(active, horizons, until_ns - now_ns)
     strides = [
-        Stride(tenant, min(guess, horizon), horizon)
+        TurnLeap(tenant, min(guess, horizon), horizon)
         for tenant, guess, horizon in zip(active, guesses, horizons, strict=True)
     ]
-    return Strides(strides, order, until_ns, is_apart=device.is_static)
+    return TurnLeaps(strides, order, until_ns, is_apart=device.is_static)
