@@ -136,7 +136,7 @@ def test_after_kill_9_pages_are_found_in_files(expected: tuple[str, list[Any]], 
         first.process.wait()
     paths = sorted((tmp_path / "pages").rglob("*.kv"))
     assert len(paths) >= 6 * 9
-    for path in paths[::7]:
+    for path in paths[::20]:  # some prompts keep all of their pages
         text = bytearray(path.read_bytes())
         text[-1] ^= 1
         path.write_bytes(text)

@@ -51,15 +51,17 @@ class Path:
 
     def add(self, keys: Iterable[bytes], context: Any) -> None:
         """Add keys of the request of `context`."""
-        known = self.known
+        known, last = self.known, self._last
+        position_of, append = context.get_offload_key_position, self._keys.append
         for key in keys:
             if key not in known:
-                place = known[key] = context.get_offload_key_position(key) or 0
+                place = known[key] = position_of(key) or 0
                 # Keys arrive in order, except those of windows, which are looked up from the last.
-                if place < self._last:
+                if place < last:
                     self._is_sorted = False
-                self._last = place
-                self._keys.append(key)
+                last = place
+                append(key)
+        self._last = last
 
     @property
     def keys(self) -> list[bytes]:
@@ -74,8 +76,7 @@ class Path:
         """Return known `keys` in the order of their positions, each group's in turn."""
         if len(keys) < 2:
             return list(keys)
-        known = self.known
-        return sorted(keys, key=lambda key: (known[key], key))
+        return sorted(sorted(keys), key=self.known.__getitem__)
 
 
 class KvartsManager(OffloadingManager):  # type: ignore[misc]
@@ -123,7 +124,7 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
 
     @override
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        path = self._path(req_context, keys)
+        path = req_context.get_state(Path) or self._path(req_context, keys)  # `prepare_store` added the keys
         self.store.complete_store(path.sorted(keys), path.keys, path.known, is_stored=success)
 
     @override
@@ -160,10 +161,11 @@ class KvartsManager(OffloadingManager):  # type: ignore[misc]
         self.store.close()
         self._region.unlink()
 
-    def _path(self, context: Any, keys: Iterable[bytes]) -> Path:
+    def _path(self, context: Any, keys: Collection[bytes]) -> Path:
         path: Path | None = context.get_state(Path)
         if path is None:
             path = Path()
             context.set_state(path)
-        path.add(keys, context)
+        if keys:
+            path.add(keys, context)
         return path
