@@ -157,8 +157,8 @@ class _Objective:
 
     def _errors(self, means: Values) -> Values:
         """Return the logarithms of predicted over measured times."""
-        errors = np.log(np.maximum(means[self._places, self._columns], 1e-12) / self._measured)
-        return np.where(self._columns == METRICS.index("tok_s_gpu"), -errors, errors)
+        errors: Values = np.log(np.maximum(means[self._places, self._columns], 1e-12) / self._measured)
+        return errors * np.where(self._columns == METRICS.index("tok_s_gpu"), -1.0, 1.0)
 
     def _weighed(self, errors: Values, logs: Values) -> Values:
         """Return the residuals of `errors`: independent for the points of a sweep, and limited for outliers."""

@@ -93,14 +93,12 @@ class _Passes:
         """Return the time of each pass."""
         if not len(self._decodes):
             return np.zeros(0)
-        of_chunks = np.bincount(
-            self._rank_of_chunk, parts.chunk_ms(self._starts, self._ends), minlength=len(self._decodes)
-        )
-        chunks_ms: Any = of_chunks
+        of_each: Any = parts.chunk_ms(self._starts, self._ends)
+        chunks_ms: Any = np.bincount(self._rank_of_chunk, of_each, minlength=len(self._decodes))
         if not self._is_lockstep:
             return parts.pass_ms(self._decodes, self._known, self._tokens, self._samples, self._sequences, chunks_ms)
         all_tokens: Counts = np.add.reduceat(self._tokens, self._first)
-        of_ranks = parts.rank_ms(
+        of_ranks: Any = parts.rank_ms(
             self._decodes,
             self._known,
             self._tokens,
@@ -109,9 +107,9 @@ class _Passes:
             chunks_ms,
             all_tokens[self._pass_of_rank],
         )
-        slowest_ms, most_tokens, most_decodes = (
-            np.maximum.reduceat(each, self._first) for each in (of_ranks, self._tokens, self._decodes)
-        )
+        slowest_ms: Any = np.maximum.reduceat(of_ranks, self._first)
+        most_tokens: Counts = np.maximum.reduceat(self._tokens, self._first)
+        most_decodes: Counts = np.maximum.reduceat(self._decodes, self._first)
         all_decodes: Counts = np.add.reduceat(self._decodes, self._first)
         return parts.lockstep_ms(slowest_ms, most_tokens, all_tokens, most_decodes, all_decodes)
 
