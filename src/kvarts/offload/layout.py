@@ -15,7 +15,7 @@ import msgspec
 from kvarts.content import Content
 from kvarts.kv.cache import Holding
 from kvarts.kv.node import HeldPages
-from kvarts.kv.transfer import Coming, Offer, Weighed
+from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.offload.backlog import Backlog, Spill
 from kvarts.offload.channel import Channel
 from kvarts.offload.store_policy import StorePolicy
@@ -190,10 +190,10 @@ class Layout(Generic[TierT]):
     def use_early(self, loading: Loading) -> None:
         """Make the pages of a load under way findable: the planned step uses them, and ends after the load."""
 
-    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> tuple[int, ...]:
-        """End a load of which the first `num_good` blocks arrived; return the pages that its request got by tier.
+    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
+        """End a load of which the first `num_good` blocks arrived, and return the pages that its request has now.
 
-        `tell_ended` is called with their number.
+        `tell_ended` is called with the number of pages that arrived.
         """
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from kvarts.event_log import Tell
 from kvarts.events import StoreStarted, TransferEnded
 from kvarts.kv.cache import Cache, Holding
 from kvarts.kv.node import HeldPages
-from kvarts.kv.transfer import Awaited, Coming, Direction, Loaded, Move, Offer, PrefillTimes, TransferTotals, Weighed
+from kvarts.kv.transfer import Awaited, Coming, Direction, Move, Offer, PrefillTimes, TransferTotals, Weighed
 from kvarts.offload.bus import Bus
 from kvarts.offload.channel import Channel
 from kvarts.offload.layout import Layout, Tier
@@ -258,9 +258,9 @@ class Offloader(Transfers, Generic[LayoutT]):
             self.layout.end_store(under_way.copies, is_stored=is_stored, is_given_up=under_way.is_given_up)
             return
         loading, num_good = cast(Loading, under_way.copies), under_way.num_good_pages
-        by_tier = self.layout.end_load(loading, num_good, tell_ended)
+        loaded = self.layout.end_load(loading, num_good, tell_ended)
         self._count_load(under_way, is_whole=num_good >= under_way.num_pages)
-        self._loaded.append(Loaded(loading.request, loading.start + sum(by_tier), by_tier))
+        self._loaded.append(loaded)
 
     def _tell_ended(self, transfer_id: int, under_way: UnderWay, num_pages: int) -> None:
         if self._tell is not None:

@@ -19,7 +19,7 @@ from kvarts.kv.cache import Holding
 from kvarts.kv.node import HeldPages
 from kvarts.kv.page_cache import PageCache
 from kvarts.kv.pool import PageId
-from kvarts.kv.transfer import Coming, Offer
+from kvarts.kv.transfer import Coming, Loaded, Offer
 from kvarts.kv.tree import Node
 from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
@@ -384,8 +384,8 @@ class PageLayout(Layout[PageTier]):
         loading.num_blocks, loading.by_tier = position - start, tuple(counts)
         return loading
 
-    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> tuple[int, ...]:
-        """Unpin the pages of a load, and drop those that were broken; return how many arrived of each tier."""
+    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
+        """Unpin the pages of a load, and drop those that were broken."""
         by_tier = []
         for num_pages in loading.by_tier:
             by_tier.append(min(num_good, num_pages))
@@ -396,7 +396,7 @@ class PageLayout(Layout[PageTier]):
             num_left -= min(num_left, load.num_pages)
         self._marks.unmark_removed()
         tell_ended(sum(by_tier))
-        return tuple(by_tier)
+        return Loaded(loading.request, loading.start + sum(by_tier), tuple(by_tier))
 
     # Callbacks of the tiers and the device ----------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
-from kvarts.kv.transfer import Offer, Weighed
+from kvarts.kv.transfer import Loaded, Offer, Weighed
 from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.part_policy import PartPolicy
@@ -466,7 +466,7 @@ class PartLayout(Layout[PartTier]):
             unhold(self._parts, held, go_first=is_stored and self._policy.goes_first)
         self._cache.count()
 
-    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> tuple[int, ...]:
+    def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
         """Make loaded parts findable. If some failed, the request looks up again, and finds those that were loaded."""
         of_parts = cast(PartLoading, loading)
         is_whole = num_good >= loading.num_blocks
@@ -492,7 +492,9 @@ class PartLayout(Layout[PartTier]):
             if spans:
                 tier.touch(spans[-1], last)
         self._cache.count()
-        return loading.by_tier if is_whole else self._no_pages
+        return (
+            Loaded(loading.request, last, loading.by_tier) if is_whole else Loaded(loading.request, 0, self._no_pages)
+        )
 
     def _good_ends(self, pin: RunHolding, num_good: int) -> list[int]:
         """Return, by group, the page before which all parts of `pin` have arrived, if `num_good` blocks did."""
