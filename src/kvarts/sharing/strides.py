@@ -66,8 +66,8 @@ class Stride:
 class Strides:
     """Turns that begin before `until_ns`, of the models of `strides` in `order`.
 
-    They end with the first step at its horizon, at the end of the known durations, or before the turn of a model without
-    certain steps.
+    They end with the first step at its horizon, at the end of the known durations, or before the turn of a model that
+    has no certain steps.
     """
 
     def __init__(self, strides: Sequence[Stride], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
