@@ -160,7 +160,7 @@ class PartOffloader(Transfers):
         self._policy = policy
         self.channels = tuple(channel for connected in tiers for channel in (connected.write, connected.read))
         self._store_within_ns = store_within_ns
-        # Requests do not resume in generated tokens without a state, of which no snapshots are made there.
+        # Requests of models with states cannot resume in generated tokens: no snapshots are made there.
         self._swaps = swaps and not cache.memory.has_states
         self.tier_names: tuple[str, ...] = tuple(each.name for each in self.tiers)
         self._block_bytes = cache.block_bytes
