@@ -71,6 +71,9 @@ def main() -> None:
     modes: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
     for name, (values, shape) in LOADS.items():
         config = make_config({**values, "page_size": 16})
+        placement = config.placement
+        assert placement is not None
+        token_bytes = placement.kv_bytes_per_token
         traces = [made(seed, *shape) for seed in range(args.seeds)]
 
         def means(offload: OffloadConfig | None, config: Any = config, traces: Any = traces) -> list[float]:
@@ -88,7 +91,7 @@ def main() -> None:
                     host_memory="200GB",
                     h2d=rate,
                     d2h=rate,
-                    kv_bytes_per_token=config.placement.kv_bytes_per_token,
+                    kv_bytes_per_token=token_bytes,
                     preemption_mode=mode,
                 )
                 ttft, e2e, again = means(offload)

@@ -108,7 +108,7 @@ class PartLayout(Layout[PartTier]):
         self._cache = cache
         self._parts = cache.parts
         self._policy = policy
-        # Requests do not resume in generated tokens without a state, of which no snapshots are made there.
+        # Requests of models with states cannot resume in generated tokens: no snapshots are made there.
         self._swaps = swaps and not cache.memory.has_states
         self._num_stored = [0] * len(tier.part_blocks)
         self._num_loaded = list(self._num_stored)

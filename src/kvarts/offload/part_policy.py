@@ -59,7 +59,7 @@ class EagerParts:
         self._preempted: deque[tuple[Content, int, int, int]] = deque()
         """The same of preempted requests: they need them sooner than others do, and are chosen first."""
         self._chosen = self._wanted
-        """The queue of what was yielded last."""
+        """The queue of the run that was yielded last."""
         self._fresh: list[tuple[Content, int, int, int]] = []
         """The same of the step that computes them."""
         self._computing: dict[RunHolding | PartRun, int] = {}
@@ -159,7 +159,7 @@ class LazyParts:
         """Do nothing: runs are wanted from the next step on."""
 
     def begin_step(self) -> None:
-        """Mark the runs of what was computed in the last step: they are wanted until they are stored."""
+        """Mark the runs that the last step completed: they are wanted until they are stored."""
         for content, group, start, end in self._fresh:
             self.preempted(content, group, start, end)
         self._fresh.clear()

@@ -123,7 +123,7 @@ class SharedStore:
 
 
 class StoreView(MemoryTier):
-    """The store as a tier of one engine, `worker`. Its counts and events are those of what this engine does."""
+    """The store as a tier of one engine, `worker`. It counts and emits this engine's transfers only."""
 
     def __init__(self, store: SharedStore, worker: int) -> None:
         self.on_stored: OnStored | None = None
@@ -152,7 +152,7 @@ class StoreView(MemoryTier):
 
     @property
     def num_cached_blocks(self) -> int:
-        """0: what is cached is of all engines."""
+        """0: cached pages belong to all engines."""
         return 0
 
     @property

@@ -1,6 +1,8 @@
 """Leaps over many turns that are certain to be identical, and the pages that they take.
 
-In these turns all running requests decode, and no request arrives or finishes before the last of them.
+In these turns all running requests decode, and no request arrives or finishes before the last of them. They end where
+the next turn is that of a model which has something else to do, such as a chunk of a prompt: a model with short steps
+has many turns between two long steps of another.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ __all__ = ["TurnLeap", "TurnLeaps", "plan_turn_leaps"]
 
 
 class TurnLeap:
-    """The steps of one model in many turns executed at once: pages and duration of each, and the state before it."""
+    """The steps of one model in many turns executed at once: pages and duration of each, and the state before it.
+
+    None with `num_steps` 0: the turns end at the model's first.
+    """
 
     __slots__ = (
         "cache",
@@ -35,8 +40,8 @@ class TurnLeap:
     def __init__(self, tenant: Tenant, num_steps: int, horizon: int) -> None:
         self.tenant = tenant
         self.cache = cache = tenant.cache
-        self.durations_ns = tenant.decode_ns(num_steps)
-        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps)
+        self.durations_ns = tenant.decode_ns(num_steps) if num_steps else []
+        self.due = tenant.scheduler.wheel.pages_due_by_step(num_steps) if num_steps else []
         self.horizon = horizon
         """The last certain step: it may end requests."""
         self.last_turn = -1
@@ -61,7 +66,8 @@ class TurnLeap:
 class TurnLeaps:
     """Turns that begin before `until_ns`, of the models of `strides` in `order`.
 
-    They end with the first step at its horizon, or at the end of the known durations.
+    They end with the first step at its horizon, at the end of the known durations, or before the turn of a model that
+    has no certain steps.
     """
 
     def __init__(self, strides: Sequence[TurnLeap], order: TurnOrder, until_ns: int, *, is_apart: bool) -> None:
@@ -113,6 +119,8 @@ class TurnLeaps:
         # Taken bytes are no longer free. A model with separate memory has a separate count.
         free = [stride.tenant.part.memory.num_free_bytes for stride in strides]
         sizes = [stride.tenant.part.page_bytes for stride in strides]
+        caches = [stride.cache for stride in strides]
+        num_cached = [cache.num_cached for cache in caches]
         is_apart, until_ns = self._is_apart, self._until_ns
         for turn, which in enumerate(self._places(now_ns)):
             stride = strides[which]
@@ -120,15 +128,14 @@ class TurnLeaps:
             step = len(starts_ns)
             if now_ns >= until_ns or step == len(stride.due):
                 break
-            cache = stride.cache
-            page_bytes = sizes[which]
             num_due = stride.due[step]
-            num_free = free[which] // page_bytes
+            num_free = free[which] // sizes[which]
             if num_due:
                 if num_due > num_free:
                     break
-                cache.take(num_due)
-                num_bytes = num_due * page_bytes
+                caches[which].take(num_due)
+                num_cached = [cache.num_cached for cache in caches]
+                num_bytes = num_due * sizes[which]
                 if is_apart:
                     free[which] -= num_bytes
                 else:
@@ -136,7 +143,7 @@ class TurnLeaps:
             starts_ns.append(now_ns)
             stride.withheld.append(stride.num_unused - num_free)
             stride.num_unused -= num_due
-            stride.cached.append(cache.num_cached)
+            stride.cached.append(num_cached[which])
             stride.last_turn = turn
             now_ns += stride.durations_ns[step]
             if step + 1 == stride.horizon:
@@ -146,27 +153,34 @@ class TurnLeaps:
 
 
 def plan_turn_leaps(
-    device: SharedDevice, tenants: Sequence[Tenant], order: TurnOrder, now_ns: int, until_ns: int
+    device: SharedDevice, tenants: Sequence[Tenant], order: TurnOrder, first: Tenant, now_ns: int, until_ns: int
 ) -> TurnLeaps | None:
-    """Return the turns from `now_ns` to `until_ns` that are certain to be identical; None without any."""
-    for tenant in tenants:
-        if tenant.wants_tokens:  # the most frequent reason, and the cheapest to find
-            return None
-    active = [tenant for tenant in tenants if not tenant.is_stalled]
-    if not active or any(device.may_make_way(tenant.name, now_ns) for tenant in tenants):
+    """Return the turns from `now_ns` to `until_ns` that are certain to be identical; None without any.
+
+    `first` has the next turn.
+    """
+    if first.wants_tokens:  # the most frequent reason, and the cheapest to find
         return None
+    if any(device.may_make_way(tenant.name, now_ns) for tenant in tenants):
+        return None
+    active = [tenant for tenant in tenants if not tenant.is_stalled]
     horizons = []
     for tenant in active:
+        if tenant.wants_tokens:
+            horizons.append(0)
+            continue
         tenant.part.refresh()
-        num_steps = tenant.scheduler.horizon(now_ns)
-        if num_steps < 1:
-            return None
+        num_steps = max(0, tenant.scheduler.horizon(now_ns))
         horizons.append(num_steps)
+        if not num_steps:
+            if tenant is first:
+                return None
+            continue
         waiting = tenant.scheduler.waiting
         if waiting.num_waiting:
             until_ns = min(until_ns, waiting.holds_until_ns(now_ns))
     # Compute only the durations that reach `until_ns`.
-    guesses = order.steps_until(active, horizons, until_ns - now_ns)
+    guesses = order.steps_until(active, horizons, now_ns, until_ns)
     strides = [
         TurnLeap(tenant, min(guess, horizon), horizon)
         for tenant, guess, horizon in zip(active, guesses, horizons, strict=True)

@@ -74,18 +74,33 @@ class TurnOrder:
 
     # Many turns at once -----------------------------------------------------------------------------------
 
-    def steps_until(self, active: Sequence[Tenant], horizons: Sequence[int], span_ns: int) -> list[int]:
-        """Return how many steps of each of `active` may fall within `span_ns`; a guess, at least 2.
+    def steps_until(self, active: Sequence[Tenant], horizons: Sequence[int], now_ns: int, until_ns: int) -> list[int]:
+        """Return how many steps of each of `active` may begin from `now_ns` to `until_ns`; a guess, at least 2.
 
         It is the larger of those in its share of the time and those in turns of equal number, until the first is at its
-        horizon.
+        horizon. A model whose horizon is 0 has none, and the others end at its turn.
         """
-        shares = [float(tenant.share) for tenant in active]
+        if len(active) == 1:
+            return [min(horizons[0], (until_ns - now_ns) // active[0].step_ns) + 2]
+        stepping = [tenant for tenant, horizon in zip(active, horizons, strict=True) if horizon]
+        shares = [float(tenant.share) for tenant in stepping]
         whole = sum(shares)
-        round_ns = sum(tenant.step_ns for tenant in active)
-        rates = [max(share / whole / of.step_ns, 1 / round_ns) for share, of in zip(shares, active, strict=True)]
-        span = min(float(span_ns), *(horizon / rate for horizon, rate in zip(horizons, rates, strict=True)))
-        return [int(span * rate) + 2 for rate in rates]
+        round_ns = sum(tenant.step_ns for tenant in stepping)
+        rates = {of: max(share / whole / of.step_ns, 1 / round_ns) for share, of in zip(shares, stepping, strict=True)}
+        span = float(until_ns - now_ns)
+        next_due = None
+        for tenant, horizon in zip(active, horizons, strict=True):
+            if horizon:
+                span = min(span, horizon / rates[tenant])
+            else:
+                due = max(self.due[tenant], now_ns * self.unit)
+                next_due = due if next_due is None else min(next_due, due)
+        steps = {tenant: int(span * rate) + 2 for tenant, rate in rates.items()}
+        if next_due is not None:
+            for tenant in stepping:
+                num_behind = (next_due - self.due[tenant]) // (tenant.step_ns * self.scales[tenant])
+                steps[tenant] = min(steps[tenant], max(0, num_behind) + 2)
+        return [steps.get(tenant, 0) for tenant in active]
 
     def places(self, active: Sequence[Tenant], durations_ns: Sequence[Sequence[int]], now_ns: int) -> Iterator[int]:
         """Yield the places in `active` of the models that have the next turns, for steps of these durations."""
@@ -94,6 +109,8 @@ class TurnOrder:
         scales = [self.scales[tenant] for tenant in active]
         steps = [0] * len(active)
         turn, unit, now = self._num_turns, self.unit, now_ns * self.unit
+        while len(active) == 1:
+            yield 0
         while True:
             first = min(due)
             place = due.index(first) if first <= now else last_turn.index(min(last_turn))

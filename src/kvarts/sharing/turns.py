@@ -117,7 +117,7 @@ class TurnLoop:
             tenant = self._order.next(now_ns)
             if tenant is None:
                 return self._pause()
-            if (may_leap and self._leap(until_ns)) or self._begin(tenant):
+            if (may_leap and self._leap(tenant, until_ns)) or self._begin(tenant):
                 self._is_under_way = True
                 return self.now_ns
             # A turn without a step may make more turns certain than `quiet_until` has planned.
@@ -196,9 +196,10 @@ class TurnLoop:
         Its plan is for a call of `start` at `now_ns`, unless a request arrives before that.
         """
         self._device.now_ns = now_ns
-        if not self._leaps or self._order.next(now_ns) is None:
+        tenant = self._order.next(now_ns) if self._leaps else None
+        if tenant is None:
             return None
-        strides = self._planned = self._plan(now_ns, NEVER_NS)
+        strides = self._planned = self._plan(tenant, now_ns, NEVER_NS)
         if strides is None:
             return None
         until_ns = strides.certain_until(now_ns)
@@ -329,17 +330,17 @@ class TurnLoop:
 
     # Many turns at once -----------------------------------------------------------------------------------
 
-    def _plan(self, now_ns: int, until_ns: int) -> TurnLeaps | None:
+    def _plan(self, first: Tenant, now_ns: int, until_ns: int) -> TurnLeaps | None:
         until_ns = min(until_ns, self._next_change_ns(), self._device.reclaims_at_ns())
-        return plan_turn_leaps(self._device, self._tenants, self._order, now_ns, until_ns)
+        return plan_turn_leaps(self._device, self._tenants, self._order, first, now_ns, until_ns)
 
-    def _leap(self, until_ns: int) -> bool:
+    def _leap(self, first: Tenant, until_ns: int) -> bool:
         """Start as many turns as are certain to be identical; return False without any."""
         strides, self._planned = self._planned, None
         if strides is not None:
             strides.shorten(until_ns)
         else:
-            strides = self._plan(self.now_ns, until_ns)
+            strides = self._plan(first, self.now_ns, until_ns)
         if strides is None:
             return False
         ordered, end_ns = strides.take(self.now_ns)
