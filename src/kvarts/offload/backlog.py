@@ -53,7 +53,7 @@ class Backlog:
         self.is_behind = [False] * len(self.is_behind)
 
     def clear(self) -> None:
-        """Spill nothing of what has arrived so far; the first tier may have room again."""
+        """Spill no run that has arrived so far; the first tier may have room again."""
         self.is_behind[0] = False
         for wanted in self.spills:
             wanted.clear()

@@ -1,4 +1,4 @@
-"""The seam between transfers and what they copy, which depends on how a model's pages are laid out.
+"""The seam between transfers and the contents of device and tiers, which depend on how pages are laid out.
 
 A model in which every layer keeps every token has whole pages, found by a tree for the device and one for each tier
 (`page_layout.py`). A model with KV groups has parts of pages, found by one tree (`part_layout.py`). Everything else is
@@ -59,24 +59,24 @@ class ConnectedTier(msgspec.Struct, Generic[TierT], frozen=True):
 
 
 class Layout(Generic[TierT]):
-    """What device and tiers contain, and what a transfer changes in them.
+    """The contents of a device and of its tiers, and their changes by transfers.
 
     Promises: the source and the target of copies stay from their beginning to `end_store` or `end_load`, which is
     called once; nothing is findable in its target before that, except by `use_early`.
 
-    `connected`: the tiers, the fastest first. `block_bytes`, `page_bytes`: what is counted below, and a page with all
-    its parts. `is_stored`: see Backlog. `store_within_ns`: a channel that could not carry something within this time is
-    behind. `with_page_ids`: copies name pages.
+    `connected`: the tiers, the fastest first. `block_bytes`, `page_bytes`: the bytes of a block, which tiers count,
+    and of a page with all its parts. `is_stored`: see Backlog. `store_within_ns`: a channel that could not carry
+    something within this time is behind. `with_page_ids`: copies name pages.
     """
 
     can_split = True
     """Whether the first pages of an offer can be computed while the others are loaded."""
 
     spills_first = True
-    """Whether spills begin before the stores of the same step, which might evict what is to be spilled."""
+    """Whether spills begin before the stores of the same step, which might evict the same pages."""
 
     counts_blocks = False
-    """Whether the end of a transfer is told with the number of blocks that arrived."""
+    """Whether the event of the end of a transfer contains the number of blocks that arrived."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Layout(Generic[TierT]):
 
     @property
     def policy(self) -> StorePolicy[object]:
-        """What is to be stored."""
+        """The choice of pages to store."""
         raise NotImplementedError
 
     @property
@@ -127,14 +127,14 @@ class Layout(Generic[TierT]):
         raise NotImplementedError
 
     def store(self, now_ns: int, is_moving: Callable[[], bool]) -> Copies | None:
-        """Choose and pin what is copied to the first tier, which is not behind, in this step; None without anything.
+        """Choose and pin pages to store in the first tier, which is not behind, in this step; None without any.
 
         `is_moving`: whether something is on its way to a tier, or is to be: after it there may be room.
         """
         raise NotImplementedError
 
     def spill(self, place: int, now_ns: int) -> Copies | None:
-        """Choose and pin what is copied from the tier at `place` to the next; None without anything."""
+        """Choose and pin pages to copy from the tier at `place` to the next; None without any."""
         raise NotImplementedError
 
     def _room(self, place: int, now_ns: int) -> int:
@@ -146,7 +146,7 @@ class Layout(Generic[TierT]):
         raise NotImplementedError
 
     def holds(self, copies: Copies) -> list[HeldPages]:
-        """Return what `copies` hold on the device."""
+        """Return the pages that `copies` hold on the device."""
         raise NotImplementedError
 
     def num_idle(self, copies: Copies) -> int:
@@ -156,9 +156,9 @@ class Layout(Generic[TierT]):
     # Loads ----------------------------------------------------------------------------------------------------
 
     def lookup(self, request: int, content: Content, start: int, limit: int) -> Offer | None:
-        """Return what the tiers have of pages [start, limit) of `content`; None if that is of no use.
+        """Return the pages [start, limit) of `content` that the tiers have; None without usable ones.
 
-        It is pinned for `request`, in place of its previous pins.
+        They are pinned for `request`, in place of its previous pins.
         """
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class Layout(Generic[TierT]):
         """Make the pages of a load under way findable: the planned step uses them, and ends after the load."""
 
     def end_load(self, loading: Loading, num_good: int, tell_ended: Callable[[int], None]) -> Loaded:
-        """End a load of which the first `num_good` blocks arrived, and return the pages that its request has now.
+        """End a load whose first `num_good` blocks arrived, and return the pages that its request has now.
 
         `tell_ended` is called with the number of pages that arrived.
         """
@@ -204,7 +204,7 @@ class Layout(Generic[TierT]):
         return {}
 
     def reset(self) -> None:
-        """Drop everything below, and what was to be stored. Running transfers end as they would have."""
+        """Drop everything below, and store nothing of earlier steps. Running transfers end as they would have."""
         self.backlog.clear()
         self.policy.forget()
         for tier in self.tiers:

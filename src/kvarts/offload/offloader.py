@@ -1,9 +1,9 @@
 """Transfers between a device and the tiers below it.
 
-The scheduler looks up how much of a prompt is in lower tiers (`lookup`), loads it (`start_load`), and stores what was
-computed (`plan_stores`). What has arrived in a tier is spilled: copied to the next, so that it is still below when it
-is evicted. Transfers end when every worker has reported them, or, in virtual time, when their channel is done. Their
-source and target are held from their beginning to their end, even if their request is cancelled.
+The scheduler looks up how much of a prompt is in lower tiers (`lookup`), loads it (`start_load`), and stores computed
+pages (`plan_stores`). Pages that have arrived in a tier are spilled: copied to the next, so that they are still below
+when they are evicted. Transfers end when every worker has reported them, or, in virtual time, when their channel is
+done. Their source and target are held from their beginning to their end, even if their request is cancelled.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ LayoutT = TypeVar("LayoutT", bound=Layout[Any])
 class Offloader(Transfers, Generic[LayoutT]):
     """Owner of the channels between one device and the tiers below it, and of every running transfer: LowerTiers.
 
-    `layout`: what device and tiers contain; `cache`: the device's. `full_prompt_hits`: a load may cover a whole prompt.
-    `store_within_ns`, of the layout and here: a channel that could not carry something within this time is behind.
-    `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers. `with_page_ids`: transfers
-    name pages, for an executor that copies them and reports; otherwise they end at the time that their channel
-    predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no transfer does. `tell`
-    receives events.
+    `layout`: the contents of device and tiers; `cache`: the device's. `full_prompt_hits`: a load may cover a whole
+    prompt. `num_layers` and `step_tokens`: see Weigher. `copy_slowdown` and `bus`: see Transfers. `with_page_ids`:
+    transfers name pages, for an executor that copies them and reports; otherwise they end at the time that their
+    channel predicts. `workers`: how many must report a transfer. Every `fail_every`-th fails; 0: no transfer does.
+    `tell` receives events.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         return self.layout.pages_to_spare()
 
     def begin_step(self, now_ns: int) -> None:
-        """Take note that the step that starts at `now_ns` is planned: what the last one computed can be stored."""
+        """Take note that the step that starts at `now_ns` is planned: pages of the last one can be stored."""
         self._now_ns = now_ns
         self._used.clear()
         self.layout.begin_step()
@@ -269,9 +268,9 @@ class Offloader(Transfers, Generic[LayoutT]):
             self._tell(TransferEnded(transfer_id, request, num_pages, self._now_ns, num_blocks, under_way.is_given_up))
 
     def reset(self) -> None:
-        """Drop everything below, and what was to be stored.
+        """Drop everything below, and store nothing of earlier steps.
 
-        Running transfers end as they would have; what they store is dropped.
+        Running transfers end as they would have; the pages that they store are dropped.
         """
         self.layout.reset()
 

@@ -40,7 +40,7 @@ class TiersToOpen:
 
     `memory`: the KV groups of a device that has any. Without, and with a lazy policy, the device first evicts pages
     that a lower tier also holds. `known_keys` and `namespace`: see FilesBelow. `more`: tiers below these, which are
-    open already.
+    open already; `on_opened` is called with the offloader of all.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class TiersToOpen:
         known_keys: Iterable[bytes] = (),
         namespace: str | None = None,
         more: Sequence[ConnectedTier[PageTier]] = (),
+        on_opened: Callable[[Offloader[Any]], object] | None = None,
     ) -> None:
         self._offload = offload
         self._specs = specs
         self._more = more
+        self._on_opened = on_opened
         self._config = config
         self._memory = memory
         self._known_keys = known_keys
@@ -83,7 +85,7 @@ class TiersToOpen:
         namespace = self._namespace
         if namespace is None and with_page_ids and any(spec.is_files for spec in self._specs):
             namespace = f"engine {uuid4()}" if fingerprint is None else fingerprint()
-        return open_offloader(
+        opened = open_offloader(
             self._offload,
             cache,
             page_size=self._config.page_size,
@@ -97,6 +99,9 @@ class TiersToOpen:
             prefill=prefill,
             more=self._more,
         )
+        if self._on_opened is not None:
+            self._on_opened(opened)
+        return opened
 
 
 def open_offloader(

@@ -33,7 +33,9 @@ __all__ = ["PageLayout"]
 
 
 class PageCopies(Copies):
-    """A store or a spill of pages. `held`: by store, the pages that it holds on the device; `sources`: of a spill."""
+    """A store or a spill of pages. `held`: by store, the pages that it holds on the device; `sources`: the reads of a
+    spill.
+    """
 
     stores: list[TierStore] = field(default_factory=list)
     held: list[tuple[HeldPages, ...]] = field(default_factory=list)
@@ -97,7 +99,7 @@ class PageLayout(Layout[PageTier]):
 
     @property
     def policy(self) -> PagePolicy[Any]:
-        """Which pages are to be stored."""
+        """The choice of pages to store."""
         return self._policy
 
     def confirm(self, content: Content, num_pages: int, holding: Holding) -> None:

@@ -63,8 +63,8 @@ class PartLoading(Loading, kw_only=True):
 class Offered(msgspec.Struct, eq=False):
     """An offer to a request: `match` becomes available with the parts that `pins` pin, by tier.
 
-    `content` and `limit`: what was looked up. `by_tier`: the pages that each tier adds, of which those of the first
-    `depth` tiers are offered.
+    `content` and `limit`: the arguments of `lookup`. `by_tier`: the pages that each tier adds, of which those of
+    the first `depth` tiers are offered.
     """
 
     content: Content

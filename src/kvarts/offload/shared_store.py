@@ -7,16 +7,14 @@ even if only some engines have the pages before them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvarts.config import EngineConfig
 from kvarts.content import Content
-from kvarts.event_log import Tell
-from kvarts.kv.cache import Cache
 from kvarts.kv.eviction import EvictionOrder
 from kvarts.kv.group_memory import GroupMemory
-from kvarts.kv.transfer import Coming, PrefillTimes
+from kvarts.kv.transfer import Coming
 from kvarts.offload.channel import Channel
 from kvarts.offload.config import OffloadConfig
 from kvarts.offload.index import TierIndex
@@ -24,7 +22,6 @@ from kvarts.offload.index_laws import check_index
 from kvarts.offload.layout import ConnectedTier
 from kvarts.offload.offloader import Offloader
 from kvarts.offload.opening import TiersToOpen
-from kvarts.offload.page_layout import PageLayout
 from kvarts.offload.tier import MemoryTier, OnRemoved, OnStored, PageTier, TierLoad, TierStore
 from kvarts.offload.tier_run import ALL, Placement, TierRun
 from kvarts.offload.transfers import NEVER_NS
@@ -259,7 +256,7 @@ class StoreChannel(Channel):
         self._is_read = is_read
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
-        self.tiers: Offloader[PageLayout]
+        self.tiers: Offloader[Any]
         self.view: StoreView | None = None
         """The tier whose writes it carries."""
 
@@ -326,37 +323,10 @@ class TiersWithStore:
         """Prepare the tiers below an engine of `config`: none with KV groups, as a store keeps whole pages."""
         if memory is not None:
             return None
-        return StoreToOpen(self._offload, config, make_order, [ConnectedTier(self._view, self._write, self._read)])
+        offload = self._offload
+        specs = offload.tier_specs(config.page_size)
+        store: ConnectedTier[PageTier] = ConnectedTier(self._view, self._write, self._read)
+        return TiersToOpen(offload, specs, config, make_order, more=[store], on_opened=self._connect)
 
-
-class StoreToOpen(TiersToOpen):
-    """TiersToOpen with a store below them."""
-
-    def __init__(
-        self,
-        offload: OffloadConfig,
-        config: EngineConfig,
-        make_order: Callable[[], EvictionOrder],
-        store: Sequence[ConnectedTier[PageTier]],
-    ) -> None:
-        super().__init__(offload, offload.tier_specs(config.page_size), config, make_order, more=store)
-        self._store = store
-
-    def open_below(
-        self,
-        cache: Cache,
-        *,
-        with_page_ids: bool,
-        tell: Tell | None,
-        prefill: PrefillTimes | None = None,
-        fingerprint: Callable[[], str] | None = None,
-    ) -> Offloader[Any]:
-        """Open the tiers below `cache`."""
-        opened = super().open_below(
-            cache, with_page_ids=with_page_ids, tell=tell, prefill=prefill, fingerprint=fingerprint
-        )
-        for connected in self._store:
-            for channel in (connected.write, connected.read):
-                assert isinstance(channel, StoreChannel)
-                channel.tiers = opened
-        return opened
+    def _connect(self, opened: Offloader[Any]) -> None:
+        self._write.tiers = self._read.tiers = opened

@@ -24,13 +24,13 @@ ChoiceT_co = TypeVar("ChoiceT_co", covariant=True)
 
 
 class StorePolicy(Protocol, Generic[ChoiceT_co]):
-    """Chooses what to store. Promises: `choose` changes nothing on the device, and does bounded work.
+    """Chooses pages to store. Promises: `choose` changes nothing on the device, and does bounded work.
 
     It is not called while the channel to the first tier is behind, or that lacks room.
     """
 
     def choose(self) -> Iterator[ChoiceT_co]:
-        """Yield what to store in this step. If the caller stops iterating, the last and all later ones stay wanted."""
+        """Yield pages to store in this step. If the caller stops iterating, the last and all later ones stay wanted."""
 
     def forget(self) -> None:
         """Note that the device has lost everything."""

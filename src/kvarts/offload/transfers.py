@@ -1,6 +1,6 @@
 """The transfers between one device and the tiers below it, from their beginning to their end.
 
-`Offloader` decides when they begin, and a `Layout` what they copy.
+`Offloader` decides when they begin, and a `Layout` chooses their pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A running transfer, what it copies, and the counts of those that ended."""
+"""A running transfer, its copies, and the counts of those that ended."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ Read = tuple[int, int, tuple[PageId | bytes, ...], tuple[PageId | bytes, ...]]
 
 
 class Copies(msgspec.Struct, eq=False):
-    """What a store or a spill to the tier at `target` copies: `num_blocks` blocks. Layouts add what they pin for it.
+    """The `num_blocks` blocks that a store or a spill to the tier at `target` copies. Layouts add the pins.
 
-    `source_ids` and `target_ids`: of the blocks, if an executor copies them. `runs`: contents, each with its first page
-    and the page after its last, and `groups`: the group of each, with KV groups. `request`: that of a load.
+    `source_ids` and `target_ids`: the ids of the blocks, if an executor copies them. `runs`: contents, each with
+    its first page and the page after its last, and `groups`: the group of each, with KV groups. `request`: that of
+    a load.
     """
 
     target: int = -1
@@ -51,7 +52,7 @@ class Copies(msgspec.Struct, eq=False):
 
 
 class Loading(Copies, kw_only=True):
-    """What a load copies for `request`, whose pages from `start` on it fills, `by_tier` from each tier."""
+    """The copies of a load for `request`, whose pages from `start` on it fills, `by_tier` from each tier."""
 
     start: int
     by_tier: tuple[int, ...]
