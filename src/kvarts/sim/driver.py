@@ -103,6 +103,8 @@ class Driver:
         self._all = range(len(runners) * ranks)
         self._tells_apart = ranks == 1 and len(arrivals) == 1 and arrivals[0].router.is_told
         """Whether the router is updated only about the engines that moved, instead of about all."""
+        self._is_told = any(each.router.is_told for each in arrivals)
+        """Whether runners are run as far as a router must know, for which they are `_due`."""
         self._on_progress = on_progress
         # The engine of a request, and its arrival time, may depend on the end of any other.
         self._is_reactive = any(each.source.is_reactive or each.router.holds_requests for each in arrivals)
@@ -195,7 +197,7 @@ class Driver:
 
     def _look_again(self, index: int, now_ns: int) -> None:
         """Reset the time until which nothing ends in a runner: a request arrives or leaves at `now_ns`."""
-        if self._due_ns[index] != now_ns:
+        if self._is_told and self._due_ns[index] != now_ns:
             self._due_ns[index] = now_ns
             heappush(self._due, (now_ns, index))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from operator import le
 from typing import overload
 
@@ -56,6 +57,11 @@ class RequestColumns(Sequence[TraceRequest]):
         return list(self) == (list(other) if isinstance(other, RequestColumns) else other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def first_ids(self) -> array[int]:
+        """Return the first id of each request."""
+        starts = islice(chain((0,), self.ends), len(self))
+        return array("Q", map(self.ids.__getitem__, starts))
 
     def _made(self, start: int, end: int) -> list[TraceRequest]:
         first = self.ends[start - 1] if start else 0

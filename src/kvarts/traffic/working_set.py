@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from sys import byteorder
 
 from kvarts.content import UNIT_BYTES
 from kvarts.few import arrays_pay
+from kvarts.traffic.request_columns import RequestColumns
 from kvarts.traffic.trace import Trace, spell
 from kvarts.traffic.trace_request import Units
 
@@ -27,14 +28,16 @@ def working_set_pages(trace: Trace, page_size: int) -> int | None:
     requests = trace.requests
     if not requests:
         return None
-    num_pages = 0
-    firsts, tenants = array("Q"), []
-    for request in requests:
-        # A sequence's last token is never computed.
-        num_pages += (request.num_prompt_tokens + request.num_output_tokens - 1) // page_size
-        firsts.append(_first_unit(request.units))
-        tenants.append(request.tenant)
-    for members in _alike(firsts, tenants):
+    if isinstance(requests, RequestColumns):
+        lengths: Iterable[tuple[int, int]] = zip(requests.prompts, requests.outputs, strict=True)
+        groups = _alike(requests.first_ids(), [None] * len(requests))
+    else:
+        lengths = ((request.num_prompt_tokens, request.num_output_tokens) for request in requests)
+        firsts = array("Q", (_first_unit(request.units) for request in requests))
+        groups = _alike(firsts, [request.tenant for request in requests])
+    # A sequence's last token is never computed.
+    num_pages = sum((prompt + output - 1) // page_size for prompt, output in lengths)
+    for members in groups:
         is_run = members[-1] - members[0] == len(members) - 1
         prompts = requests[members[0] : members[-1] + 1] if is_run else [requests[index] for index in members]
         units = [spell(request.units) for request in prompts]
@@ -58,7 +61,7 @@ def _first_unit(units: Units) -> int:
     return int.from_bytes(units[:UNIT_BYTES], byteorder) if isinstance(units, bytes) else next(filter(None, units))[0]
 
 
-def _alike(firsts: array[int], tenants: list[str | None]) -> Iterator[list[int]]:
+def _alike(firsts: array[int], tenants: Sequence[str | None]) -> Iterator[list[int]]:
     """Return the indices of requests that may share pages: several of one tenant whose first units are equal."""
     order: Sequence[int] = range(len(firsts))
     if any(tenants):
