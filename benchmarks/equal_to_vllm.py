@@ -420,6 +420,11 @@ def request_of(workload: Workload, index: int) -> Request:
     return request
 
 
+def usage_of(num_used: int, num_blocks: int) -> float:
+    """Return the share of blocks in use as vLLM computes it: its last bit can decide between equal ranks."""
+    return 1.0 - (num_blocks - num_used) / num_blocks
+
+
 class OurFrontEnd:
     """kvarts' router of data-parallel ranks."""
 
@@ -447,8 +452,7 @@ class OurFrontEnd:
     def report(self, loads: list[tuple[int, int, int]]) -> None:
         """Record what the ranks report."""
         for rank, (waiting, running, num_used) in enumerate(loads):
-            usage = num_used / self._workload.num_blocks
-            self._router.report(rank, running, waiting, num_used, 0, usage)
+            self._router.report(rank, running, waiting, num_used, 0, usage_of(num_used, self._workload.num_blocks))
 
 
 # vLLM -----------------------------------------------------------------------------------------------------
@@ -578,8 +582,7 @@ class TheirFrontEnd:
     def report(self, loads: list[tuple[int, int, int]]) -> None:
         """Record what the ranks report."""
         self._client.lb_engines = [
-            [waiting, running, 1.0 - (self._num_blocks - num_used) / self._num_blocks]
-            for waiting, running, num_used in loads
+            [waiting, running, usage_of(num_used, self._num_blocks)] for waiting, running, num_used in loads
         ]
 
 

@@ -68,8 +68,8 @@ class Engine:
 def engine(
     folder: Path, model: str = "full", tiers: dict[str, Any] | None = None, ports: list[int] | None = None
 ) -> Iterator[Engine]:
-    settings = {"folder": str(folder / model), "model": MODELS[model], "tiers": tiers, "blocks": BLOCKS[model]}
-    settings["ports"] = ports
+    settings: dict[str, Any] = {"folder": str(folder / model), "model": MODELS[model], "blocks": BLOCKS[model]}
+    settings |= {"tiers": tiers, "ports": ports}
     log = folder / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(

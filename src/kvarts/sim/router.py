@@ -262,9 +262,9 @@ class Informed:
 
 
 class WithinGroups(RoundRobin):
-    """Sends requests to groups of `ranks` engines in turn, and within a group to the rank that vLLM would choose.
+    """Sends requests to groups of `ranks` engines in turn, and within a group as earlier versions of vLLM.
 
-    That is the rank with the fewest requests, where a waiting request counts as four running ones.
+    They chose the rank with the fewest requests, where a waiting request counts as four running ones.
     """
 
     reads_metrics = True

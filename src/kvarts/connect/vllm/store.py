@@ -13,7 +13,7 @@ from kvarts.offload.keyed import KeyedTier, KeyState
 if TYPE_CHECKING:
     from kvarts.connect.vllm.page_io import PageIo
 
-__all__ = ["Change", "KeyStore", "Reads", "StoreCounts"]
+__all__ = ["KeyStore", "Reads", "StoreCounts", "TierChange"]
 
 RATE_WEIGHT = 0.1
 """The weight of the last read in the mean time per read."""
@@ -38,7 +38,7 @@ class StoreCounts(msgspec.Struct):
     """Pages in files that were not read because computing them is faster."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class TierChange(msgspec.Struct, frozen=True):
     """Pages that can be found in a tier from now on, or no longer."""
 
     keys: list[bytes]
@@ -87,7 +87,7 @@ class KeyStore:
         """Pages that wait to be written to files."""
         self._reading: dict[bytes, tuple[float, Reads]] = {}
         """Keys that are being read, with the start and the reads of their request."""
-        self._changes: list[Change] | None = [] if tells else None
+        self._changes: list[TierChange] | None = [] if tells else None
         if files is not None:
             self._note(list(files), "files")
 
@@ -227,7 +227,7 @@ class KeyStore:
                 self._page_io.delete(key)
                 self._note([key], "files", is_removed=True)
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[TierChange]:
         """Return the changes since the last call, in their order."""
         if not self._changes:
             return []
@@ -273,4 +273,4 @@ class KeyStore:
 
     def _note(self, keys: list[bytes], tier: Literal["host", "files"], *, is_removed: bool = False) -> None:
         if keys and self._changes is not None:
-            self._changes.append(Change(keys, tier, is_removed))
+            self._changes.append(TierChange(keys, tier, is_removed))
