@@ -90,8 +90,7 @@ def test_what_made_the_points_is_found() -> None:
     for each in found.worth:
         assert abs(np.log(each.value / truth[each.name])) < 2.5 * each.deviation, each
     assert set(found.constants.values) == set(COEFFICIENTS)
-    for name, deviation in found.constants.deviations.items():
-        assert 0.5 * prior.deviations[name] <= deviation <= prior.deviations[name]
+    assert found.constants.deviations == prior.deviations  # an engine may differ from the mean of all as before
     worth = {each.name: each.gain for each in found.worth}
     assert worth["layer_us"] > worth["exchange_us"]
 

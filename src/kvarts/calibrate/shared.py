@@ -41,8 +41,6 @@ POINTS_AT_ONCE = 16
 ROUNDS = 50
 STEP = 1e-3
 """Difference of logarithms, to either side, for slopes."""
-LEAST_OF_WIDTH = 0.5
-"""Smallest posterior deviation, as a share of the prior's: engines differ by more than a table of points shows."""
 
 HALVES: Mapping[str, Callable[[Point], str]] = {
     "source": lambda point: point.source,
@@ -210,12 +208,8 @@ def fit_points(
             if on_progress is not None:
                 on_progress(1)
         worth.append(Worth(name, prior.values[name], values[name], float(deviations[place]), gain))
-    known = {each.name: each.deviation for each in worth}
-    widths = {
-        name: min(width, max(known.get(name, width), LEAST_OF_WIDTH * width))
-        for name, width in prior.deviations.items()
-    }
-    constants = Constants(values=values, deviations=widths)
+    # One engine may differ from others as much as before: the table shows their mean.
+    constants = Constants(values=values, deviations=prior.deviations)
     return PointsFit(constants, tuple(worth), before, errors_of(courses, values))
 
 

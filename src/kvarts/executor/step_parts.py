@@ -249,7 +249,7 @@ class StepParts:
         if experts is not None:
             share = 1.0 - (1.0 - experts.per_token / experts.count) ** (num_routed / num_parts)
             active = experts.count * share
-            busiest: float = num_routed
+            busiest = num_routed * 1.0
             if self._expert_devices > 1:
                 # All wait for the device whose experts are chosen most often.
                 active = active + self._above * self.root(active * (1.0 - share) * self._expert_devices)
