@@ -26,6 +26,12 @@ class FleetCase:
     only_missing: bool
     faults: tuple[Fault, ...] = ()
     least_remote: int | None = None
+    num_layers: int = 0
+    """0: transfers begin when the prompt is computed."""
+
+    @property
+    def is_layer_wise(self) -> bool:
+        return bool(self.num_layers) and self.rate is not None and not self.is_mocker
 
     @property
     def is_mocker(self) -> bool:
@@ -44,7 +50,8 @@ class FleetCase:
             pools=(PoolConfig(role="prefill", each=prefill), PoolConfig(role="decode", each=decode)),
             bytes_per_s=self.rate,
             latency_ms=self.latency_ms,
-            transfer="missing" if self.only_missing else "full-prompt",
+            transfer="layer-wise" if self.is_layer_wise else "missing" if self.only_missing else "full-prompt",
+            layers=self.num_layers,
             token_bytes=1,
             least_remote=None if self.is_mocker else self.least_remote,
             faults=self.faults,
@@ -77,7 +84,8 @@ class FleetCase:
             self.is_mocker,
             self.rate,
             round(self.latency_ms * 1e6),
-            self.only_missing,
+            self.only_missing and not self.is_layer_wise,
+            num_layers=self.num_layers if self.is_layer_wise else 0,
             least_remote=None if self.is_mocker else self.least_remote,
             faults=[
                 NaiveFault(each.kind, each.worker, each.start_ns, each.end_ns, each.factor) for each in self.faults
@@ -117,6 +125,7 @@ def fleets(
         draw(st.booleans()),
         tuple(draw(failing)) if faults else (),
         draw(st.sampled_from([None, 1, 2, 5, 20])),
+        draw(st.sampled_from([0, 0, 1, 2, 7])),
     )
 
 

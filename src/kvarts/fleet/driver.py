@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links, StoreTransfer
 from kvarts.fleet.moves import HOLD_NS, Incoming, Moves, StoreUse
 from kvarts.fleet.pool import Front, Pool
@@ -46,6 +47,7 @@ class FleetDriver(Moves):
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
+        layer_wise: LayerWiseLinks | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
@@ -62,6 +64,7 @@ class FleetDriver(Moves):
             is_mocker=is_mocker,
             tier_names=tier_names,
             store=store,
+            layer_wise=layer_wise,
             on_progress=on_progress,
         )
         self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
@@ -138,7 +141,7 @@ class FleetDriver(Moves):
 
     def next_ns(self) -> int:
         """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
-        if self._roused:
+        if self._roused or self._actions:
             return self.now_ns
         ends = self._ends
         while ends and self.workers[ends[0][2]].end_ns != ends[0][0]:
@@ -281,6 +284,8 @@ class FleetDriver(Moves):
                 self._set_gate(worker)
             if worker.start(now_ns):
                 heappush(self._ends, (worker.end_ns, worker.rank, index))
+                if self._layer_wise is not None and worker.only_prefills:
+                    self._send_computed(worker, now_ns)
             elif worker.wake_ns != NEVER_NS:
                 heappush(self._wakes, (worker.wake_ns, worker.rank, index))
             elif self._is_mocker and worker.pending and worker.scheduler.waiting.num_waiting:
@@ -389,7 +394,7 @@ class FleetDriver(Moves):
                 self._cut.add(worker.index)
                 cut = (each for each in self._links.under_way() if worker.index in (each.source, each.target))
                 for handoff in sorted(cut, key=lambda handoff: handoff.decode.index):
-                    self._fail_transfer(handoff, now_ns)
+                    self._cut_transfer(handoff, now_ns)
         elif change.is_begin:
             worker.is_down = True
             pool.go_down(worker)

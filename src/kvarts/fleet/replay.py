@@ -15,6 +15,7 @@ from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfi
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
+from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
 from kvarts.fleet.moves import Incoming, SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
@@ -152,11 +153,12 @@ class BuiltFleet:
             front = fronts[each.role == "decode"]
             opened = self._opener(each, front.router, readers_of)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
+        layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
         return FleetDriver(
             arrivals_at(fronts[False]),
             fronts[False],
             fronts.get(True, fronts[False]),
-            links_of(config),
+            links_of(config) if layer_wise is None else layer_wise,
             token_bytes=config.token_bytes,
             only_missing=config.transfer == "missing",
             least_remote=config.least_remote,
@@ -164,6 +166,7 @@ class BuiltFleet:
             is_mocker=config.first.profile == "mocker",
             tier_names=tiers_of(config),
             store=None if store is None or store_links is None else StoreUse(store, store_links),
+            layer_wise=layer_wise,
             scaler=None if config.scaler is None else config.scaler(),
             faults=config.faults,
             on_progress=on_progress,
@@ -259,6 +262,13 @@ def links_of(config: FleetConfig) -> Links:
     if config.sharing == "worker" and config.bytes_per_s is not None:
         return SharedByWorkers(config.bytes_per_s, latency_ns)
     return FixedRate(config.bytes_per_s, latency_ns)
+
+
+def layer_wise_links_of(config: FleetConfig) -> LayerWiseLinks:
+    """Return the links between the workers, if each layer is sent once it is computed."""
+    assert config.bytes_per_s is not None
+    make = SharedLayerWise if config.sharing == "worker" else LayerWise
+    return make(config.bytes_per_s, round(config.latency_ms * 1e6), config.layers)
 
 
 def open_worker(
