@@ -17,6 +17,7 @@ from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.routers.config import QueueOrder, Routing
 
 from builders.case import Case, Row, cases
 from builders.fleet import FleetCase, fleets
@@ -63,6 +64,17 @@ def with_store(memory: dict[str, Any]) -> dict[str, Any]:
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone = {"load_overlap": "none", "bus": None, "copy_slowdown": 0.0}
     return {"offload": structs.replace(offload, policy="eager", **alone)}
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of routers in which requests wait, or nothing."""
+    threshold = draw(st.sampled_from([None, 0.0, 0.1, 0.5, 2.0]))
+    if threshold is None:
+        return {}
+    order: QueueOrder = draw(st.sampled_from(["fcfs", "lcfs", "wspt"]))
+    router = draw(st.sampled_from(["round-robin", "least-loaded", "prefix", "dynamo-kv", "llm-d"]))
+    return {"router": router, "routing": Routing(queue_threshold=threshold, queue=order)}
 
 
 def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
@@ -126,16 +138,27 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
 
 
 @given(
-    fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), memories(), stores()
+    fleets(max_requests=40, cancels=True, faults=True),
+    st.sampled_from(SCALERS),
+    st.booleans(),
+    memories(),
+    stores(),
+    queues(),
 )
 def test_fast_forward_equals_step_by_step(
-    case: FleetCase, policy: str | None, is_shared: bool, memory: dict[str, Any], store: StoreSettings | None
+    case: FleetCase,
+    policy: str | None,
+    is_shared: bool,
+    memory: dict[str, Any],
+    store: StoreSettings | None,
+    queue: dict[str, Any],
 ) -> None:
-    """L5, with workers that come, go and fail, and links that they share; what is told of each, too."""
+    """L5, with workers that come, go and fail, links that they share, and queues in routers; their events, too."""
     if "groups" in memory:
         case.case.profile = "default"
     if store is not None:
         memory = with_store(memory)
+    memory = {**memory, **queue}
     is_told = bool(case.case.rows[0].num_output_tokens % 2)
     fast, told = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=False)
     slow, told_slowly = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=True)
@@ -228,13 +251,14 @@ def test_a_worker_that_fails_has_nothing_left_to_store() -> None:
     assert report.summary["num_completed"] == 1
 
 
-@given(fleets(profile="default", cancels=True), memories(), stores())
+@given(fleets(profile="default", cancels=True), memories(), stores(), queues())
 def test_nothing_starves_and_nothing_deadlocks_by_default(
-    case: FleetCase, memory: dict[str, Any], store: StoreSettings | None
+    case: FleetCase, memory: dict[str, Any], store: StoreSettings | None, queue: dict[str, Any]
 ) -> None:
     """L8: every request that can ever run ends."""
     if store is not None:
         memory = with_store(memory)
+    memory = {**memory, **queue}
     summary = structs.replace(case.config(**memory), store=store).replay(case.case.trace()).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
@@ -242,15 +266,19 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     assert summary["num_completed"] + summary["num_rejected"] + num_cancelled == summary["num_requests"]
 
 
-@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), memories())
+@given(
+    cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), memories(), queues()
+)
 def test_a_pool_of_mixed_workers_is_replicas(
-    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any]
+    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any], queue: dict[str, Any]
 ) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     retries = 0 if timeout_s is None else retries
     if "groups" in memory:
         case.profile = "default"
-    config = case.config(client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory)
+    config = case.config(
+        replicas=2 if queue else 1, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue
+    )
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):

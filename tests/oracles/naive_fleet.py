@@ -54,6 +54,7 @@ class NaiveWorker(NaiveEngine):
         super().__init__(cost=cost, profile="mocker" if is_mocker else "default", **settings)  # type: ignore[arg-type]
         self.is_mocker = is_mocker
         self.held: list[NaiveRequest] = []
+        self.prefilled: list[NaiveRequest] = []
         self.pending: list[NaiveHandoff] = []
         self.ready: set[int] = set()
         self.orders: dict[int, int] = {}
@@ -327,12 +328,21 @@ class NaiveFleet:
     least_remote: int | None = None
     num_layers: int = 0
     """0: transfers begin when the prompt is computed."""
+    queue_tokens: float | None = None
+    """Requests wait in the router of prefill workers while each has more tokens to compute; None: never."""
+    queue_order: str = "fcfs"
 
     def run(self, requests: list[NaiveRequest]) -> None:
         self.workers = [*self.prefills, *self.decodes]
         self.actions: list[tuple[str, NaiveHandoff]] = []
         self.transfers: list[tuple[int, int, NaiveHandoff]] = []
         self.streams: list[NaiveStream] = []
+        self.in_router: list[tuple[float, int, NaiveHandoff]] = []
+        self.num_queued = 0
+        self.to_compute: dict[int, tuple[NaiveWorker, int]] = {}
+        """By request: the worker that the router sent it to, and its tokens, until its prompt is computed."""
+        self.notes: list[int] = []
+        """What the router has heard since it last looked: requests that ended, or -1 for workers that came up."""
         self.num_reserved = self.num_sent = 0
         self.turns = {True: 0, False: 0}
         self.stranded: list[NaiveHandoff] = []
@@ -350,7 +360,7 @@ class NaiveFleet:
             times += [end for end, _, _ in self.transfers if end < FAR]
             times += [coming[0].arrival_ns] if coming else []
             times += [end for end, _ in self.deadlines()]
-            if (times or self.stranded) and self.changes:
+            if (times or self.stranded or self.in_router) and self.changes:
                 times.append(self.changes[0][0])
             if times:
                 now = max(now, min(times))
@@ -369,8 +379,10 @@ class NaiveFleet:
                 happened = True
                 self.drop_transfer(end[2])
                 self.do("activate", end[2], now)
+            happened |= self.take_placed(now)
             happened |= self.take_in(now, coming)
             happened |= self.act(now)
+            happened |= self.take_placed(now)
             for worker in self.workers:
                 if worker.end_ns is not None:
                     continue
@@ -384,6 +396,53 @@ class NaiveFleet:
                     happened |= bool(reserved)
             if not happened:
                 return
+
+    def take_placed(self, now: int) -> bool:
+        """The router hears what happened, and with each of it sends on what need not wait; whether it did."""
+        if self.queue_tokens is None:
+            return False
+        happened = False
+        while True:
+            for worker in self.prefills:
+                self.notes += [each.seq for each in worker.prefilled]
+                worker.prefilled = []
+            notes, self.notes = self.notes, []
+            released: list[tuple[NaiveHandoff, NaiveWorker]] = []
+            for seq in notes:
+                self.to_compute.pop(seq, None)
+                while self.in_router and not self.all_busy():
+                    self.in_router.sort(key=lambda each: each[:2])
+                    handoff = self.in_router.pop(0)[2]
+                    released.append((handoff, self.place(handoff)))
+            for handoff, worker in released:
+                self.submit(handoff, worker)
+            if not released and not self.actions:
+                return happened
+            happened = True
+            self.act(now)
+
+    def all_busy(self) -> bool:
+        assert self.queue_tokens is not None
+        loads = {id(worker): 0 for worker in self.prefills if self.is_up(worker)}
+        for worker, num_tokens in self.to_compute.values():
+            if id(worker) in loads:
+                loads[id(worker)] += num_tokens
+        return all(load > self.queue_tokens for load in loads.values())
+
+    def place(self, handoff: NaiveHandoff) -> NaiveWorker:
+        worker = self.choose(True)
+        assert worker is not None
+        self.to_compute[handoff.request.seq] = worker, len(handoff.request.tokens)
+        return worker
+
+    def queue_up(self, handoff: NaiveHandoff) -> None:
+        self.num_queued += 1
+        place: float = self.num_queued
+        if self.queue_order == "lcfs":
+            place = -place
+        elif self.queue_order == "wspt":
+            place = -(1 + handoff.request.priority) / len(handoff.request.tokens)
+        self.in_router.append((place, self.num_queued, handoff))
 
     def send_layers(self, worker: NaiveWorker, now: int) -> bool:
         """What is computed in the step that starts goes out layer by layer; whether a first part does."""
@@ -453,6 +512,8 @@ class NaiveFleet:
                 if worker.is_failing:
                     self.act(now)
                     self.lose(worker, now)
+                    if worker in self.prefills and not worker.is_down:
+                        self.notes.append(-1)
         while self.changes and self.changes[0][0] <= now:
             self.act(now)
             happened = True
@@ -487,6 +548,7 @@ class NaiveFleet:
 
     def give_up(self, handoff: NaiveHandoff, now: int) -> None:
         handoff.given_up = True
+        self.in_router = [each for each in self.in_router if each[2] is not handoff]
         self.drop_transfer(handoff)
         target, source = self.decodes[handoff.target], self.prefills[handoff.source]
         if handoff in target.pending:
@@ -509,8 +571,10 @@ class NaiveFleet:
         if worker in self.decodes:
             if handoff.target >= 0 and worker.drop(handoff.decode):
                 self.send(worker.try_to_reserve(now))
-        elif worker.drop(handoff.prefill) and handoff.held_ns >= 0:
-            handoff.released_ns = now
+        elif worker.drop(handoff.prefill):
+            self.notes.append(handoff.request.seq)
+            if handoff.held_ns >= 0:
+                handoff.released_ns = now
         self.note_given_up(handoff, now)
 
     def note_given_up(self, handoff: NaiveHandoff, now: int) -> None:
@@ -553,6 +617,7 @@ class NaiveFleet:
                     handoff.ended_ns, handoff.outcome = now, "completed"
             else:
                 handoff.held_ns = now
+                worker.prefilled.append(request)
                 worker.held.append(request)
                 self.actions.append(("send", handoff))
 
@@ -567,6 +632,8 @@ class NaiveFleet:
         if what == "send":
             if handoff.given_up:
                 return
+            if any(each[2] is handoff for each in self.in_router):
+                return
             if self.num_layers and self.is_from_source(handoff):
                 self.send_on(handoff, now)
                 return
@@ -576,6 +643,12 @@ class NaiveFleet:
                 self.compute_locally(handoff)
                 return
             chosen = None
+            if self.queue_tokens is not None and self.wants_prefill(handoff) and any(map(self.is_up, self.prefills)):
+                if self.in_router or self.all_busy():
+                    self.queue_up(handoff)
+                else:
+                    self.submit(handoff, self.place(handoff))
+                return
             if not self.wants_prefill(handoff) and handoff.planned is not None and self.is_up(handoff.planned):
                 chosen = handoff.planned
             chosen = chosen or self.choose(self.wants_prefill(handoff))
@@ -746,6 +819,8 @@ class NaiveFleet:
             self.cut.discard(fault.worker)
         else:
             worker.is_down = begins
+            if not begins and worker in self.prefills and not worker.is_failing:
+                self.notes.append(-1)
             if begins and worker.end_ns is None:
                 self.lose(worker, now)
             elif begins:
@@ -805,6 +880,8 @@ class NaiveFleet:
         """It has nothing in a worker any more, but the tokens that it has made."""
         worker.drop(request)
         request.computed = 0
+        if worker in self.prefills:
+            self.notes.append(request.seq)
 
     def fail_transfer(self, handoff: NaiveHandoff, now: int) -> None:
         self.drop_transfer(handoff)
@@ -837,7 +914,9 @@ class NaiveFleet:
             worker.waiting.sort(key=worker.age)
 
     def fail_stranded(self) -> bool:
-        stranded, self.stranded = [each for each in self.stranded if not each.outcome], []
+        in_router = sorted((each[2] for each in self.in_router), key=lambda handoff: handoff.request.seq)
+        stranded = [each for each in [*self.stranded, *in_router] if not each.outcome]
+        self.stranded, self.in_router = [], []
         for handoff in stranded:
             handoff.outcome = "failed"
             self.actions.append(("release", handoff))
@@ -856,6 +935,7 @@ class NaiveFleet:
         fits_here = source.pages_for(len(handoff.request.tokens)) <= source.num_pages
         if not fits_here or (self.never_fits(handoff) and not self.is_mocker):
             handoff.outcome = "rejected"
+            self.notes.append(handoff.request.seq)
         else:
             source.submit(handoff.prefill)
 

@@ -132,8 +132,12 @@ class FleetDriver(Moves):
                 self._end_of_store(transfer, now_ns)
         if self._scaler is not None:
             self._scale(now_ns)
+        if self._holding:
+            self._take_placed(now_ns)
         self._take_in(now_ns)
         self._act(now_ns)
+        if self._holding:
+            self._take_placed(now_ns)
         if self._scaler is not None:
             for pool in self._pools:
                 pool.remove_drained(now_ns)
@@ -160,7 +164,7 @@ class FleetDriver(Moves):
             next_ns = min(next_ns, self._next_deadline_ns())
         if self._leases:
             next_ns = min(next_ns, self._next_lease_ns())
-        if next_ns == NEVER_NS and not any(front.stranded for front in self._fronts):
+        if next_ns == NEVER_NS and not any(front.waiting for front in self._fronts):
             return next_ns
         is_idle = next_ns == NEVER_NS
         if self._changes:
@@ -415,8 +419,10 @@ class FleetDriver(Moves):
         """Fail requests for which no worker is up, nor will be; return whether there were any."""
         has_any = False
         for front in self._fronts:
-            stranded, front.stranded = front.stranded, []
+            stranded = front.waiting
+            front.stranded = []
             for handoff in stranded:
+                front.withdraw(handoff)
                 if handoff.is_reported:
                     continue
                 has_any = True

@@ -61,6 +61,7 @@ class Handoff:
         "prefill",
         "released_ns",
         "reserved_ns",
+        "routed",
         "row",
         "source",
         "target",
@@ -82,6 +83,8 @@ class Handoff:
         self.target = -1
         self.planned = -1
         """The worker that was chosen on arrival to generate, until the prompt is computed elsewhere; -1 without one."""
+        self.routed = -1
+        """The worker that a router has chosen after the request waited there, until it is sent to it."""
         self.is_local = False
         """Whether a worker that generates computes the prompt, because it has most of it."""
         self.order = -1

@@ -138,6 +138,8 @@ class Moves:
         self._second = second
         self._splits = first is not second
         self._fronts = [first, second] if self._splits else [first]
+        self._holding = [front for front in self._fronts if front.router.holds_requests]
+        """Routers in which requests may wait."""
         self._pools = [pool for front in self._fronts for pool in front.pools]
         self.workers = sorted(
             (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
@@ -183,11 +185,27 @@ class Moves:
             act, handoff = actions.popleft()
             act(handoff, now_ns)
 
+    def _take_placed(self, now_ns: int) -> None:
+        """Send the requests on that waited in routers and are placed now."""
+        is_done = False
+        while not is_done:
+            is_done = True
+            for front in self._holding:
+                if front.router.reads_metrics and not front.router.staleness_ns:
+                    self._poll(front, now_ns)
+                front.tell(now_ns, range(len(front.workers)))
+                for handoff in front.take_placed(now_ns):
+                    self._send(handoff, now_ns)
+                    is_done = False
+            if self._actions:
+                self._act(now_ns)
+                is_done = False
+
     # On the way -------------------------------------------------------------------------------------------
 
     def _send(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to a worker: once its prompt is computed, to one that generates, even if the KV was lost."""
-        if handoff.is_given_up:
+        if handoff.is_given_up or self._waits_in_router(handoff):
             return
         if handoff.placed >= 0:
             self._send_direct(handoff, now_ns)
@@ -196,13 +214,19 @@ class Moves:
             self._send_on(handoff, now_ns)
             return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
-        if not has_begun:
+        is_placed = handoff.routed >= 0 and self._first.has(self.workers[handoff.routed])
+        if not (has_begun or is_placed):
             handoff.is_local = self._stays(handoff, now_ns)
+            if self._waits_in_router(handoff):
+                return
         front = self._second if has_begun or handoff.is_local else self._first
         if front.is_open:
             self._submit(handoff, front, now_ns)
         else:
             front.stranded.append(handoff)
+
+    def _waits_in_router(self, handoff: Handoff) -> bool:
+        return any(handoff.decode in front.held or handoff.prefill in front.held for front in self._holding)
 
     def _send_on(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request whose prompt is held, or being computed, to a worker that generates."""
@@ -310,7 +334,10 @@ class Moves:
             return False
         if handoff.planned < 0 or not self._second.sends_to(self.workers[handoff.planned]):
             self._unplan(handoff)
-            handoff.planned = self._route(self._second, handoff, now_ns).index
+            planned = self._route(self._second, handoff, now_ns)
+            if planned is None:
+                return False
+            handoff.planned = planned.index
         worker, request = self.workers[handoff.planned], handoff.decode
         self._is_busy(worker, now_ns)
         match = worker.scheduler.cache.match(request.content, (request.num_prompt_tokens - 1) // self._page_size)
@@ -322,8 +349,11 @@ class Moves:
             handoff.planned = -1
             self._second.ended(handoff.decode)
 
-    def _route_second(self, handoff: Handoff, now_ns: int) -> Worker:
-        """Return the worker that generates: the one chosen on arrival, if requests are still sent to it."""
+    def _route_second(self, handoff: Handoff, now_ns: int) -> Worker | None:
+        """Return the worker that generates: the one chosen on arrival, if requests are still sent to it.
+
+        None: the request waits in the router.
+        """
         if handoff.planned >= 0:
             worker = self.workers[handoff.planned]
             if self._second.sends_to(worker):
@@ -338,6 +368,8 @@ class Moves:
         """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
         decode = request = handoff.decode
         worker = self._route_second(handoff, now_ns) if front is self._second else self._route(front, handoff, now_ns)
+        if worker is None:
+            return
         reason = None
         if worker.only_prefills:
             request = handoff.let_compute()
@@ -372,8 +404,14 @@ class Moves:
             handoff.at_target = True
         self._roused.add(worker.index)
 
-    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker:
+    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker | None:
+        """Return the worker behind `front` that a request goes to; None if it waits in the router."""
         router = front.router
+        if handoff.routed >= 0:
+            routed, handoff.routed = self.workers[handoff.routed], -1
+            if router.reads_prefills and handoff.is_from_source:
+                router.prefilled(handoff.decode.index)
+            return routed
         if router.is_told or router.reads_metrics:
             if not router.staleness_ns:
                 self._poll(front, now_ns)
@@ -381,8 +419,8 @@ class Moves:
         request = handoff.decode
         if self._only_prefills and front is self._first:
             request = handoff.let_compute()
-        worker = front.choose(request, handoff.row.session_id, now_ns)
-        if router.reads_prefills and handoff.is_from_source:
+        worker = front.choose(request, handoff, now_ns)
+        if worker is not None and router.reads_prefills and handoff.is_from_source:
             router.prefilled(request.index)  # its prompt is computed elsewhere
         return worker
 
@@ -397,6 +435,8 @@ class Moves:
         """Send a request to the queue for pages of a worker that generates."""
         is_direct = handoff.placed >= 0
         worker = self.workers[handoff.placed] if is_direct else self._route_second(handoff, now_ns)
+        if worker is None:
+            return
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
         if is_direct:
@@ -563,11 +603,17 @@ class Moves:
     def _give_up(self, handoff: Handoff, now_ns: int) -> None:
         """Drop a request whose client has given up from all workers."""
         handoff.is_given_up = True
+        self._withdraw(handoff)
         if handoff.at_target:
             self._drop_soon(handoff, self.workers[handoff.target], now_ns)
         if handoff.at_source:
             self._drop_soon(handoff, self.workers[handoff.source], now_ns)
         self._complete(handoff)
+
+    def _withdraw(self, handoff: Handoff) -> None:
+        """Remove a request from the router in which it waits, if it does."""
+        for front in self._holding:
+            front.withdraw(handoff)
 
     def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Drop a request from `worker` at the end of the step under way; at once if the step does not involve it."""
@@ -676,6 +722,7 @@ class Moves:
 
     def _restart(self, handoff: Handoff) -> None:
         handoff.num_restarts += 1
+        self._withdraw(handoff)
         self._actions.append((self._send, handoff))
 
     def _cut_transfer(self, handoff: Handoff, now_ns: int) -> None:

@@ -142,12 +142,6 @@ class BuiltFleet:
                 replicas: list[Replica] = []
                 router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
                 fronts[is_second] = Front(router, replicas)
-        if any(front.router.holds_requests for front in fronts.values()):
-            raise SettingError(
-                "is not modelled in a fleet yet: no request waits in a router",
-                "routing.queue_threshold",
-                hint="Leave it out.",
-            )
         startup_ns = round(config.startup_s * 1e9)
         for each in config.pools:
             front = fronts[each.role == "decode"]
