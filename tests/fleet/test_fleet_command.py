@@ -255,3 +255,14 @@ def test_layer_wise_transfers_that_are_refused(
 ) -> None:
     assert run_command("replay", trace, *APART, *SMALL, *options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_requests_wait_in_the_router_of_prefill_workers(asked: Callable[..., Any], trace: Path) -> None:
+    """Short prompts first: the mean wait falls, and that of the last rises."""
+    burst = *APART, *SMALL, "--speedup", 50, "--router", "least-loaded", "--json"
+    waits = [
+        asked("replay", trace, *burst, *queue)["fleet"]["waits"]["prefill_queue_ms"]
+        for queue in ((), ("--router-queue-threshold", 1), ("--router-queue-threshold", 1, "--router-queue", "wspt"))
+    ]
+    assert waits[1]["mean"] == pytest.approx(waits[0]["mean"], rel=0.1), "with one worker, the order is the same"
+    assert waits[2]["mean"] < 0.9 * waits[1]["mean"]

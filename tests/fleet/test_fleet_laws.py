@@ -290,10 +290,35 @@ def test_a_pool_of_mixed_workers_is_replicas(
     }
 
 
+@pytest.mark.parametrize(
+    ("router", "threshold", "order", "num_tokens", "lengths"),
+    [
+        ("round-robin", 0.0, "lcfs", 16, [(8, 2), (8, 12), (8, 7), (8, 1), *[(4, 1)] * 12, (20, 6), *[(4, 1)] * 6]),
+        (
+            "prefix", 0.5, "fcfs", 4,
+            [(8, 2), (8, 12), (8, 7), (8, 3), (12, 5), (20, 4), (16, 7), (8, 10), (16, 4), (4, 9), (16, 2), (4, 8)]
+            + [(4, 10), (12, 3), (4, 4), (20, 12), (20, 6), (20, 12), (4, 3), (20, 3), (4, 9), (20, 6), (20, 10)],
+        ),
+    ],
+)  # fmt: skip
+def test_a_queue_goes_on_after_a_refusal_and_workers_after_a_look_at_them(
+    router: str, threshold: float, order: QueueOrder, num_tokens: int, lengths: list[tuple[int, int]]
+) -> None:
+    rows = [
+        Row(0, [0] * (num_prompt // 4), num_prompt, num_output, None, 0, None) for num_prompt, num_output in lengths
+    ]
+    case = Case(rows, 4, 8, 3, num_tokens, 1, "default", 1)
+    config = case.config(replicas=2, router=router, routing=Routing(queue_threshold=threshold, queue=order))
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
+    for name in ("first_admitted_ms", "last_token_ms", "replica"):
+        assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name]))
+
+
 @given(fleets(profile="default", cancels=True))
 def test_one_group_that_keeps_every_token_is_whole_pages(case: FleetCase) -> None:
     """Pages are sent, not tokens, and a last page that is full is not shared: its last token is computed again."""
-    case.only_missing = True
+    case.only_missing, case.num_layers = True, 0
     for index, row in enumerate(case.case.rows):
         row.units[-1] = 100 + index
     whole, grouped = replayed(case), replayed(case, kv_groups="all", groups=(PartGroup(FULL, 1),))

@@ -441,7 +441,7 @@ class NaiveFleet:
         if self.queue_order == "lcfs":
             place = -place
         elif self.queue_order == "wspt":
-            place = -(1 + handoff.request.priority) / len(handoff.request.tokens)
+            place = -(1 + handoff.prefill.priority) / len(handoff.request.tokens)
         self.in_router.append((place, self.num_queued, handoff))
 
     def send_layers(self, worker: NaiveWorker, now: int) -> bool:

@@ -49,8 +49,8 @@ def layers_of(computed: Computed, num_layers: int) -> list[_Part]:
 class _Stream:
     """A transfer at a rate of its own. Times are in units of a link, see LayerWise.
 
-    `from_time`: when it begins with `parts`, each with the time at which it is ready and its duration. `num_left`: bytes
-    that are not computed yet.
+    `from_time`: when it begins with `parts`, each with the time at which it is ready and its duration. `num_left`:
+    bytes that are not computed yet.
     """
 
     __slots__ = ("from_time", "handoff", "num_left", "number", "parts")

@@ -176,6 +176,8 @@ class Moves:
         is_busy = worker.cut(now_ns)
         if is_busy and worker.end_ns != end_ns:
             heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
+        elif worker.end_ns != end_ns:
+            self._roused.add(worker.index)
         return is_busy
 
     def _act(self, now_ns: int) -> None:

@@ -26,7 +26,6 @@ from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room
-from kvarts.settings import SettingError
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import TiersBelow
 from kvarts.sim.replay import MANY_EVENTS, Traffic, prefill_cost, trace_of

@@ -113,7 +113,13 @@ def open_fleet(
         of_engine = served(worker, each.pool.each, of_worker, meter, each)
         tensor_parallel = int(getattr(each.pool.each.cost, "tensor_parallel", 1))
         transfers = KvTransfers(
-            paced, loop, worker, seed=door.seed, tensor_parallel=tensor_parallel, hold_s=config.hold_s / speedup
+            paced,
+            loop,
+            worker,
+            seed=door.seed,
+            tensor_parallel=tensor_parallel,
+            hold_s=config.hold_s / speedup,
+            faults=config.faults,
         )
         of_engine.transfers = transfers
         engines.append(of_engine)
