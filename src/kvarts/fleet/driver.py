@@ -113,6 +113,20 @@ class FleetDriver(Moves):
         while (now_ns := self.next_ns()) < until_ns:
             self._advance(now_ns)
 
+    def idle_until(self, until_ns: int) -> None:
+        """Let the scaler decide, and workers become ready, before `until_ns`, although no request is in the fleet.
+
+        That is for callers that do not know of arrivals beforehand; `run` stops with the last request.
+        """
+        while self._scaler is not None and self.next_ns() == NEVER_NS:
+            times = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
+            times += [self._changes[0].time_ns] if self._changes else []
+            next_ns = min((max(each, self.now_ns) for each in times if each is not None), default=NEVER_NS)
+            if next_ns >= until_ns:
+                return
+            self._advance(next_ns)
+            self.run_until(until_ns)
+
     def _advance(self, now_ns: int) -> None:
         """Carry out everything that happens at `now_ns`, which is next."""
         self.now_ns = now_ns

@@ -246,10 +246,11 @@ class Moves:
             self._refuse(handoff, -1, f"there is no worker {handoff.placed}", REJECTED)
             return
         worker = self.workers[handoff.placed]
-        if worker.is_down:
+        if worker.is_down or not self.takes_requests(worker):
             if handoff.is_held:
                 self._actions.append((self._release, handoff))
-            self._refuse(handoff, worker.index, f"worker {worker.index} is down", FAILED)
+            reason = "is down" if worker.is_down else "was taken away"
+            self._refuse(handoff, worker.index, f"worker {worker.index} {reason}", FAILED)
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:
@@ -275,6 +276,10 @@ class Moves:
             self._refuse(handoff, worker.index, reason, REJECTED)
             return
         self._enter(handoff, request, worker)
+
+    def takes_requests(self, worker: Worker) -> bool:
+        """Return whether a scaler has not taken `worker` away."""
+        return not any(worker.index in pool.gone_ns or worker in pool.draining for pool in self._pools)
 
     def _brings(self, holder: Handoff, request: Request) -> bool:
         """Return whether the held prompt of `holder` is that of `request`."""

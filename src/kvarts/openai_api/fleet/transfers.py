@@ -96,7 +96,12 @@ class KvTransfers:
             raise ApiError(400, told, param="max_tokens")
 
     def _check_up(self) -> None:
-        """Raise ApiError if the worker is down now. It may be tried again when the fault ends, in whole seconds."""
+        """Raise ApiError if a scaler has taken the worker away, or if it is down now.
+
+        In the second case it may be tried again when the fault ends, in whole seconds.
+        """
+        if not self._fleet.fleet.takes_requests(self._worker):
+            raise ApiError(503, f"worker {self._worker.index} was taken away")
         if not self._downs:
             return
         clock = self._fleet.clock
