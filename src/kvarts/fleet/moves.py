@@ -249,8 +249,8 @@ class Moves:
         if worker.is_down or not self.takes_requests(worker):
             if handoff.is_held:
                 self._actions.append((self._release, handoff))
-            reason = "is down" if worker.is_down else "was taken away"
-            self._refuse(handoff, worker.index, f"worker {worker.index} {reason}", FAILED)
+            what = "is down" if worker.is_down else "was taken away"
+            self._refuse(handoff, worker.index, f"worker {worker.index} {what}", FAILED)
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:
