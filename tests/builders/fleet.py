@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from kvarts.fleet.config import FleetConfig, PoolConfig
 from kvarts.fleet.faults import Fault, Kind
+from kvarts.routers.config import QueueOrder, Routing
 
 from builders.case import Case, cases
 from oracles.naive_fleet import NaiveFault, NaiveFleet, worker_of
+
+QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 
 @dataclass
@@ -26,13 +29,25 @@ class FleetCase:
     only_missing: bool
     faults: tuple[Fault, ...] = ()
     least_remote: int | None = None
+    num_layers: int = 0
+    """0: transfers begin when the prompt is computed."""
+
+    queue: tuple[float, QueueOrder] | None = None
+    """The threshold and the order of a queue in the router of prefill workers, if that is not among the changes."""
+
+    @property
+    def is_layer_wise(self) -> bool:
+        return bool(self.num_layers) and self.rate is not None and not self.is_mocker
 
     @property
     def is_mocker(self) -> bool:
         return self.case.profile == "mocker"
 
     def config(self, **changes: Any) -> FleetConfig:
-        prefill = self.case.config(replicas=self.num_prefills, audit=True, **changes)
+        of_prefill = changes
+        if self.queue is not None and "routing" not in changes:
+            of_prefill = {**changes, "routing": Routing(queue_threshold=self.queue[0], queue=self.queue[1])}
+        prefill = self.case.config(replicas=self.num_prefills, audit=True, **of_prefill)
         decode = self.case.config(
             replicas=self.num_decodes,
             num_pages=self.decode_pages,
@@ -44,7 +59,8 @@ class FleetCase:
             pools=(PoolConfig(role="prefill", each=prefill), PoolConfig(role="decode", each=decode)),
             bytes_per_s=self.rate,
             latency_ms=self.latency_ms,
-            transfer="missing" if self.only_missing else "full-prompt",
+            transfer="layer-wise" if self.is_layer_wise else "missing" if self.only_missing else "full-prompt",
+            layers=self.num_layers,
             token_bytes=1,
             least_remote=None if self.is_mocker else self.least_remote,
             faults=self.faults,
@@ -77,7 +93,10 @@ class FleetCase:
             self.is_mocker,
             self.rate,
             round(self.latency_ms * 1e6),
-            self.only_missing,
+            self.only_missing and not self.is_layer_wise,
+            num_layers=self.num_layers if self.is_layer_wise else 0,
+            queue_tokens=None if self.queue is None else self.queue[0] * case.max_num_batched_tokens,
+            queue_order="" if self.queue is None else self.queue[1],
             least_remote=None if self.is_mocker else self.least_remote,
             faults=[
                 NaiveFault(each.kind, each.worker, each.start_ns, each.end_ns, each.factor) for each in self.faults
@@ -117,6 +136,8 @@ def fleets(
         draw(st.booleans()),
         tuple(draw(failing)) if faults else (),
         draw(st.sampled_from([None, 1, 2, 5, 20])),
+        draw(st.sampled_from([0, 0, 1, 2, 7])),
+        draw(st.none() | st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(QUEUE_ORDERS))),
     )
 
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, Role
 from kvarts.fleet.replay import replay_fleet
+from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.fleet.opening import OpenedFleet, open_fleet
 from kvarts.openai_api.fleet.servers import FleetModels, FleetServer
 from kvarts.openai_api.opening import Door
@@ -72,7 +73,9 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
     """Send requests to a fleet of mocks on the wall clock."""
     heard = {worker.index: Heard() for worker in config.workers}
     door = Door(is_recording=True, limits=Limits(max_queued=100_000))
-    fleet = open_fleet(config, door, speedup=speedup, readers_of=lambda worker: [heard[worker.index]])
+    fleet = open_fleet(
+        config, door, speedup=speedup, readers_of=lambda worker: [heard.setdefault(worker.index, Heard())]
+    )
     run = LiveRun([], heard, fleet)
 
     async def ask(served: Served, request: Sent, num_tokens: int, name: str, params: Any = None) -> Any:
@@ -85,7 +88,11 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
             request_id=name,
             kv_transfer_params=params,
         )
-        answer, choices = served.start([each])
+        try:
+            answer, choices = served.start([each])
+        except ApiError as error:
+            run.failures.append(str(error))
+            return []
         try:
             while not choices[0].is_over or answer.pieces:
                 await answer.take()
@@ -102,7 +109,7 @@ def served_live(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
         if request.left_at is not None:
             holder = workers[request.left_at]
             choices = await ask(holder.opened.served, request, 1, f"{number}", LEAVES)
-            params = holder.transfers.told(LEAVES, choices)
+            params = holder.transfers.told(LEAVES, choices) if choices else None
             run.told.append(params)
         served = fleet.front.served if request.worker is None else workers[request.worker].opened.served
         asking = asyncio.ensure_future(ask(served, request, request.num_tokens, f"{number}", params))

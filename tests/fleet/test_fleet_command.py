@@ -219,3 +219,50 @@ def test_what_cannot_be_is_refused(
     monkeypatch.chdir(tmp_path)
     assert run_command("replay", trace, *options) == 2
     assert said in capsys.readouterr().err
+
+
+def test_layers_are_sent_while_the_prompt_is_computed(asked: Callable[..., Any], trace: Path) -> None:
+    model = "--model", "llama-3.1-8b", "--device", "h100-80gb", "--transfer-rate", "5GB/s"
+    whole = asked("replay", trace, *APART, *model, "--json")
+    layer_wise = asked("replay", trace, *APART, *model, "--transfer", "layer-wise", "--json")
+    assert layer_wise["config"]["transfer"]["layers"] == 32
+    assert layer_wise["fleet"]["transferred_bytes"] == whole["fleet"]["transferred_bytes"]
+    waits, waits_of_whole = layer_wise["fleet"]["waits"], whole["fleet"]["waits"]
+    assert waits["transfer_ms"]["mean"] < 0.6 * waits_of_whole["transfer_ms"]["mean"]
+    assert waits["prefill_ms"] == waits_of_whole["prefill_ms"]
+    assert sum(part["mean"] for part in waits.values()) == pytest.approx(layer_wise["ttft_ms"]["mean"])
+    one = asked("replay", trace, *APART, *model, "--transfer", "layer-wise", "--transfer-layers", 1, "--json")
+    assert waits["transfer_ms"]["mean"] < one["fleet"]["waits"]["transfer_ms"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--transfer", "layer-wise"), "has no effect on transfers that take no time"),
+        (("--transfer", "layer-wise", "--transfer-rate", "1GB/s", "--transfer-token-bytes", 1000), "--transfer-layers"),
+        (("--transfer-layers", 3), "has no effect without layer-wise transfers"),
+        (
+            (
+                *("--transfer", "layer-wise", "--transfer-rate", "1GB/s", "--transfer-token-bytes", 1000),
+                *("--transfer-layers", 3, "--profile", "mocker"),
+            ),
+            "is not in Dynamo's mocker",
+        ),
+    ],
+)
+def test_layer_wise_transfers_that_are_refused(
+    run_command: Callable[..., int], capsys: Any, trace: Path, options: tuple[Any, ...], message: str
+) -> None:
+    assert run_command("replay", trace, *APART, *SMALL, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_requests_wait_in_the_router_of_prefill_workers(asked: Callable[..., Any], trace: Path) -> None:
+    """Short prompts first: the mean wait falls, and that of the last rises."""
+    burst = *APART, *SMALL, "--speedup", 50, "--router", "least-loaded", "--json"
+    waits = [
+        asked("replay", trace, *burst, *queue)["fleet"]["waits"]["prefill_queue_ms"]
+        for queue in ((), ("--router-queue-threshold", 1), ("--router-queue-threshold", 1, "--router-queue", "wspt"))
+    ]
+    assert waits[1]["mean"] == pytest.approx(waits[0]["mean"], rel=0.1), "with one worker, the order is the same"
+    assert waits[2]["mean"] < 0.9 * waits[1]["mean"]

@@ -17,6 +17,7 @@ from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
+from kvarts.routers.config import QueueOrder, Routing
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
@@ -64,6 +65,17 @@ def with_store(memory: dict[str, Any]) -> dict[str, Any]:
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone = {"bus": None, "copy_slowdown": 0.0}
     return {"offload": structs.replace(offload, policy="eager", **alone)}
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of routers in which requests wait, or nothing."""
+    threshold = draw(st.sampled_from([None, 0.0, 0.1, 0.5, 2.0]))
+    if threshold is None:
+        return {}
+    order: QueueOrder = draw(st.sampled_from(["fcfs", "lcfs", "wspt"]))
+    router = draw(st.sampled_from(["round-robin", "least-loaded", "prefix", "dynamo-kv", "llm-d"]))
+    return {"router": router, "routing": Routing(queue_threshold=threshold, queue=order)}
 
 
 def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
@@ -128,16 +140,27 @@ def test_every_time_of_every_request_is_as_in_the_naive_fleet(case: FleetCase) -
 
 
 @given(
-    fleets(max_requests=40, cancels=True, faults=True), st.sampled_from(SCALERS), st.booleans(), memories(), stores()
+    fleets(max_requests=40, cancels=True, faults=True),
+    st.sampled_from(SCALERS),
+    st.booleans(),
+    memories(),
+    stores(),
+    queues(),
 )
 def test_fast_forward_equals_step_by_step(
-    case: FleetCase, policy: str | None, is_shared: bool, memory: dict[str, Any], store: StoreSettings | None
+    case: FleetCase,
+    policy: str | None,
+    is_shared: bool,
+    memory: dict[str, Any],
+    store: StoreSettings | None,
+    queue: dict[str, Any],
 ) -> None:
-    """L5, with workers that come, go and fail, and links that they share; what is told of each, too."""
+    """L5, with workers that come, go and fail, links that they share, and queues in routers; their events, too."""
     if "groups" in memory:
         case.case.profile = "default"
     if store is not None:
         memory = with_store(memory)
+    memory = {**memory, **queue}
     is_told = bool(case.case.rows[0].num_output_tokens % 2)
     fast, told = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=False)
     slow, told_slowly = replayed_with(case, policy, is_shared, memory, store, is_told=is_told, step_by_step=True)
@@ -230,13 +253,14 @@ def test_a_worker_that_fails_has_nothing_left_to_store() -> None:
     assert report.summary["num_completed"] == 1
 
 
-@given(fleets(profile="default", cancels=True), memories(), stores())
+@given(fleets(profile="default", cancels=True), memories(), stores(), queues())
 def test_nothing_starves_and_nothing_deadlocks_by_default(
-    case: FleetCase, memory: dict[str, Any], store: StoreSettings | None
+    case: FleetCase, memory: dict[str, Any], store: StoreSettings | None, queue: dict[str, Any]
 ) -> None:
     """L8: every request that can ever run ends."""
     if store is not None:
         memory = with_store(memory)
+    memory = {**memory, **queue}
     summary = replay(case.case.trace(), structs.replace(case.config(**memory), store=store)).summary
     assert summary["num_failed"] == 0
     assert summary["fleet"]["num_deadlocks"] == 0
@@ -244,15 +268,19 @@ def test_nothing_starves_and_nothing_deadlocks_by_default(
     assert summary["num_completed"] + summary["num_rejected"] + num_cancelled == summary["num_requests"]
 
 
-@given(cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), memories())
+@given(
+    cases(max_requests=40, cancels=True), st.sampled_from([None, 0.01, 0.2]), st.integers(0, 2), memories(), queues()
+)
 def test_a_pool_of_mixed_workers_is_replicas(
-    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any]
+    case: Case, timeout_s: float | None, retries: int, memory: dict[str, Any], queue: dict[str, Any]
 ) -> None:
     """A fleet without handoffs is the replay of as many replicas, to the byte."""
     retries = 0 if timeout_s is None else retries
     if "groups" in memory:
         case.profile = "default"
-    config = case.config(client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory)
+    config = case.config(
+        replicas=2 if queue else 1, client_timeout_s=timeout_s, retries=retries, retry_after_s=0.01, **memory, **queue
+    )
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
     mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
     for name in ("first_admitted_ms", "first_token_ms", "last_token_ms", "cached_tokens", "replica", "preemptions"):
@@ -264,10 +292,38 @@ def test_a_pool_of_mixed_workers_is_replicas(
     }
 
 
+@pytest.mark.parametrize(
+    ("router", "threshold", "order", "num_tokens", "lengths"),
+    [
+        ("round-robin", 0.0, "lcfs", 16, [(8, 2), (8, 12), (8, 7), (8, 1), *[(4, 1)] * 12, (20, 6), *[(4, 1)] * 6]),
+        (
+            "prefix", 0.5, "fcfs", 4,
+            [
+                *((8, 2), (8, 12), (8, 7), (8, 3), (12, 5), (20, 4), (16, 7), (8, 10), (16, 4), (4, 9), (16, 2)),
+                *((4, 8), (4, 10), (12, 3), (4, 4), (20, 12), (20, 6), (20, 12), (4, 3), (20, 3), (4, 9), (20, 6)),
+                (20, 10),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_queue_goes_on_after_a_refusal_and_workers_after_a_look_at_them(
+    router: str, threshold: float, order: QueueOrder, num_tokens: int, lengths: list[tuple[int, int]]
+) -> None:
+    rows = [
+        Row(0, [0] * (num_prompt // 4), num_prompt, num_output, None, 0, None) for num_prompt, num_output in lengths
+    ]
+    case = Case(rows, 4, 8, 3, num_tokens, 1, "default", 1)
+    config = case.config(replicas=2, router=router, routing=Routing(queue_threshold=threshold, queue=order))
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
+    for name in ("first_admitted_ms", "last_token_ms", "replica"):
+        assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name]))
+
+
 @given(fleets(profile="default", cancels=True))
 def test_one_group_that_keeps_every_token_is_whole_pages(case: FleetCase) -> None:
     """Pages are sent, not tokens, and a last page that is full is not shared: its last token is computed again."""
-    case.only_missing = True
+    case.only_missing, case.num_layers = True, 0
     for index, row in enumerate(case.case.rows):
         row.units[-1] = 100 + index
     whole, grouped = replayed(case), replayed(case, kv_groups="all", groups=(PartGroup(FULL, 1),))

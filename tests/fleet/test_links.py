@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarts.content import Content
-from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.handoff import Computed, Handoff
+from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
 from kvarts.request import Request
 from kvarts.sched.policy import NEVER_NS
@@ -117,6 +118,127 @@ def test_shared_links_are_as_exact_sharing(jobs: list[tuple[int, int, int, int]]
     assert mine.keys() == exact.keys()
     for index, end_ns in mine.items():
         assert -1e-3 <= end_ns - exact[index] <= 2 * len(jobs)
+
+
+Step = tuple[int, int, int]
+"""How long after the one before it a step begins, how long it takes, and the bytes of KV that it computes."""
+Prompt = tuple[int, int, int, list[Step]]
+"""When the transfer of a prompt begins, its ends, and the steps that compute it, the first of them at time 0."""
+
+
+def computed_in(steps: list[Step]) -> list[Computed]:
+    computed, now_ns = [], -steps[0][0]
+    for after_ns, duration_ns, num_bytes in steps:
+        computed.append(Computed(now_ns + after_ns, now_ns + after_ns + duration_ns, num_bytes))
+        now_ns = computed[-1].end_ns
+    return computed
+
+
+def layer_wise_ends(links: LayerWiseLinks, prompts: list[Prompt], looks: Iterable[int] = ()) -> dict[int, int]:
+    """When each transfer ends. Links learn of a step when it begins. `looks`: further times at which one looks."""
+    happens: list[tuple[int, int, int]] = [(at_ns, index, -1) for index, (at_ns, _, _, _) in enumerate(prompts)]
+    of_prompts = [computed_in(steps) for _, _, _, steps in prompts]
+    for index, steps in enumerate(of_prompts):
+        happens += [(computed.start_ns, index, place) for place, computed in enumerate(steps)]
+    happens.sort(key=lambda each: (each[0], each[2] < 0, each))  # nothing is sent before anything is computed
+    handoffs = [handoff(index, source, target) for index, (_, source, target, _) in enumerate(prompts)]
+    to_look, ends, begun = sorted(looks), dict[int, int](), set[int]()
+    while True:
+        now_ns = min(happens[0][0] if happens else NEVER_NS, links.next_ns())
+        if now_ns == NEVER_NS:
+            return ends
+        while to_look and to_look[0] < now_ns:
+            assert not links.take_ended(to_look.pop(0))
+        ends.update({each.decode.index: now_ns for each in links.take_ended(now_ns)})
+        while happens and happens[0][0] == now_ns:
+            _, index, place = happens.pop(0)
+            if place < 0:
+                links.begin(handoffs[index], sum(each.num_bytes for each in of_prompts[index]), now_ns)
+                begun.add(index)
+                continue
+            handoffs[index].computed.append(of_prompts[index][place])
+            if index in begun:
+                links.supply(handoffs[index], of_prompts[index][place])
+
+
+def naive_layer_wise_ends(prompts: list[Prompt], num_layers: int, *, is_shared: bool) -> dict[int, Fraction]:
+    """The same at a byte a nanosecond, from layer to layer in exact numbers; `is_shared` by transfers of a worker."""
+    coming: list[tuple[Fraction, int, int]] = []
+    unsent = dict.fromkeys(range(len(prompts)), 0)
+    for index, (at_ns, _, _, steps) in enumerate(prompts):
+        for computed in computed_in(steps):
+            duration_ns = computed.end_ns - computed.start_ns
+            for layer in range(1, num_layers + 1):
+                ready_ns = computed.start_ns + duration_ns * layer // num_layers
+                num_bytes = computed.num_bytes * layer // num_layers - computed.num_bytes * (layer - 1) // num_layers
+                coming.append((Fraction(max(at_ns, ready_ns)), index, num_bytes))
+                unsent[index] += num_bytes
+    coming.sort()
+    now, ends = Fraction(0), dict[int, Fraction]()
+    ready: dict[int, Fraction] = {}
+    left = {index: Fraction(num_bytes) for index, num_bytes in unsent.items()}
+    while coming or ready:
+        rates = {
+            index: Fraction(
+                1, max(sum(prompts[other][end] == prompts[index][end] for other in ready) for end in (1, 2))
+            )
+            if is_shared
+            else Fraction(1)
+            for index in ready
+        }
+        times = [now + ready[index] / rates[index] for index in ready] + ([coming[0][0]] if coming else [])
+        after = max(now, min(times))
+        for index in list(ready):
+            sent = (after - now) * rates[index]
+            ready[index] -= sent
+            left[index] -= sent
+            if not ready[index]:
+                del ready[index]
+            if not left[index]:
+                ends[index] = after
+        now = after
+        while coming and coming[0][0] <= now:
+            _, index, num_bytes = coming.pop(0)
+            if num_bytes:
+                ready[index] = ready.get(index, Fraction(0)) + num_bytes
+    return ends
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from([0, 0, 30]), st.integers(1, 200), st.integers(1, 300)), min_size=1, max_size=3
+)
+prompts = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2), st.integers(3, 5), steps), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("at_ns", "computed", "end_ns"),
+    [
+        (0, [(0, 100, 40)], 110),  # the link is faster: the last of four layers remains
+        (0, [(0, 100, 400)], 425),  # it is slower, and idle before the first layer is computed
+        (50, [(0, 100, 400)], 450),  # two layers are computed before pages are reserved
+        (500, [(0, 100, 400)], 900),
+        (0, [(0, 100, 400), (0, 100, 4)], 429),
+    ],
+)
+def test_what_remains_after_the_prompt_is_computed(at_ns: int, computed: list[Step], end_ns: int) -> None:
+    for make in (LayerWise, SharedLayerWise):
+        assert layer_wise_ends(make(GB_PER_S, 0, 4), [(at_ns, 0, 3, computed)]) == {0: end_ns}
+        assert layer_wise_ends(make(GB_PER_S, 7, 4), [(at_ns, 0, 3, computed)]) == {0: end_ns + 7}
+
+
+@pytest.mark.laws
+@given(prompts, st.integers(1, 5), st.lists(st.integers(0, 3000)))
+def test_layers_are_sent_exactly(prompts: list[Prompt], num_layers: int, looks: list[int]) -> None:
+    """Alone to the nanosecond, shared within a nanosecond for each layer that was sent before."""
+    alone = layer_wise_ends(LayerWise(GB_PER_S, 0, num_layers), prompts, looks)
+    assert alone == naive_layer_wise_ends(prompts, num_layers, is_shared=False)
+    shared = layer_wise_ends(SharedLayerWise(GB_PER_S, 0, num_layers), prompts, looks)
+    assert shared == layer_wise_ends(SharedLayerWise(GB_PER_S, 0, num_layers), prompts)
+    exact = naive_layer_wise_ends(prompts, num_layers, is_shared=True)
+    num_sent = sum(len(computed) for _, _, _, computed in prompts) * num_layers
+    assert shared.keys() == exact.keys()
+    for index, end_ns in shared.items():
+        assert -1e-3 <= end_ns - exact[index] <= 2 * num_sent
 
 
 def store_ends(links: StoreLinks, jobs: list[NaiveJob], looks: Iterable[int] = ()) -> list[int]:

@@ -34,6 +34,10 @@ class NaiveHandoff:
     restarts: int = 0
     planned: NaiveWorker | None = None
     is_local: bool = False
+    layers: list[tuple[int, int]] = field(default_factory=list)
+    """When each layer of each step was computed, and its bytes, if these are sent layer by layer."""
+    num_taken: int = 0
+    """How many of them the transfer has."""
 
 
 def decode_only_ns(batch: Batch, engine: NaiveEngine) -> int:
@@ -50,6 +54,7 @@ class NaiveWorker(NaiveEngine):
         super().__init__(cost=cost, profile="mocker" if is_mocker else "default", **settings)  # type: ignore[arg-type]
         self.is_mocker = is_mocker
         self.held: list[NaiveRequest] = []
+        self.prefilled: list[NaiveRequest] = []
         self.pending: list[NaiveHandoff] = []
         self.ready: set[int] = set()
         self.orders: dict[int, int] = {}
@@ -153,6 +158,7 @@ class NaiveWorker(NaiveEngine):
         """Plans a step, and decides when it ends; whether there is anything to do."""
         self.budget = self.max_num_batched_tokens
         before: dict[int, int] = {}
+        self.before = before
         num_preempted = self.schedule_running(before, now_ns)
         decoding: list[NaiveRequest] = []  # that get their first token, from a prompt that came
         if not num_preempted:
@@ -271,6 +277,40 @@ class NaiveFault:
     factor: int
 
 
+FAR = 1 << 62
+
+
+@dataclass(eq=False)
+class NaiveStream:
+    """A transfer of layers: when each can be sent, and how long it takes from now on."""
+
+    handoff: NaiveHandoff
+    number: int
+    now: Fraction
+    layers: list[tuple[Fraction, Fraction]] = field(default_factory=list)
+    is_whole: bool = False
+
+    def advance(self, until: int) -> None:
+        """Send until then, or until all that is known is sent."""
+        while self.layers:
+            ready, duration = self.layers[0]
+            start = max(self.now, ready)
+            if start >= until:
+                return
+            sent = min(duration, until - start)
+            self.now = start + sent
+            if sent < duration:
+                self.layers[0] = (self.now, duration - sent)
+                return
+            self.layers.pop(0)
+
+    def end(self) -> int:
+        now = self.now
+        for ready, duration in self.layers:
+            now = max(now, ready) + duration
+        return ceil(now) if self.is_whole else FAR
+
+
 @dataclass
 class NaiveFleet:
     """`rate`: bytes a second, or None; a token is one byte."""
@@ -286,11 +326,23 @@ class NaiveFleet:
     faults: list[NaiveFault] = field(default_factory=list)
     num_failed_transfers: int = 0
     least_remote: int | None = None
+    num_layers: int = 0
+    """0: transfers begin when the prompt is computed."""
+    queue_tokens: float | None = None
+    """Requests wait in the router of prefill workers while each has more tokens to compute; None: never."""
+    queue_order: str = "fcfs"
 
     def run(self, requests: list[NaiveRequest]) -> None:
         self.workers = [*self.prefills, *self.decodes]
         self.actions: list[tuple[str, NaiveHandoff]] = []
         self.transfers: list[tuple[int, int, NaiveHandoff]] = []
+        self.streams: list[NaiveStream] = []
+        self.in_router: list[tuple[float, int, NaiveHandoff]] = []
+        self.num_queued = 0
+        self.to_compute: dict[int, tuple[NaiveWorker, int]] = {}
+        """By request: the worker that the router sent it to, and its tokens, until its prompt is computed."""
+        self.notes: list[int] = []
+        """What the router has heard since it last looked: requests that ended, or -1 for workers that came up."""
         self.num_reserved = self.num_sent = 0
         self.turns = {True: 0, False: 0}
         self.stranded: list[NaiveHandoff] = []
@@ -305,10 +357,10 @@ class NaiveFleet:
         while True:
             self.at(now, coming)
             times = [w.end_ns for w in self.workers if w.end_ns is not None]
-            times += [end for end, _, _ in self.transfers]
+            times += [end for end, _, _ in self.transfers if end < FAR]
             times += [coming[0].arrival_ns] if coming else []
             times += [end for end, _ in self.deadlines()]
-            if (times or self.stranded) and self.changes:
+            if (times or self.stranded or self.in_router) and self.changes:
                 times.append(self.changes[0][0])
             if times:
                 now = max(now, min(times))
@@ -325,18 +377,118 @@ class NaiveFleet:
                     self.end_step(worker, now)
             for end in sorted((t for t in self.transfers if t[0] <= now), key=lambda t: t[:2]):
                 happened = True
-                self.transfers.remove(end)
+                self.drop_transfer(end[2])
                 self.do("activate", end[2], now)
+            happened |= self.take_placed(now)
             happened |= self.take_in(now, coming)
             happened |= self.act(now)
+            happened |= self.take_placed(now)
             for worker in self.workers:
-                if worker.end_ns is None and not worker.start(now) and self.is_mocker and worker.waiting:
+                if worker.end_ns is not None:
+                    continue
+                if worker.start(now):
+                    if self.num_layers and worker in self.prefills:
+                        happened |= self.send_layers(worker, now)
+                elif self.is_mocker and worker.waiting:
                     # A pass without an effect ends, and that is one more try.
                     reserved = worker.try_to_reserve(now)
                     self.send(reserved)
                     happened |= bool(reserved)
             if not happened:
                 return
+
+    def take_placed(self, now: int) -> bool:
+        """The router hears what happened, and with each of it sends on what need not wait; whether it did."""
+        if self.queue_tokens is None:
+            return False
+        happened = False
+        while True:
+            for worker in self.prefills:
+                self.notes += [each.seq for each in worker.prefilled]
+                worker.prefilled = []
+            notes, self.notes = self.notes, []
+            released: list[tuple[NaiveHandoff, NaiveWorker]] = []
+            for seq in notes:
+                self.to_compute.pop(seq, None)
+                while self.in_router and not self.all_busy():
+                    self.in_router.sort(key=lambda each: each[:2])
+                    handoff = self.in_router.pop(0)[2]
+                    released.append((handoff, self.place(handoff)))
+            for handoff, worker in released:
+                self.submit(handoff, worker)
+            if not released and not self.actions:
+                return happened
+            happened = True
+            self.act(now)
+
+    def all_busy(self) -> bool:
+        assert self.queue_tokens is not None
+        loads = {id(worker): 0 for worker in self.prefills if self.is_up(worker)}
+        for worker, num_tokens in self.to_compute.values():
+            if id(worker) in loads:
+                loads[id(worker)] += num_tokens
+        return all(load > self.queue_tokens for load in loads.values())
+
+    def place(self, handoff: NaiveHandoff) -> NaiveWorker:
+        worker = self.choose(True)
+        assert worker is not None
+        self.to_compute[handoff.request.seq] = worker, len(handoff.request.tokens)
+        return worker
+
+    def queue_up(self, handoff: NaiveHandoff) -> None:
+        self.num_queued += 1
+        place: float = self.num_queued
+        if self.queue_order == "lcfs":
+            place = -place
+        elif self.queue_order == "wspt":
+            place = -(1 + handoff.prefill.priority) / len(handoff.request.tokens)
+        self.in_router.append((place, self.num_queued, handoff))
+
+    def send_layers(self, worker: NaiveWorker, now: int) -> bool:
+        """What is computed in the step that starts goes out layer by layer; whether a first part does."""
+        assert worker.end_ns is not None
+        has_first = False
+        for request in worker.running:
+            if request.seq not in worker.before:
+                continue
+            handoff = next(each for each in self.handoffs if each.prefill is request)
+            num_known = sum(num_bytes for _, num_bytes in handoff.layers)
+            if not handoff.layers:
+                has_first = True
+                self.actions.append(("send", handoff))
+            num_hit = max(num_known, worker.before[request.seq])
+            if num_hit > num_known:
+                handoff.layers.append((now, num_hit - num_known))
+            num_new = request.computed - num_hit
+            for layer in range(1, self.num_layers + 1) if num_new > 0 else ():
+                ready = now + (worker.end_ns - now) * layer // self.num_layers
+                first, last = (num_new * each // self.num_layers for each in (layer - 1, layer))
+                handoff.layers.append((ready, last - first))
+            self.feed(handoff)
+        return has_first
+
+    def feed(self, handoff: NaiveHandoff) -> None:
+        """Give a transfer under way the layers that it does not have yet."""
+        for stream in self.streams:
+            if stream.handoff is not handoff or stream.is_whole:
+                continue
+            assert self.rate is not None
+            byte = Fraction(1_000_000_000) / Fraction(self.rate) * self.slowness(handoff)
+            for ready, num_bytes in handoff.layers[handoff.num_taken :]:
+                stream.layers.append((Fraction(ready), num_bytes * byte))
+            handoff.num_taken = len(handoff.layers)
+            if sum(num_bytes for _, num_bytes in handoff.layers) == len(handoff.request.tokens):
+                stream.is_whole = True
+                stream.layers.append((Fraction(0), Fraction(self.latency_ns * self.slowness(handoff))))
+            self.expect(stream)
+
+    def expect(self, stream: NaiveStream) -> None:
+        self.transfers = [each for each in self.transfers if each[2] is not stream.handoff]
+        self.transfers.append((stream.end(), stream.number, stream.handoff))
+
+    def drop_transfer(self, handoff: NaiveHandoff) -> None:
+        self.transfers = [each for each in self.transfers if each[2] is not handoff]
+        self.streams = [each for each in self.streams if each.handoff is not handoff]
 
     def act(self, now: int) -> bool:
         happened = bool(self.actions)
@@ -360,6 +512,8 @@ class NaiveFleet:
                 if worker.is_failing:
                     self.act(now)
                     self.lose(worker, now)
+                    if worker in self.prefills and not worker.is_down:
+                        self.notes.append(-1)
         while self.changes and self.changes[0][0] <= now:
             self.act(now)
             happened = True
@@ -394,7 +548,8 @@ class NaiveFleet:
 
     def give_up(self, handoff: NaiveHandoff, now: int) -> None:
         handoff.given_up = True
-        self.transfers = [each for each in self.transfers if each[2] is not handoff]
+        self.in_router = [each for each in self.in_router if each[2] is not handoff]
+        self.drop_transfer(handoff)
         target, source = self.decodes[handoff.target], self.prefills[handoff.source]
         if handoff in target.pending:
             target.pending.remove(handoff)
@@ -416,8 +571,10 @@ class NaiveFleet:
         if worker in self.decodes:
             if handoff.target >= 0 and worker.drop(handoff.decode):
                 self.send(worker.try_to_reserve(now))
-        elif worker.drop(handoff.prefill) and handoff.held_ns >= 0:
-            handoff.released_ns = now
+        elif worker.drop(handoff.prefill):
+            self.notes.append(handoff.request.seq)
+            if handoff.held_ns >= 0:
+                handoff.released_ns = now
         self.note_given_up(handoff, now)
 
     def note_given_up(self, handoff: NaiveHandoff, now: int) -> None:
@@ -460,6 +617,7 @@ class NaiveFleet:
                     handoff.ended_ns, handoff.outcome = now, "completed"
             else:
                 handoff.held_ns = now
+                worker.prefilled.append(request)
                 worker.held.append(request)
                 self.actions.append(("send", handoff))
 
@@ -474,12 +632,23 @@ class NaiveFleet:
         if what == "send":
             if handoff.given_up:
                 return
+            if any(each[2] is handoff for each in self.in_router):
+                return
+            if self.num_layers and self.is_from_source(handoff):
+                self.send_on(handoff, now)
+                return
             if self.wants_prefill(handoff):
                 handoff.is_local = False
             if self.stays(handoff):
                 self.compute_locally(handoff)
                 return
             chosen = None
+            if self.queue_tokens is not None and self.wants_prefill(handoff) and any(map(self.is_up, self.prefills)):
+                if self.in_router or self.all_busy():
+                    self.queue_up(handoff)
+                else:
+                    self.submit(handoff, self.place(handoff))
+                return
             if not self.wants_prefill(handoff) and handoff.planned is not None and self.is_up(handoff.planned):
                 chosen = handoff.planned
             chosen = chosen or self.choose(self.wants_prefill(handoff))
@@ -500,8 +669,18 @@ class NaiveFleet:
             if target.end_ns is None:
                 self.send(target.try_to_reserve(now))
         elif what == "transfer":
+            if any(each[2] is handoff for each in self.transfers):
+                return
             if self.cut & {self.workers.index(source), self.workers.index(target)}:
-                self.fail_transfer(handoff, now)
+                if not self.num_layers or self.is_held(handoff):
+                    self.fail_transfer(handoff, now)
+                return
+            if self.num_layers:
+                self.streams.append(NaiveStream(handoff, self.num_sent, Fraction(now)))
+                self.num_sent += 1
+                handoff.num_taken = 0
+                self.expect(self.streams[-1])
+                self.feed(handoff)
                 return
             num_tokens = len(handoff.request.tokens)
             if self.only_missing:
@@ -528,6 +707,28 @@ class NaiveFleet:
                 return
             source.let_go(handoff.prefill)
             handoff.released_ns = now
+
+    def is_from_source(self, handoff: NaiveHandoff) -> bool:
+        """Whether its prompt is computed, or held."""
+        source = self.prefills[handoff.source]
+        return handoff.activated_ns < 0 and handoff.source >= 0 and source.has(handoff.prefill)
+
+    def is_at_target(self, handoff: NaiveHandoff) -> bool:
+        target = self.decodes[handoff.target]
+        return handoff.target >= 0 and (handoff in target.pending or target.has(handoff.decode))
+
+    def send_on(self, handoff: NaiveHandoff, now: int) -> None:
+        if self.is_at_target(handoff):
+            if handoff.reserved_ns >= 0:
+                self.do("transfer", handoff, now)
+            return
+        chosen = handoff.planned if handoff.planned is not None and self.is_up(handoff.planned) else self.choose(False)
+        if chosen is not None:
+            handoff.target = self.decodes.index(chosen)
+            handoff.planned = None
+            self.do("choose", handoff, now)
+        elif self.is_held(handoff):
+            self.stranded.append(handoff)
 
     def never_fits(self, handoff: NaiveHandoff) -> bool:
         worker = self.decodes[0]
@@ -591,19 +792,35 @@ class NaiveFleet:
         if fault.kind == "slow":
             before = [self.slowness(handoff) for _, _, handoff in self.transfers]
             self.slow[fault.worker] = fault.factor if begins else 1
+            of_streams = {id(stream.handoff): stream for stream in self.streams}
+            pairs = list(zip(self.transfers, before, strict=True))
             self.transfers = [
                 (now + ceil(Fraction((end - now) * self.slowness(handoff), old)), number, handoff)
-                for (end, number, handoff), old in zip(self.transfers, before, strict=True)
+                for (end, number, handoff), old in pairs
+                if id(handoff) not in of_streams
             ]
+            for (_, _, handoff), old in pairs:
+                stream = of_streams.get(id(handoff))
+                if stream is not None:
+                    stream.advance(now)
+                    slower = Fraction(self.slowness(handoff), old)
+                    stream.layers = [(ready, duration * slower) for ready, duration in stream.layers]
+                    self.expect(stream)
         elif fault.kind == "cut" and begins:
             self.cut.add(fault.worker)
             for _, _, handoff in sorted(self.transfers, key=lambda each: each[2].request.seq):
                 if fault.worker in (handoff.source, len(self.prefills) + handoff.target):
-                    self.fail_transfer(handoff, now)
+                    if self.num_layers and not self.is_held(handoff):
+                        self.drop_transfer(handoff)
+                        self.num_failed_transfers += 1
+                    else:
+                        self.fail_transfer(handoff, now)
         elif fault.kind == "cut":
             self.cut.discard(fault.worker)
         else:
             worker.is_down = begins
+            if not begins and worker in self.prefills and not worker.is_failing:
+                self.notes.append(-1)
             if begins and worker.end_ns is None:
                 self.lose(worker, now)
             elif begins:
@@ -619,20 +836,31 @@ class NaiveFleet:
             if worker is self.decodes[handoff.target] and (pending or worker.has(handoff.decode)):
                 if pending:
                     worker.pending.remove(handoff)
-                elif self.is_held(handoff) and handoff.reserved_ns >= 0:
+                elif self.is_from_source(handoff) and handoff.reserved_ns >= 0:
                     self.num_failed_transfers += 1
                     handoff.reserved_ns = -1
-                self.transfers = [each for each in self.transfers if each[2] is not handoff]
+                self.drop_transfer(handoff)
                 self.forget(handoff.decode, worker)
                 handoff.restarts += 1
                 self.actions.append(("send", handoff))
             elif worker is self.prefills[handoff.source] and worker.has(handoff.prefill):
-                if handoff.prefill not in worker.held:
-                    self.forget(handoff.prefill, worker)
-                    handoff.restarts += 1
-                    self.actions.append(("send", handoff))
-                    continue
                 target = self.decodes[handoff.target]
+                if handoff.prefill not in worker.held:
+                    is_at_target = bool(self.num_layers) and self.is_at_target(handoff)
+                    self.forget(handoff.prefill, worker)
+                    handoff.layers = []
+                    if not is_at_target:
+                        handoff.restarts += 1
+                        self.actions.append(("send", handoff))
+                    elif handoff in target.pending:
+                        target.pending.remove(handoff)
+                        self.compute_here(handoff, target)
+                        target.refused_at = -1
+                        if target.end_ns is None:
+                            self.send(target.try_to_reserve(now))
+                    else:
+                        self.fail_transfer(handoff, now)
+                    continue
                 if any(each[2] is handoff for each in self.transfers):
                     self.fail_transfer(handoff, now)
                 elif handoff in target.pending:
@@ -652,9 +880,11 @@ class NaiveFleet:
         """It has nothing in a worker any more, but the tokens that it has made."""
         worker.drop(request)
         request.computed = 0
+        if worker in self.prefills:
+            self.notes.append(request.seq)
 
     def fail_transfer(self, handoff: NaiveHandoff, now: int) -> None:
-        self.transfers = [each for each in self.transfers if each[2] is not handoff]
+        self.drop_transfer(handoff)
         self.num_failed_transfers += 1
         target = self.decodes[handoff.target]
         if target.end_ns is None:
@@ -676,14 +906,17 @@ class NaiveFleet:
 
     def queue(self, request: NaiveRequest, worker: NaiveWorker) -> None:
         if not request.admissions:
-            request.furthest = len(request.tokens)
+            handoff = next(each for each in self.handoffs if each.decode is request)
+            request.furthest = len(request.tokens) if handoff.held_ns >= 0 else handoff.prefill.furthest
         worker.orders[request.seq] = 1 << 62
         worker.submit(request)
         if not self.is_mocker and worker in self.decodes:
             worker.waiting.sort(key=worker.age)
 
     def fail_stranded(self) -> bool:
-        stranded, self.stranded = [each for each in self.stranded if not each.outcome], []
+        in_router = sorted((each[2] for each in self.in_router), key=lambda handoff: handoff.request.seq)
+        stranded = [each for each in [*self.stranded, *in_router] if not each.outcome]
+        self.stranded, self.in_router = [], []
         for handoff in stranded:
             handoff.outcome = "failed"
             self.actions.append(("release", handoff))
@@ -702,6 +935,7 @@ class NaiveFleet:
         fits_here = source.pages_for(len(handoff.request.tokens)) <= source.num_pages
         if not fits_here or (self.never_fits(handoff) and not self.is_mocker):
             handoff.outcome = "rejected"
+            self.notes.append(handoff.request.seq)
         else:
             source.submit(handoff.prefill)
 

@@ -70,7 +70,7 @@ NEEDS = (
     ),
     Need(
         ("--router-staleness", "--router-event-lag", "--router-seed", "--router-queue-threshold"),
-        ("--router",),
+        ("--router", "--prefill-router", "--decode-router"),
         commands=("replay", "calibrate"),
     ),
     Need(("--router-ages",), ("--routers",)),

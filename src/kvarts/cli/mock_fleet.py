@@ -77,11 +77,6 @@ def open_if_given(
         **({"several": "--model"} if given.names("models") else {}),
     }
     check_combination(asked)
-    for key in given.in_table("scaling"):
-        try:
-            check_combination({"scaling": key, "mock": "fleet"})
-        except ConfigError as error:
-            raise given.named(error, ()) from error
     for name in SESSION_OPTIONS:
         if params.get(name) is not None:
             check_combination({"sessions": name, "fleet": "fleet"})
@@ -94,6 +89,8 @@ def open_if_given(
 
     def readers_of_worker(worker: FleetWorker) -> list[EventReader]:
         each = worker.pool.each
+        if worker.index >= config.replicas:
+            return []  # a worker that a scaler adds publishes no events
         kv_groups.pop(name, None)
         if each.kv_groups != "off":
             kv_groups[name] = each.memory.to_builtins()["kv_groups"]

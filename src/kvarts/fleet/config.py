@@ -37,11 +37,12 @@ __all__ = [
 __all__ += ["resolve_fleet"]
 
 MOST_STARTUP_S = MOST_HOLD_S = 86_400.0
+MOST_LAYERS = 10_000
 TOKEN_BYTES = 131_072
 """Bytes of the KV of a token without a model: those of Llama 3.1 8B in 16 bits."""
 
 Role = Literal["mixed", "prefill", "decode"]
-TransferMode = Literal["full-prompt", "missing"]
+TransferMode = Literal["full-prompt", "missing", "layer-wise"]
 Sharing = Literal["none", "worker"]
 
 
@@ -61,8 +62,20 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = 0.0
     mode: Annotated[
         TransferMode,
-        setting("What is sent: the whole prompt, or only pages that the receiver does not have.", flag="--transfer"),
+        setting(
+            "What is sent: the whole prompt; only pages that the receiver does not have; or the whole prompt, each "
+            "layer of a step once it is computed.",
+            flag="--transfer",
+        ),
     ] = "full-prompt"
+    layers: Annotated[
+        int | None,
+        setting(
+            "Layers of which each is sent once it is computed, with --transfer layer-wise.",
+            metavar="N",
+            default="those of the model",
+        ),
+    ] = None
     sharing: Annotated[
         Sharing,
         setting(
@@ -95,7 +108,14 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_number(self.latency_ms, "latency_ms", most=MOST_MS)
         check_number(self.hold_s, "hold_s", most=MOST_HOLD_S)
         if self.mode not in get_args(TransferMode):
-            raise SettingError(f"must be 'full-prompt' or 'missing', got {self.mode!r}", "mode")
+            modes = "'full-prompt', 'missing' or 'layer-wise'"
+            raise SettingError(f"must be {modes}, got {self.mode!r}", "mode")
+        if self.mode == "layer-wise" and self.rate is None:
+            raise SettingError("has no effect on transfers that take no time", "mode", hint="Give {rate} as well.")
+        if self.layers is not None:
+            check_whole(self.layers, "layers", most=MOST_LAYERS)
+            if self.mode != "layer-wise":
+                raise SettingError("has no effect without layer-wise transfers", "layers", hint="Leave it out.")
         if self.sharing not in get_args(Sharing):
             raise SettingError(f"must be 'none' or 'worker', got {self.sharing!r}", "sharing")
         if self.sharing != "none" and self.rate is None:
@@ -378,12 +398,22 @@ def resolve_fleet(given: Given, sections: Sequence[Section]) -> FleetConfig:
                 "does not say how long a transfer takes: nothing says what the KV of a token weighs",
                 hint="Give a model and a device, or --transfer-token-bytes.",
             )
+    layers = transfer.layers
+    if layers is None and transfer.mode == "layer-wise":
+        layers = next((_num_layers(pool.each) for pool in pools if pool.role != "mixed"), None)
+        if layers is None:
+            raise given.error(
+                "transfer.mode",
+                "does not say when a layer is computed: nothing says how many layers there are",
+                hint="Give a model and a device, or --transfer-layers.",
+            )
     try:
         return FleetConfig(
             pools=tuple(pools),
             bytes_per_s=transfer.bytes_per_s,
             latency_ms=transfer.latency_ms,
             transfer=transfer.mode,
+            layers=layers or 0,
             sharing=transfer.sharing,
             least_remote=transfer.least_remote,
             hold_s=transfer.hold_s,
@@ -458,6 +488,15 @@ def _token_bytes(config: ReplayConfig) -> int | None:
     return config.placement.kv_bytes_per_token * ways
 
 
+def _num_layers(config: ReplayConfig) -> int | None:
+    """Return the layers of a worker's model; None if the config names no model."""
+    if config.placement is None:
+        return None
+    from kvarts.hardware import load_geometry  # imported only for transfers that depend on layers
+
+    return load_geometry(config.placement.model).num_layers
+
+
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are alike: as many as `each` has replicas. `name`: left out, its role."""
 
@@ -480,7 +519,8 @@ class FleetWorker(msgspec.Struct, frozen=True):
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replay on a fleet: pools of mixed workers, or some that compute prompts and some that generate, or all three.
 
-    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`.
+    `bytes_per_s`: per transfer, or per worker with `sharing`; with None, a transfer takes only `latency_ms`. `layers`:
+    their number, if `transfer` is layer-wise.
     `least_remote`: a worker that generates computes prompts of which it lacks fewer tokens itself. `hold_s`: how long a
     worker holds a prompt that its client has left there, until another request fetches it. `scaler`:
     makes the scaler, which decides the number of workers; with None, that number is fixed by the pools. `scaling`: the
@@ -494,6 +534,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float | None = None
     latency_ms: float = 0.0
     transfer: TransferMode = "full-prompt"
+    layers: int = 0
     sharing: Sharing = "none"
     least_remote: int | None = None
     hold_s: float = 30.0
@@ -537,6 +578,11 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingError("pools have pages of different sizes", "pool", hint="KV goes from page to page.")
         if self.least_remote is not None and self.first.profile == "mocker":
             raise SettingError("is not in Dynamo's mocker", "transfer.least_remote", hint="Take another profile.")
+        if self.transfer == "layer-wise":
+            if self.first.profile == "mocker":
+                raise SettingError("is not in Dynamo's mocker", "transfer.mode", hint="Take another profile.")
+            if self.layers < 1 or self.bytes_per_s is None:
+                raise SettingError("needs a rate and a number of layers", "transfer.mode")
         if len({pool.each.profile for pool in self.pools}) > 1:
             raise SettingError("pools have different profiles", "pool")
         for pool in self.pools:
@@ -614,6 +660,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "bytes_per_s": self.bytes_per_s,
                 "latency_ms": self.latency_ms,
                 "mode": self.transfer,
+                **({"layers": self.layers} if self.transfer == "layer-wise" else {}),
                 "sharing": self.sharing,
                 **({} if self.least_remote is None else {"least_remote": self.least_remote}),
                 "token_bytes": self.token_bytes,

@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 from kvarts.fleet.faults import Change, Fault, changes_of
 from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links, StoreTransfer
 from kvarts.fleet.moves import HOLD_NS, Incoming, Moves, StoreUse
 from kvarts.fleet.pool import Front, Pool
@@ -46,6 +47,7 @@ class FleetDriver(Moves):
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
+        layer_wise: LayerWiseLinks | None = None,
         scaler: Scaler | None = None,
         faults: tuple[Fault, ...] = (),
         on_progress: Callable[[int], object] | None = None,
@@ -62,6 +64,7 @@ class FleetDriver(Moves):
             is_mocker=is_mocker,
             tier_names=tier_names,
             store=store,
+            layer_wise=layer_wise,
             on_progress=on_progress,
         )
         self._polled = [each for each in self._fronts if each.router.reads_metrics and each.router.staleness_ns]
@@ -110,6 +113,20 @@ class FleetDriver(Moves):
         while (now_ns := self.next_ns()) < until_ns:
             self._advance(now_ns)
 
+    def idle_until(self, until_ns: int) -> None:
+        """Let the scaler decide, and workers become ready, before `until_ns`, although no request is in the fleet.
+
+        That is for callers that do not know of arrivals beforehand; `run` stops with the last request.
+        """
+        while self._scaler is not None and self.next_ns() == NEVER_NS:
+            times = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)]
+            times += [self._changes[0].time_ns] if self._changes else []
+            next_ns = min((max(each, self.now_ns) for each in times if each is not None), default=NEVER_NS)
+            if next_ns >= until_ns:
+                return
+            self._advance(next_ns)
+            self.run_until(until_ns)
+
     def _advance(self, now_ns: int) -> None:
         """Carry out everything that happens at `now_ns`, which is next."""
         self.now_ns = now_ns
@@ -129,8 +146,12 @@ class FleetDriver(Moves):
                 self._end_of_store(transfer, now_ns)
         if self._scaler is not None:
             self._scale(now_ns)
+        if self._holding:
+            self._take_placed(now_ns)
         self._take_in(now_ns)
         self._act(now_ns)
+        if self._holding:
+            self._take_placed(now_ns)
         if self._scaler is not None:
             for pool in self._pools:
                 pool.remove_drained(now_ns)
@@ -138,7 +159,7 @@ class FleetDriver(Moves):
 
     def next_ns(self) -> int:
         """Return when something happens next; NEVER_NS if nothing will, unless a request arrives."""
-        if self._roused:
+        if self._roused or self._actions:
             return self.now_ns
         ends = self._ends
         while ends and self.workers[ends[0][2]].end_ns != ends[0][0]:
@@ -157,7 +178,7 @@ class FleetDriver(Moves):
             next_ns = min(next_ns, self._next_deadline_ns())
         if self._leases:
             next_ns = min(next_ns, self._next_lease_ns())
-        if next_ns == NEVER_NS and not any(front.stranded for front in self._fronts):
+        if next_ns == NEVER_NS and not any(front.waiting for front in self._fronts):
             return next_ns
         is_idle = next_ns == NEVER_NS
         if self._changes:
@@ -281,6 +302,8 @@ class FleetDriver(Moves):
                 self._set_gate(worker)
             if worker.start(now_ns):
                 heappush(self._ends, (worker.end_ns, worker.rank, index))
+                if self._layer_wise is not None and worker.only_prefills:
+                    self._send_computed(worker, now_ns)
             elif worker.wake_ns != NEVER_NS:
                 heappush(self._wakes, (worker.wake_ns, worker.rank, index))
             elif self._is_mocker and worker.pending and worker.scheduler.waiting.num_waiting:
@@ -389,7 +412,7 @@ class FleetDriver(Moves):
                 self._cut.add(worker.index)
                 cut = (each for each in self._links.under_way() if worker.index in (each.source, each.target))
                 for handoff in sorted(cut, key=lambda handoff: handoff.decode.index):
-                    self._fail_transfer(handoff, now_ns)
+                    self._cut_transfer(handoff, now_ns)
         elif change.is_begin:
             worker.is_down = True
             pool.go_down(worker)
@@ -410,8 +433,10 @@ class FleetDriver(Moves):
         """Fail requests for which no worker is up, nor will be; return whether there were any."""
         has_any = False
         for front in self._fronts:
-            stranded, front.stranded = front.stranded, []
+            stranded = front.waiting
+            front.stranded = []
             for handoff in stranded:
+                front.withdraw(handoff)
                 if handoff.is_reported:
                     continue
                 has_any = True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvarts.request import Request
 from kvarts.traffic.trace import TraceRequest
 
-__all__ = ["TIMES", "Handoff"]
+__all__ = ["TIMES", "Computed", "Handoff"]
 
 TIMES = (
     "prefill_admitted_ns",
@@ -18,6 +19,14 @@ TIMES = (
     "released_ns",
 )
 """Times recorded per request besides arrival, first and last token; -1 if the request never reached that stage."""
+
+
+class Computed(NamedTuple):
+    """KV of a prompt that a step computes, layer by layer; at once if it was there when the prompt was admitted."""
+
+    start_ns: int
+    end_ns: int
+    num_bytes: int
 
 
 class Handoff:
@@ -32,6 +41,7 @@ class Handoff:
         "at_source",
         "at_target",
         "below",
+        "computed",
         "decode",
         "fetches",
         "held_ns",
@@ -43,6 +53,7 @@ class Handoff:
         "is_recomputed",
         "is_reported",
         "num_bytes",
+        "num_computed_bytes",
         "num_restarts",
         "order",
         "placed",
@@ -50,6 +61,7 @@ class Handoff:
         "prefill",
         "released_ns",
         "reserved_ns",
+        "routed",
         "row",
         "source",
         "target",
@@ -71,6 +83,8 @@ class Handoff:
         self.target = -1
         self.planned = -1
         """The worker that was chosen on arrival to generate, until the prompt is computed elsewhere; -1 without one."""
+        self.routed = -1
+        """The worker that a router has chosen after the request waited there, until it is sent to it."""
         self.is_local = False
         """Whether a worker that generates computes the prompt, because it has most of it."""
         self.order = -1
@@ -81,6 +95,10 @@ class Handoff:
         self.activated_ns = -1
         self.released_ns = -1
         self.num_bytes = 0
+        self.computed: list[Computed] = []
+        """The steps in which `source` has computed the prompt so far, if layers are sent one by one."""
+        self.num_computed_bytes = 0
+        """The bytes of `computed`."""
         self.below: dict[str, int] = {}
         """Tokens that were loaded from each tier below the workers that it was on, by its name."""
         self.num_restarts = 0
@@ -157,16 +175,39 @@ class Handoff:
         """Whether the source holds the prompt's KV and the target does not have it yet."""
         return self.at_source and self.held_ns >= 0 and self.activated_ns < 0
 
+    @property
+    def is_from_source(self) -> bool:
+        """Whether the source computes or holds the prompt's KV and the target does not have it yet."""
+        return self.at_source and self.activated_ns < 0
+
+    def compute(self, start_ns: int, end_ns: int, num_bytes: int) -> Computed | None:
+        """Record that the first `num_bytes` bytes of KV are computed by `end_ns`; return the new part, if any."""
+        if num_bytes <= self.num_computed_bytes:
+            return None
+        computed = Computed(start_ns, end_ns, num_bytes - self.num_computed_bytes)
+        self.computed.append(computed)
+        self.num_computed_bytes = num_bytes
+        return computed
+
+    def forget_computed(self) -> None:
+        """Record that the source has nothing of the prompt any more."""
+        if self.computed:
+            self.computed = []
+            self.num_computed_bytes = 0
+
     def never_came(self) -> None:
         """Reset the transfer: the target does not receive KV from the source, or has lost it."""
         self.reserved_ns = self.transfer_ns = self.activated_ns = -1
         self.num_bytes = 0
 
     def is_without_kv(self) -> None:
-        """Mark a prompt that was already computed as recomputed, because the target starts without its KV."""
+        """Mark a prompt that was computed elsewhere as recomputed, because the target starts without its KV."""
         if self.prefill is not None and not self.decode.num_admissions:
             self.is_recomputed = True
-            self.decode.furthest_computed = self.decode.num_prompt_tokens
+            is_whole = self.held_ns >= 0
+            self.decode.furthest_computed = (
+                self.decode.num_prompt_tokens if is_whole else self.prefill.furthest_computed
+            )
 
     @property
     def is_waited_for(self) -> bool:

@@ -10,7 +10,7 @@ from kvarts.fleet.handoff import Handoff
 from kvarts.rates import End, Job, SharedRates
 from kvarts.sched.policy import NEVER_NS
 
-__all__ = ["FixedRate", "Links", "SharedByWorkers", "StoreLinks", "StoreTransfer"]
+__all__ = ["FixedRate", "Links", "SharedByWorkers", "StoreLinks", "StoreTransfer", "slower_of"]
 
 
 class Links(Protocol):
@@ -107,10 +107,14 @@ class SharedByWorkers:
         """Begin a transfer; return whether it takes no time."""
         if not num_bytes:
             return self._latency.begin(handoff, 0, now_ns)
+        self._shared.begin(self.job_of(handoff, num_bytes), now_ns)
+        return False
+
+    def job_of(self, handoff: Handoff, num_bytes: int) -> Job:
+        """Return a job that shares the rates of both workers."""
         rate = self._bytes_per_ns
         ends = (("send", handoff.source), rate), (("receive", handoff.target), rate)
-        self._shared.begin(Job(handoff, num_bytes, ends, slower_of(self._factors, handoff)), now_ns)
-        return False
+        return Job(handoff, num_bytes, ends, slower_of(self._factors, handoff))
 
     def cancel(self, handoff: Handoff, now_ns: int) -> None:
         """Abort a transfer that is under way; the others get its share of the rate from now on."""

@@ -136,6 +136,7 @@ class LiveFleet:
         driver.run_until(until_ns)
         while driver.next_ns() == NEVER_NS and driver.resolve():
             driver.run_until(until_ns)
+        driver.idle_until(until_ns)
 
     def give_up(self, index: int, now_ns: int) -> None:
         """Drop a request that its client gives up at `now_ns`, after the time that was reached."""
@@ -147,6 +148,10 @@ class LiveFleet:
             self._driver.give_up(handoff, now_ns)
         self.run_until(now_ns + 1)
         self._under_way.pop(index, None)
+
+    def takes_requests(self, worker: Worker) -> bool:
+        """Return whether a scaler has not taken `worker` away."""
+        return self._driver.takes_requests(worker)
 
     def clear_cache(self, worker: Worker) -> None:
         """Drop every cached page of `worker` that is not in use, at the end of its step under way."""

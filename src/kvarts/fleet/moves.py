@@ -12,6 +12,7 @@ from heapq import heappush
 from typing import Protocol
 
 from kvarts.fleet.handoff import Handoff
+from kvarts.fleet.layer_wise import LayerWiseLinks
 from kvarts.fleet.links import Links, StoreLinks
 from kvarts.fleet.pool import Front
 from kvarts.fleet.queues import ByReservation
@@ -107,6 +108,7 @@ class Moves:
     none. `least_remote`, `hold_ns`: see FleetConfig. `token_bytes`: bytes of the KV of a token on a link;
     `only_missing`: pages that the second worker has are not sent. `tier_names`: the names of the tiers below any
     worker. `store`: see FleetDriver. `is_mocker`: as Dynamo's mocker, to the order of what happens at one time.
+    `layer_wise`: `links` again, if they send layers of a prompt before it is complete.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class Moves:
         is_mocker: bool,
         tier_names: Sequence[str] = (),
         store: StoreUse | None = None,
+        layer_wise: LayerWiseLinks | None = None,
         on_progress: Callable[[int], object] | None = None,
     ) -> None:
+        self._layer_wise = layer_wise
         self._arrivals = arrivals
         self._tier_names = tier_names
         self._store = store
@@ -134,6 +138,8 @@ class Moves:
         self._second = second
         self._splits = first is not second
         self._fronts = [first, second] if self._splits else [first]
+        self._holding = [front for front in self._fronts if front.router.holds_requests]
+        """Routers in which requests may wait."""
         self._pools = [pool for front in self._fronts for pool in front.pools]
         self.workers = sorted(
             (worker for pool in self._pools for worker in pool.workers), key=lambda worker: worker.index
@@ -170,6 +176,8 @@ class Moves:
         is_busy = worker.cut(now_ns)
         if is_busy and worker.end_ns != end_ns:
             heappush(self._ends, (worker.end_ns, worker.rank, worker.index))
+        elif worker.end_ns != end_ns:
+            self._roused.add(worker.index)
         return is_busy
 
     def _act(self, now_ns: int) -> None:
@@ -179,25 +187,58 @@ class Moves:
             act, handoff = actions.popleft()
             act(handoff, now_ns)
 
+    def _take_placed(self, now_ns: int) -> None:
+        """Send the requests on that waited in routers and are placed now."""
+        is_done = False
+        while not is_done:
+            is_done = True
+            for front in self._holding:
+                if front.router.reads_metrics and not front.router.staleness_ns:
+                    self._poll(front, now_ns)
+                front.tell(now_ns, range(len(front.workers)))
+                for handoff in front.take_placed(now_ns):
+                    self._send(handoff, now_ns)
+                    is_done = False
+            if self._actions:
+                self._act(now_ns)
+                is_done = False
+
     # On the way -------------------------------------------------------------------------------------------
 
     def _send(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to a worker: once its prompt is computed, to one that generates, even if the KV was lost."""
-        if handoff.is_given_up:
+        if handoff.is_given_up or self._waits_in_router(handoff):
             return
         if handoff.placed >= 0:
             self._send_direct(handoff, now_ns)
             return
+        if handoff.is_from_source:
+            self._send_on(handoff, now_ns)
+            return
         has_begun = handoff.held_ns >= 0 or handoff.decode.num_admissions
-        if not has_begun:
+        is_placed = handoff.routed >= 0 and self._first.has(self.workers[handoff.routed])
+        if not (has_begun or is_placed):
             handoff.is_local = self._stays(handoff, now_ns)
+            if self._waits_in_router(handoff):
+                return
         front = self._second if has_begun or handoff.is_local else self._first
-        if not front.is_open:
-            front.stranded.append(handoff)
-        elif handoff.is_held:
-            self._choose_second(handoff, now_ns)
-        else:
+        if front.is_open:
             self._submit(handoff, front, now_ns)
+        else:
+            front.stranded.append(handoff)
+
+    def _waits_in_router(self, handoff: Handoff) -> bool:
+        return any(handoff.decode in front.held or handoff.prefill in front.held for front in self._holding)
+
+    def _send_on(self, handoff: Handoff, now_ns: int) -> None:
+        """Send a request whose prompt is held, or being computed, to a worker that generates."""
+        if handoff.at_target:
+            if handoff.is_coming:
+                self._transfer(handoff, now_ns)
+        elif self._second.is_open:
+            self._choose_second(handoff, now_ns)
+        elif handoff.is_held:
+            self._second.stranded.append(handoff)
 
     def _send_direct(self, handoff: Handoff, now_ns: int) -> None:
         """Send a request to the worker that its client chose, which fetches its prompt if it is held anywhere."""
@@ -205,10 +246,11 @@ class Moves:
             self._refuse(handoff, -1, f"there is no worker {handoff.placed}", REJECTED)
             return
         worker = self.workers[handoff.placed]
-        if worker.is_down:
+        if worker.is_down or not self.takes_requests(worker):
             if handoff.is_held:
                 self._actions.append((self._release, handoff))
-            self._refuse(handoff, worker.index, f"worker {worker.index} is down", FAILED)
+            what = "is down" if worker.is_down else "was taken away"
+            self._refuse(handoff, worker.index, f"worker {worker.index} {what}", FAILED)
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:
@@ -234,6 +276,10 @@ class Moves:
             self._refuse(handoff, worker.index, reason, REJECTED)
             return
         self._enter(handoff, request, worker)
+
+    def takes_requests(self, worker: Worker) -> bool:
+        """Return whether a scaler has not taken `worker` away."""
+        return not any(worker.index in pool.gone_ns or worker in pool.draining for pool in self._pools)
 
     def _brings(self, holder: Handoff, request: Request) -> bool:
         """Return whether the held prompt of `holder` is that of `request`."""
@@ -295,7 +341,10 @@ class Moves:
             return False
         if handoff.planned < 0 or not self._second.sends_to(self.workers[handoff.planned]):
             self._unplan(handoff)
-            handoff.planned = self._route(self._second, handoff, now_ns).index
+            planned = self._route(self._second, handoff, now_ns)
+            if planned is None:
+                return False
+            handoff.planned = planned.index
         worker, request = self.workers[handoff.planned], handoff.decode
         self._is_busy(worker, now_ns)
         match = worker.scheduler.cache.match(request.content, (request.num_prompt_tokens - 1) // self._page_size)
@@ -307,13 +356,16 @@ class Moves:
             handoff.planned = -1
             self._second.ended(handoff.decode)
 
-    def _route_second(self, handoff: Handoff, now_ns: int) -> Worker:
-        """Return the worker that generates: the one chosen on arrival, if requests are still sent to it."""
+    def _route_second(self, handoff: Handoff, now_ns: int) -> Worker | None:
+        """Return the worker that generates: the one chosen on arrival, if requests are still sent to it.
+
+        None: the request waits in the router.
+        """
         if handoff.planned >= 0:
             worker = self.workers[handoff.planned]
             if self._second.sends_to(worker):
                 handoff.planned = -1
-                if self._second.router.reads_prefills and handoff.is_held:
+                if self._second.router.reads_prefills and handoff.is_from_source:
                     self._second.router.prefilled(handoff.decode.index)
                 return worker
             self._unplan(handoff)
@@ -323,6 +375,8 @@ class Moves:
         """Queue a request in a worker of `front`, that computes its prompt, or all of it."""
         decode = request = handoff.decode
         worker = self._route_second(handoff, now_ns) if front is self._second else self._route(front, handoff, now_ns)
+        if worker is None:
+            return
         reason = None
         if worker.only_prefills:
             request = handoff.let_compute()
@@ -357,8 +411,14 @@ class Moves:
             handoff.at_target = True
         self._roused.add(worker.index)
 
-    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker:
+    def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker | None:
+        """Return the worker behind `front` that a request goes to; None if it waits in the router."""
         router = front.router
+        if handoff.routed >= 0:
+            routed, handoff.routed = self.workers[handoff.routed], -1
+            if router.reads_prefills and handoff.is_from_source:
+                router.prefilled(handoff.decode.index)
+            return routed
         if router.is_told or router.reads_metrics:
             if not router.staleness_ns:
                 self._poll(front, now_ns)
@@ -366,9 +426,9 @@ class Moves:
         request = handoff.decode
         if self._only_prefills and front is self._first:
             request = handoff.let_compute()
-        worker = front.choose(request, handoff.row.session_id, now_ns)
-        if router.reads_prefills and handoff.is_held:
-            router.prefilled(request.index)  # its prompt was computed elsewhere
+        worker = front.choose(request, handoff, now_ns)
+        if worker is not None and router.reads_prefills and handoff.is_from_source:
+            router.prefilled(request.index)  # its prompt is computed elsewhere
         return worker
 
     def _poll(self, front: Front, now_ns: int) -> None:
@@ -379,9 +439,11 @@ class Moves:
             front.poll(now_ns)
 
     def _choose_second(self, handoff: Handoff, now_ns: int) -> None:
-        """Send the request, the prompt of which is held, to the queue for pages of a worker that generates."""
+        """Send a request to the queue for pages of a worker that generates."""
         is_direct = handoff.placed >= 0
         worker = self.workers[handoff.placed] if is_direct else self._route_second(handoff, now_ns)
+        if worker is None:
+            return
         handoff.target = worker.index
         reason = self._second.never_fits(handoff.decode) if self._is_mocker else None
         if is_direct:
@@ -423,9 +485,37 @@ class Moves:
             if self._is_mocker:
                 return
 
+    def _send_computed(self, worker: Worker, now_ns: int) -> None:
+        """Let the KV that `worker` computes in the step that starts be sent, layer by layer.
+
+        The worker that receives it is chosen when the first of it is computed.
+        """
+        layer_wise = self._layer_wise
+        assert layer_wise is not None
+        for request in sorted(worker.scheduler.running, key=lambda request: request.admission):
+            handoff = self._of[request]
+            if handoff.placed >= 0:
+                continue  # a client fetches it
+            is_first, num_tokens = not handoff.computed, request.num_prompt_tokens
+            num_bytes = self._weight(worker, 0, num_tokens)
+            parts = [
+                handoff.compute(now_ns, now_ns, num_bytes * request.hit_tokens // num_tokens),
+                handoff.compute(now_ns, worker.end_ns, num_bytes * request.num_computed // num_tokens),
+            ]
+            if is_first and handoff.computed:
+                self._actions.append((self._send, handoff))
+            if handoff.transfer_ns >= 0:
+                for computed in parts:
+                    if computed is not None:
+                        layer_wise.supply(handoff, computed)
+
     def _transfer(self, handoff: Handoff, now_ns: int) -> None:
+        """Begin a transfer, unless it has begun."""
+        if handoff.transfer_ns >= 0:
+            return
         if not self._cut.isdisjoint((handoff.source, handoff.target)):
-            self._fail_transfer(handoff, now_ns)
+            if handoff.is_held:
+                self._fail_transfer(handoff, now_ns)
             return
         handoff.transfer_ns = now_ns
         handoff.num_bytes = self._num_bytes(handoff)
@@ -434,8 +524,12 @@ class Moves:
 
     def _num_bytes(self, handoff: Handoff) -> int:
         """Return the bytes of KV that a request's target receives."""
-        num_tokens, start = handoff.decode.num_prompt_tokens, handoff.decode.hit_tokens if self._only_missing else 0
-        cache, page_size = self.workers[handoff.target].scheduler.cache, self._page_size
+        start = handoff.decode.hit_tokens if self._only_missing else 0
+        return self._weight(self.workers[handoff.target], start, handoff.decode.num_prompt_tokens)
+
+    def _weight(self, worker: Worker, start: int, num_tokens: int) -> int:
+        """Return the bytes of KV with which `worker` can continue a prompt of which it has `start` tokens."""
+        cache, page_size = worker.scheduler.cache, self._page_size
         if cache.settles:
             num_blocks = cache.num_sent(start, num_tokens, page_size)
             return num_blocks * page_size * self._token_bytes // cache.page_blocks
@@ -489,6 +583,7 @@ class Moves:
         self._roused.add(worker.index)
         handoff.note_below(handoff.prefill, worker.tier_names)
         handoff.at_source = False
+        handoff.forget_computed()
         self._first.ended(handoff.prefill)
         self._complete(handoff)
 
@@ -515,11 +610,17 @@ class Moves:
     def _give_up(self, handoff: Handoff, now_ns: int) -> None:
         """Drop a request whose client has given up from all workers."""
         handoff.is_given_up = True
+        self._withdraw(handoff)
         if handoff.at_target:
             self._drop_soon(handoff, self.workers[handoff.target], now_ns)
         if handoff.at_source:
             self._drop_soon(handoff, self.workers[handoff.source], now_ns)
         self._complete(handoff)
+
+    def _withdraw(self, handoff: Handoff) -> None:
+        """Remove a request from the router in which it waits, if it does."""
+        for front in self._holding:
+            front.withdraw(handoff)
 
     def _drop_soon(self, handoff: Handoff, worker: Worker, now_ns: int) -> None:
         """Drop a request from `worker` at the end of the step under way; at once if the step does not involve it."""
@@ -586,7 +687,7 @@ class Moves:
                 self._links.cancel(handoff, now_ns)
                 self.num_failed_transfers += 1
             worker.withdraw(decode, now_ns)
-            if handoff.is_held:
+            if handoff.is_from_source:
                 handoff.never_came()
         self._leave_target(handoff, worker)
         self._restart(handoff)
@@ -595,21 +696,24 @@ class Moves:
         """Continue a request without its source: its target, if it has one, computes the prompt."""
         prefill = handoff.prefill
         assert prefill is not None
-        if prefill.state is not RequestState.HELD:
-            worker.withdraw(prefill, now_ns)
-            self._leave_source(handoff, worker)
-            self._restart(handoff)
-        elif handoff.is_coming and handoff in self._links.under_way():
-            self._fail_transfer(handoff, now_ns)
+        is_held = prefill.state is RequestState.HELD
+        if is_held:
             self._release_now(handoff, now_ns)
         else:
-            self._release_now(handoff, now_ns)
-            target = self.workers[handoff.target]
-            if handoff in target.pending:
-                is_busy = self._is_busy(target, now_ns)
-                target.pending.remove(handoff)
-                self._compute_here(handoff, target, now_ns)
-                self._try_again(target, now_ns, is_busy=is_busy)
+            worker.withdraw(prefill, now_ns)
+            self._leave_source(handoff, worker)
+        if not handoff.at_target:
+            if not is_held:
+                self._restart(handoff)
+            return
+        target = self.workers[handoff.target]
+        if handoff in target.pending:
+            is_busy = self._is_busy(target, now_ns)
+            target.pending.remove(handoff)
+            self._compute_here(handoff, target, now_ns)
+            self._try_again(target, now_ns, is_busy=is_busy)
+        elif handoff.is_coming and (not is_held or handoff in self._links.under_way()):
+            self._fail_transfer(handoff, now_ns)
 
     def _end_waits(self, now_ns: int) -> None:
         """Let requests go on that have waited for writes of other workers to the store."""
@@ -625,7 +729,18 @@ class Moves:
 
     def _restart(self, handoff: Handoff) -> None:
         handoff.num_restarts += 1
+        self._withdraw(handoff)
         self._actions.append((self._send, handoff))
+
+    def _cut_transfer(self, handoff: Handoff, now_ns: int) -> None:
+        """End a transfer whose link fails. If the prompt is still being computed, it begins again when that ends."""
+        if handoff.is_held:
+            self._fail_transfer(handoff, now_ns)
+            return
+        self._links.cancel(handoff, now_ns)
+        self.num_failed_transfers += 1
+        handoff.transfer_ns = -1
+        handoff.num_bytes = 0
 
     def _fail_transfer(self, handoff: Handoff, now_ns: int) -> None:
         """Let the target compute the prompt, at the end of the step under way, because its KV does not arrive."""

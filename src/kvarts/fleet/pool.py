@@ -30,6 +30,8 @@ class Front(Informed):
         self._places: dict[int, int] = {}
         self.stranded: list[Handoff] = []
         """Requests that came while no worker was active."""
+        self.held: dict[Request, Handoff] = {}
+        """Requests that wait in the router, in no order."""
 
     def add(self, worker: Worker) -> None:
         """Add a new worker, which the router has a place for."""
@@ -52,22 +54,53 @@ class Front(Informed):
         """Whether any worker takes requests."""
         return any(pool.active for pool in self.pools)
 
+    def has(self, worker: Worker) -> bool:
+        """Return whether `worker` is, or was, one of its workers."""
+        return worker.index in self._places
+
     def sends_to(self, worker: Worker) -> bool:
         """Return whether requests are sent to `worker`."""
         return any(worker in pool.active for pool in self.pools)
+
+    @property
+    def waiting(self) -> list[Handoff]:
+        """Requests that no worker has, because none was active or because they wait in the router."""
+        in_router = self.held.values()
+        return [*self.stranded, *sorted(in_router, key=lambda handoff: handoff.decode.index)]
 
     @property
     def roles(self) -> str:
         """The roles of its workers, in words."""
         return " or ".join(dict.fromkeys(pool.role for pool in self.pools))
 
-    def choose(self, request: Request, session: str | None, now_ns: int) -> Worker:
-        """Return the worker that `request` goes to, at `now_ns`.
-
-        If it could never run on the one that the router chose, that is the least busy one on which it could.
-        """
+    def choose(self, request: Request, handoff: Handoff, now_ns: int) -> Worker | None:
+        """Return the worker for `request`, which is of `handoff`, at `now_ns`; None if it waits in the router."""
+        session = handoff.row.session_id
         place = self.router.place(request, session, now_ns)
-        assert place is not None, "no request waits in the router of a fleet"
+        if place is None:
+            self.held[request] = handoff
+            return None
+        return self._one_that_fits(request, session, place, now_ns)
+
+    def take_placed(self, now_ns: int) -> list[Handoff]:
+        """Return the requests that waited in the router and are placed now, in order; `routed` is their worker."""
+        placed = []
+        for request, place in self.router.take_placed(now_ns):
+            handoff = self.held.pop(request)
+            handoff.routed = self._one_that_fits(request, handoff.row.session_id, place, now_ns).index
+            placed.append(handoff)
+        return placed
+
+    def withdraw(self, handoff: Handoff) -> bool:
+        """Remove a request if it waits in the router; return whether it did."""
+        for request in (handoff.decode, handoff.prefill):
+            if request is not None and self.held.pop(request, None) is not None:
+                self.router.withdraw(request)
+                return True
+        return False
+
+    def _one_that_fits(self, request: Request, session: str | None, place: int, now_ns: int) -> Worker:
+        """Return the worker that the router chose, or if `request` could never run there, the least busy that can."""
         worker = self.workers[place]
         if len(self.pools) > 1 and worker.scheduler.never_fits(request) is not None:
             active = [each for pool in self.pools for each in pool.active]

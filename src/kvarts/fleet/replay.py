@@ -15,6 +15,7 @@ from kvarts.fleet.config import TOKEN_BYTES, FleetConfig, FleetWorker, PoolConfi
 from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
+from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
 from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
 from kvarts.fleet.moves import Incoming, SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
@@ -25,7 +26,6 @@ from kvarts.limits import MOST_REPLICAS
 from kvarts.report.requests import RequestLog
 from kvarts.report.steps import StepLog
 from kvarts.rooms import from_room
-from kvarts.settings import SettingError
 from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import TiersBelow
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
@@ -141,22 +141,17 @@ class BuiltFleet:
                 replicas: list[Replica] = []
                 router = make_router(of_all, replicas, tells_pages=of_all.kv_groups == "off")
                 fronts[is_second] = Front(router, replicas)
-        if any(front.router.holds_requests for front in fronts.values()):
-            raise SettingError(
-                "is not modelled in a fleet yet: no request waits in a router",
-                "routing.queue_threshold",
-                hint="Leave it out.",
-            )
         startup_ns = round(config.startup_s * 1e9)
         for each in config.pools:
             front = fronts[each.role == "decode"]
             opened = self._opener(each, front.router, readers_of)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
+        layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
         return FleetDriver(
             arrivals_at(fronts[False]),
             fronts[False],
             fronts.get(True, fronts[False]),
-            links_of(config),
+            links_of(config) if layer_wise is None else layer_wise,
             token_bytes=config.token_bytes,
             only_missing=config.transfer == "missing",
             least_remote=config.least_remote,
@@ -164,6 +159,7 @@ class BuiltFleet:
             is_mocker=config.first.profile == "mocker",
             tier_names=tiers_of(config),
             store=None if store is None or store_links is None else StoreUse(store, store_links),
+            layer_wise=layer_wise,
             scaler=None if config.scaler is None else config.scaler(),
             faults=config.faults,
             on_progress=on_progress,
@@ -259,6 +255,13 @@ def links_of(config: FleetConfig) -> Links:
     if config.sharing == "worker" and config.bytes_per_s is not None:
         return SharedByWorkers(config.bytes_per_s, latency_ns)
     return FixedRate(config.bytes_per_s, latency_ns)
+
+
+def layer_wise_links_of(config: FleetConfig) -> LayerWiseLinks:
+    """Return the links between the workers, if each layer is sent once it is computed."""
+    assert config.bytes_per_s is not None
+    make = SharedLayerWise if config.sharing == "worker" else LayerWise
+    return make(config.bytes_per_s, round(config.latency_ms * 1e6), config.layers)
 
 
 def open_worker(

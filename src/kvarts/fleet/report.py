@@ -107,6 +107,8 @@ class FleetReport(Report):
         waits = {}
         if len(self.config.pools) > 1:
             handed = {name: column[handed["held_ns"] > -1] for name, column in handed.items()}
+            # Pages that are reserved before the prompt is computed are not waited for.
+            handed["reserved_ns"] = _no_earlier(handed["reserved_ns"], handed["held_ns"])
             waits = {name: distribution_ms(_between(handed[start], handed[end])) for name, start, end in WAITS}
         return {
             "waits": waits,
@@ -172,3 +174,11 @@ def devices_of(config: ReplayConfig) -> int:
 def _between(start: Any, end: Any) -> Any:
     """Return the durations between two times, for requests that have both."""
     return (end - start)[(start > -1) & (end > -1)]
+
+
+def _no_earlier(times: Any, least: Any) -> Any:
+    """Return `times`, as far as there are any, or `least` where they are earlier."""
+    late = times.copy()
+    is_early = (times > -1) & (times < least)
+    late[is_early] = least[is_early]
+    return late

@@ -319,8 +319,9 @@ class Driver:
             of_model.tell(now_ns, self._all)
             if of_model.router.reads_metrics and not of_model.router.staleness_ns:
                 of_model.poll(now_ns)
-            for request, row, engine in of_model.take_placed(now_ns):
-                self._enter(of_model, request, row, engine, now_ns)
+            while placed := of_model.take_placed(now_ns):  # an engine that refuses one makes room for the next
+                for request, row, engine in placed:
+                    self._enter(of_model, request, row, engine, now_ns)
 
     def _enter(self, of_model: Arrivals, request: Request, row: TraceRequest, engine: int, now_ns: int) -> None:
         index = engine // self._num_ranks

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvarts.fleet.config import FleetConfig
+from kvarts.fleet.faults import Fault
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.running import RunningServer
 
@@ -135,6 +136,20 @@ def test_pages_are_released_if_nobody_fetches_them_in_time() -> None:
         fleet.wait_until(lambda: fleet.metric(0, "kvarts:pages", state="used") == 0)
         complete(fleet.urls[2], kv_transfer_params=params)
         assert fleet.metric(2, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 0
+        fleet.assert_at_rest()
+
+
+def test_a_worker_that_is_down_refuses_and_says_until_when() -> None:
+    faults = Fault("down", 0, 0, 30_000_000_000), Fault("down", 2, 0)
+    with RunningFleet(fleet_of(faults=faults)) as fleet:
+        for worker, retry_after in ((0, 30), (2, None)):
+            reply = call(fleet.urls[worker], "/v1/completions", {"prompt": PROMPT, "max_tokens": 5})
+            assert (reply.status, reply.json["error"]["message"]) == (503, f"worker {worker} is down")
+            assert reply.json["error"]["type"] == "ServiceUnavailableError"
+            told = reply.headers.get("retry-after")
+            assert told is None if retry_after is None else retry_after - 15 < int(told or 0) <= retry_after
+        complete(fleet.urls[3])
+        complete(fleet.url)
         fleet.assert_at_rest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvarts.events import Arrived
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault, Kind
 from kvarts.fleet.replay import replay_fleet
+from kvarts.fleet.scaling import parse_scaler
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import Routing
@@ -52,7 +54,8 @@ def assert_same(config: FleetConfig, sent: list[Sent], *, speedup: float = 1.0) 
     run = served_live(config, sent, speedup=speedup)
     _, again = replayed(config, run.rows)
     for worker, heard in run.heard.items():
-        mine, other = shifted(heard.events, 0), again[worker].events
+        # The policy goes on after the last request; workers that are added then do nothing.
+        mine, other = shifted(heard.events, 0), again[worker].events if worker in again else []
         for number, (one, two) in enumerate(zip(mine, other, strict=False)):
             assert one == two, f"worker {worker}, event {number}"
         assert len(mine) == len(other), f"worker {worker}"
@@ -174,6 +177,27 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     if has_store:
         changes["store"] = StoreSettings(pages=200, rate="1MB/s", worker_rate="1MB/s", latency_us=10.0)
     assert_same(replace(config, **changes), sent)
+
+
+@pytest.mark.laws
+@settings(deadline=None, max_examples=max(1, settings().max_examples // 4))
+@given(
+    sent=st.lists(requests, min_size=1, max_size=12),
+    router=st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+    policy=st.sampled_from([
+        "script,0s=1:3,0.002s=3:1,0.005s=2:2", "script,0.001s=1:1,0.003s=2:3", "queue,target=1,every=0.001s,stable=0s"
+    ]),
+    startup_s=st.sampled_from([0.0, 0.0007]),
+    fails=st.booleans(),
+)  # fmt: skip
+def test_a_scaler_on_the_wall_clock_replays_to_the_same_events(
+    sent: list[Sent], router: str, policy: str, startup_s: float, fails: bool
+) -> None:
+    """Workers start and drain meanwhile. A request to one that was taken away is refused."""
+    config = small_fleet(APART, router, pages=24, bytes_per_s=1e6)
+    faults = (Fault("down", 0, 1_000_000, 2_000_000),) if fails else ()
+    scaler = partial(parse_scaler, policy)
+    assert_same(replace(config, scaler=scaler, scaling=policy, startup_s=startup_s, faults=faults), sent)
 
 
 def test_a_run_under_load_replays_to_the_same_report_also_from_a_file(tmp_path: Path) -> None:

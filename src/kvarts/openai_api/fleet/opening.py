@@ -65,7 +65,13 @@ def open_fleet(
     limits = [mock_limits(door, worker.pool.each) for worker in described]
     meters = [meter_of(door, each, speedup=speedup) for each in limits]
     clock = FleetClock(speedup=speedup)
-    live = LiveFleet(config, lambda worker: [*readers_of(worker), *meters[worker.index].readers])
+
+    def all_readers_of(worker: FleetWorker) -> list[EventReader]:
+        if worker.index == len(meters):  # a scaler has added it
+            meters.append(meter_of(door, mock_limits(door, worker.pool.each), speedup=speedup))
+        return [*readers_of(worker), *meters[worker.index].readers]
+
+    live = LiveFleet(config, all_readers_of)
     foreseen = Foreseen(seed=door.seed)
     knows_tokens = config.first.profile != "mocker"
     paced = PacedFleet(live, clock, foreseen, meters, knows_tokens=knows_tokens, keeps=door.is_recording)
@@ -113,7 +119,13 @@ def open_fleet(
         of_engine = served(worker, each.pool.each, of_worker, meter, each)
         tensor_parallel = int(getattr(each.pool.each.cost, "tensor_parallel", 1))
         transfers = KvTransfers(
-            paced, loop, worker, seed=door.seed, tensor_parallel=tensor_parallel, hold_s=config.hold_s / speedup
+            paced,
+            loop,
+            worker,
+            seed=door.seed,
+            tensor_parallel=tensor_parallel,
+            hold_s=config.hold_s / speedup,
+            faults=config.faults,
         )
         of_engine.transfers = transfers
         engines.append(of_engine)

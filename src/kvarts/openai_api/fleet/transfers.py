@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import msgspec
 
 from kvarts.decoders import convert
+from kvarts.fleet.faults import Fault
 from kvarts.fleet.worker import Worker
 from kvarts.llm.loop import EngineLoop
 from kvarts.openai_api.answer import Choice
@@ -53,12 +55,22 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 class KvTransfers:
     """The WorkerDoor of the door of `worker`. `address`: its host and port, once it listens.
 
-    `loop` owns the engines of `fleet`. `hold_s`: how long the worker holds pages, in real time.
+    `loop` owns the engines of `fleet`. `hold_s`: how long the worker holds pages, in real time. `faults`: those of the
+    fleet; requests are refused while the worker is down.
     """
 
     def __init__(
-        self, fleet: PacedFleet, loop: EngineLoop, worker: Worker, *, seed: int, tensor_parallel: int, hold_s: float
+        self,
+        fleet: PacedFleet,
+        loop: EngineLoop,
+        worker: Worker,
+        *,
+        seed: int,
+        tensor_parallel: int,
+        hold_s: float,
+        faults: Sequence[Fault] = (),
     ) -> None:
+        self._downs = [fault for fault in faults if fault.kind == "down" and fault.worker == worker.index]
         self.address = ("127.0.0.1", 0)
         self._fleet = fleet
         self._loop = loop
@@ -69,6 +81,7 @@ class KvTransfers:
 
     def check(self, asks: Sequence[Ask]) -> None:
         """Raise ApiError for requests that cannot be sent to a worker, or whose fields have wrong types."""
+        self._check_up()
         params = _params_of(asks[0])
         if not (params.do_remote_decode or params.do_remote_prefill):
             return
@@ -81,6 +94,22 @@ class KvTransfers:
                 f"with do_remote_decode, only the prompt is computed: max_tokens is 1, got {asks[0].params.max_tokens}"
             )
             raise ApiError(400, told, param="max_tokens")
+
+    def _check_up(self) -> None:
+        """Raise ApiError if a scaler has taken the worker away, or if it is down now.
+
+        In the second case it may be tried again when the fault ends, in whole seconds.
+        """
+        if not self._fleet.fleet.takes_requests(self._worker):
+            raise ApiError(503, f"worker {self._worker.index} was taken away")
+        if not self._downs:
+            return
+        clock = self._fleet.clock
+        now_ns = clock.now_ns()
+        for fault in self._downs:
+            if fault.start_ns <= now_ns and (fault.end_ns is None or now_ns < fault.end_ns):
+                left_s = None if fault.end_ns is None else float(ceil((fault.end_ns - now_ns) / 1e9 / clock.speedup))
+                raise ApiError(503, f"worker {self._worker.index} is down", retry_after_s=left_s)
 
     def assign(self, index: int, ask: Ask) -> None:
         """Send request `index` to this worker. In the engine's thread."""
