@@ -4,6 +4,16 @@ Each decode computes one token per step. So in the steps of one *slot*, out of p
 and the same windows pass one. The releases of a decode are a Stream as long as they are regular: no other sequence
 holds the parts that the window passes, and all of them are listed, or none. Other releases are *odd*: each is due in
 one step, and is handled individually.
+
+An example: one decode from position 0 on, pages of 4 tokens, a window of 4 tokens, so the token at position 7 is the
+first that does not attend to page 0:
+
+    step            0 1 2 3 | 4 5 6 7 | 8 9 10 11
+    begins a page   *         *         *            slot 0: pages 0, 1, 2
+    passes a page                 *         *        slot 2: page 0 after step 6, page 1 after step 10
+
+The first release is odd: in step 0 the window is not full until more than a page of steps later. From then on it is a
+stream in slot 2, and the releases of any number of steps are sums over `num_listed` and `num_emptied` by slot.
 """
 
 from __future__ import annotations

@@ -3,6 +3,18 @@
 The pages that decodes take and release in a step depend on its slot only, so sums over slots determine how far the
 memory reaches. Parts are listed in the order of release, and evicted in the order of the list: step by step or at once,
 the same parts are evicted.
+
+An example: the decode drawn in kvarts.kv.decodes, alone in a memory of three pages, does 13 steps at once:
+
+    step        0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12
+    taken       1         1         1           1
+    released                  1         1
+    free after  2         1   2     1   2       1      empty, or listed and not evicted yet
+
+Only the fourth page, in step 12, finds no empty memory: page 0, listed after step 6, is evicted for it, as it would be
+step by step. No step lacks memory, so the leap is not cut. Had nothing been released, three pages would last
+for 12 steps, and the leap would end there. Only the order of the list says which part is evicted, so it is enough to
+evict the sum at the end.
 """
 
 from __future__ import annotations

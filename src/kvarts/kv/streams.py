@@ -2,6 +2,18 @@
 
 The release of a page does no work for that page: its stream is listed once more (Turns), and that entry stands for the
 stream's next page. The position of a stream follows from the step, and is computed when its runs are examined.
+
+An example: with pages of 4 tokens, the window of A passes a page at the end of steps 1, 5 and 9, that of B at the end
+of steps 3 and 7. Each time the stream is listed once more, without the page:
+
+    turns      A     B     A     B     A
+    page       0     0     1     1     2     the page is not stored: it is `low` of the stream when its turn comes
+               evicted----------|
+                                at = 3, A.low = 2, B.low = 1
+
+Evicting three parts takes the first three turns: pages 0 of A and of B, and page 1 of A. The turn at 3 is B's and
+stands for B's page 1, its `low`. If another sequence finds A's page 2 meanwhile, the page becomes a hole of A: its turn
+is skipped, and no entry has to be searched for.
 """
 
 from __future__ import annotations

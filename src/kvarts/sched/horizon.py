@@ -1,4 +1,20 @@
-"""The number of coming steps that are certain to be identical."""
+"""The number of coming steps that are certain to be identical.
+
+Each possible event sets a bound, and the least bound is the result. An example: the decodes drawn in
+kvarts.sched.wheel, with three free pages; C samples its last token in the tenth step:
+
+    step         0 1 2 3 4 5 6 7 8 9
+    pages due    1 1 1 0 1 1 1 0 1 1
+    free after   2 1 0 0 lacks one
+
+    last token       10 steps     `steps_to_finish`
+    memory            4 steps     a fourth page is needed in step 4
+    head of queue     any         it waits for pages, and decodes only take more
+    -> 4 steps; then one is scheduled, which preempts
+
+Three decodes take at most (10 // 4 + 1) * 3 = 9 pages in ten steps. With 9 free pages memory therefore sets no bound,
+and the sum over steps is not computed.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,18 @@ A waiting request for which a tier has pages is LOADING: it has all pages of its
 running requests, and waits for a transfer to fill the first pages, or pages after a *front* that it computes meanwhile.
 It is never a victim, since its pages could not be reused before the transfer ends. Then it is LOADED, and is admitted
 before the waiting requests; with loads by layer earlier, into a step that ends after the transfer.
+
+An example: a prompt of three pages. Page 0 is on the device, page 1 in host memory, page 2 is nowhere:
+
+    page           0            1                2
+                   resident     below            to be computed
+    WAITING        found        offered, pinned
+    LOADING        referenced   taken, filled    taken            other requests run steps meanwhile
+    LOADED                      complete                          first in the next admission
+    PREFILLING                                   computed, its last token always
+
+If page 1 were nowhere and page 2 below, page 1 would be a front: the request computes it in steps of its own while page
+2 is copied, and continues when both are done.
 """
 
 from __future__ import annotations

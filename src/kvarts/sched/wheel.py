@@ -4,6 +4,16 @@ Each decoding request computes one token per step, so a request that needs a pag
 page_size steps later. The wheel has page_size slots; a request is in the slot of the steps in which it needs a page.
 The pages that the decodes need over k steps are a sum over slots, whatever requests are in them; k steps are a turn of
 the wheel, and only requests that finish are touched. Requests that bring their own pages need none.
+
+An example, with pages of 4 tokens. Before step 0, A has 8 computed tokens, B has 6 and C has 7. A's pages are full, so
+it needs its third page at once; C has room for one more token and B for two:
+
+    slot         0     1     2     3
+    requests     A     C     B     -
+    steps      0 4 8 1 5 9 2 6 10  3 7 11
+
+Steps 0 to 5 pass slots 0, 1, 2, 3, 0, 1 and so need 1, 1, 1, 0, 1, 1 pages: five, found without looking at a request.
+Then the wheel is at step 6, and A has `wheel_base` 8 + 6 = 14 computed tokens although nothing has touched it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,18 @@ stores the pages that the previous step completed in the tiers below its model, 
 model's next turn; and the next model in turn starts a step. If no model can step, the device waits for the end of the
 next transfer, or for the next change of health. If all running requests only decode, and no model has tiers, many turns
 are executed at once; their records are the same as if the turns had been executed one by one.
+
+An example: models X and Y without guarantees, with tiers below X, on a device of three pages. x0 is the page of a
+request of X that ends with X's first step:
+
+    ms          0          1          2          3
+    X           | step     |          | step     |
+    Y                      | step     |          | step
+    memory      x0 - -     x0 y0 -    x0 y0 x1   ...
+                           ^ x0 is copied to host memory, before Y's step takes y0
+
+Y's second step needs a page, and none is empty. x0 is the oldest that no request uses. Its eviction loses nothing,
+because it was stored between the turns; X's own next turn could come too late.
 """
 
 from __future__ import annotations
