@@ -315,7 +315,7 @@ def test_a_queue_goes_on_after_a_refusal_and_workers_after_a_look_at_them(
     case = Case(rows, 4, 8, 3, num_tokens, 1, "default", 1)
     config = case.config(replicas=2, router=router, routing=Routing(queue_threshold=threshold, queue=order))
     fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
-    mine, plain = fleet.replay(case.trace()), config.replay(case.trace())
+    mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
     for name in ("first_admitted_ms", "last_token_ms", "replica"):
         assert list(map(str, mine.requests[name])) == list(map(str, plain.requests[name]))
 
