@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from operator import le
+from sys import byteorder
 from typing import overload
 
-from kvarts.few import arrays_pay
+from kvarts.content import UNIT_BYTES
 from kvarts.traffic.plain_rows import requests_of
 from kvarts.traffic.trace_request import TraceRequest
 
@@ -98,8 +99,8 @@ class RequestColumns(Sequence[TraceRequest]):
 
 def _in_8_bytes(ids: array[int]) -> bytes:
     """Return ids in 8 bytes each."""
-    if not arrays_pay(0):  # NumPy is not loaded for this
-        return array("Q", ids).tobytes()
-    import numpy as np
-
-    return np.frombuffer(ids, ids.typecode).astype(np.uint64).tobytes()
+    if ids.itemsize == UNIT_BYTES:
+        return ids.tobytes()
+    halves = array("I", bytes(UNIT_BYTES * len(ids)))
+    halves[byteorder == "big" :: 2] = ids
+    return halves.tobytes()
