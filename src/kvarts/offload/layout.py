@@ -2,7 +2,8 @@
 
 A model in which every layer keeps every token has whole pages, found by a tree for the device and one for each tier
 (`page_layout.py`). A model with KV groups has parts of pages, found by one tree (`part_layout.py`). Everything else is
-the same for both, and in one place: `Offloader` decides when something is copied, how long it takes, and which requests wait.
+the same for both, and in one place: `Offloader` decides when something is copied, how long it takes, and which requests
+wait.
 """
 
 from __future__ import annotations
