@@ -12,6 +12,7 @@ import pytest
 from kvarts.fleet.config import FleetConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.offload.config import OffloadConfig
+from kvarts.openai_api.errors import ApiError
 from kvarts.openai_api.fleet.opening import open_fleet
 from kvarts.openai_api.opening import Door
 from kvarts.openai_api.served import Ask, Limits, Served
@@ -54,7 +55,13 @@ def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool
     async def ask(served: Served, tokens: list[int], num_tokens: int, params: Any, waits_s: float | None) -> Any:
         nonlocal num_whole
         sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0)
-        answer, choices = served.start([Ask(tokens=tokens, params=sampling, request_id="x", kv_transfer_params=params)])
+        question = Ask(tokens=tokens, params=sampling, request_id="x", kv_transfer_params=params)
+        try:
+            answer, choices = served.start([question])
+        except ApiError as error:
+            failures.append(str(error))
+            await asyncio.sleep(0.001)
+            return []
 
         async def read() -> None:
             while not choices[0].is_over or answer.pieces:
@@ -80,6 +87,8 @@ def test_nothing_is_left_of_clients_that_come_and_go(router: str, has_host: bool
             if draw.random() < 0.3:
                 holder = draw.choice(fleet.workers)
                 choices = await ask(holder.opened.served, tokens, 1, LEAVES, None)
+                if not choices:
+                    continue  # it is down
                 params, served = holder.transfers.told(LEAVES, choices), draw.choice(doors)
                 if draw.random() < 0.2:
                     continue  # nobody fetches it
