@@ -123,7 +123,7 @@ def test_what_made_the_run_is_found() -> None:
     measured = made(40)
     found = calibrate(measured, ENGINE)
     assert found.before.worst > 0.1
-    assert found.overall.mean < 0.0065
+    assert found.overall.mean < 0.005
     assert found.overall.worst < 0.025
     assert found.cost.compute_efficiency == pytest.approx(TRUTH.compute_efficiency, rel=0.1)
     assert found.cost.bandwidth_efficiency == pytest.approx(TRUTH.bandwidth_efficiency, rel=0.1)
@@ -134,7 +134,7 @@ def test_what_made_the_run_is_found() -> None:
         replayed_of(replay(measured.trace(), msgspec.structs.replace(ENGINE, cost=cost))) for cost in (truth, guess)
     )
     # A request that comes just before a step or just after it may end much sooner or later.
-    assert np.quantile(np.abs(ours.last_token_ms / theirs.last_token_ms - 1), 0.95) < 0.02
+    assert np.quantile(np.abs(ours.last_token_ms / theirs.last_token_ms - 1), 0.95) < 0.025
 
 
 @pytest.mark.long

@@ -73,7 +73,7 @@ def test_two_runs_say_what_one_does_not(both: Any) -> None:
         abs(np.log(both.cost.coefficient(name) / truth)) / both.uncertainty[name] for name, truth in TRUTH.items()
     ]
     assert max(distances) < 3
-    assert np.median(distances) < 1.5
+    assert np.median(distances) < 1.6
     assert all(of.overall.mean < 0.01 < 0.05 < of.before.mean for of in both.runs)
     wanted = run_of(THIRD)
     cost = msgspec.structs.replace(both.cost, llm="qwen3-8b", tensor_parallel=2)
@@ -135,7 +135,7 @@ def write_run(folder: Path, name: str, settings: dict[str, Any], num_requests: i
 
 @pytest.mark.long
 def test_runs_are_described_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, few in {"NUM_SPREAD": 4, "ROUNDS": 2, "EVALUATIONS": 10, "POINTS": 3}.items():
+    for name, few in {"NUM_SPREAD": 4, "ROUNDS": 6, "EVALUATIONS": 40, "POINTS": 6}.items():
         monkeypatch.setattr(fitting, name, few)
     dense, split = write_run(tmp_path, "dense", DENSE), write_run(tmp_path, "split", SPLIT)
     out = tmp_path / "cost.toml"

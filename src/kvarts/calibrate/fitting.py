@@ -41,7 +41,7 @@ Values = npt.NDArray[np.float64]
 
 NUM_SPREAD = 32
 NUM_STARTS = 2
-ROUNDS = 10
+ROUNDS = 16
 CLOUD = 3
 """Number of points of a round, per coefficient."""
 WIDEST, NARROWEST = 0.6, 0.05

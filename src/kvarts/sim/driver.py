@@ -244,6 +244,8 @@ class Driver:
                         of_model.poll(now_ns)
                     of_model.tell(now_ns, self._all)
                 self._arrive(now_ns)
+            if self._holding:
+                self._take_placed(now_ns)  # an engine may have refused a request that has just arrived
             self._start(now_ns, next_ns)
 
     def _next_ns(self) -> int:
