@@ -92,11 +92,17 @@ def open_kvarts(directory: Path) -> Engine:
     logits, order = TorchExecutor._logits, NumbaBackend._order_decodes
 
     def timed_logits(*args: Any) -> Any:
+        """The projection to logits runs when they are asked for: it is part of the model."""
         nonlocal inside
         start = now_s()
-        out = logits(*args)
-        inside += now_s() - start
-        return out
+        rest = iter(logits(*args))
+        while True:
+            out = next(rest, None)
+            inside += now_s() - start
+            if out is None:
+                return
+            yield out
+            start = now_s()
 
     def timed_order(*args: Any) -> Any:
         """It is done when the first layer asks, so the model's time has it; it belongs to the tables."""
