@@ -63,11 +63,11 @@ def _first_unit(units: Units) -> int:
 
 def _alike(firsts: array[int], tenants: Sequence[str | None]) -> Iterator[list[int]]:
     """Return the indices of requests that may share pages: several of one tenant whose first units are equal."""
-    order: Sequence[int] = range(len(firsts))
-    if any(tenants):
-        order = sorted(order, key=lambda index: tenants[index] or "")
-    for _, of_tenant in groupby(order, key=tenants.__getitem__):
-        members = sorted(of_tenant, key=firsts.__getitem__)
+    by_tenant: dict[str | None, list[int]] = {}
+    for index, tenant in enumerate(tenants):
+        by_tenant.setdefault(tenant, []).append(index)
+    for members in by_tenant.values():
+        members.sort(key=firsts.__getitem__)
         for _, group in groupby(members, key=firsts.__getitem__):
             alike = list(group)
             if len(alike) > 1:
