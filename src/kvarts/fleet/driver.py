@@ -146,8 +146,6 @@ class FleetDriver(Moves):
                 self._end_of_store(transfer, now_ns)
         if self._scaler is not None:
             self._scale(now_ns)
-        if self._holding:
-            self._take_placed(now_ns)
         self._take_in(now_ns)
         self._act(now_ns)
         if self._holding:
@@ -359,6 +357,9 @@ class FleetDriver(Moves):
                 front.stranded.clear()
         if self._leases:
             self._end_leases(now_ns)
+        if self._holding:  # steps that ended, and requests that were dropped with them, have made room
+            self._act(now_ns)
+            self._take_placed(now_ns)
         source = self._source
         while True:
             if self._deadlines and self._next_deadline_ns() <= now_ns:
@@ -366,6 +367,9 @@ class FleetDriver(Moves):
                 handoff = heappop(self._deadlines)[2]
                 if handoff.is_waited_for:
                     self._give_up(handoff, now_ns)
+                    if self._holding:
+                        self._act(now_ns)
+                        self._take_placed(now_ns)
             elif (arrival_ns := source.next_ns()) is not None and arrival_ns <= now_ns:
                 self._arrive(now_ns)
             else:

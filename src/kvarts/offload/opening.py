@@ -64,7 +64,7 @@ class TiersToOpen:
         self._memory = memory
         self._known_keys = known_keys
         self._namespace = namespace
-        self.is_lazy = offload.policy == "lazy"
+        self.is_lazy = offload.is_lazy
         self._safe_first = SafeFirst(make_order) if self.is_lazy and memory is None else None
         self.order: EvictionOrder = make_order() if self._safe_first is None else self._safe_first
         self.watcher: TreeWatcher | None = self._safe_first

@@ -118,6 +118,8 @@ class Driver:
         """When clients give up, with the numbers of the model and of the request; ended requests are skipped."""
         self._given_up: set[Request] = set()
         """Requests that were given up while a step was under way."""
+        self._num_refused = 0
+        """Requests that an engine refused as they reached it."""
         self._finished: list[Request] = []
         self._ends_ns = [NEVER_NS] * len(runners)
         self._quiet_ns = [NEVER_NS] * len(runners)
@@ -232,6 +234,7 @@ class Driver:
                     of_model.poll(now_ns)
             if self._holding:
                 self._take_placed(now_ns)
+            num_refused = self._num_refused
             while (next_ns := self._next_ns()) <= now_ns:
                 if self._is_given_up_at(now_ns):
                     self._give_up(now_ns)
@@ -244,8 +247,8 @@ class Driver:
                         of_model.poll(now_ns)
                     of_model.tell(now_ns, self._all)
                 self._arrive(now_ns)
-            if self._holding:
-                self._take_placed(now_ns)  # an engine may have refused a request that has just arrived
+            if self._holding and self._num_refused > num_refused:  # they have made room for others
+                self._take_placed(now_ns)
             self._start(now_ns, next_ns)
 
     def _next_ns(self) -> int:
@@ -339,6 +342,7 @@ class Driver:
             self._quiet_ns[index] = self._ends_ns[index]
         else:
             of_model.reject(request, row, engine, reason, now_ns)
+            self._num_refused += 1
             self._tell(1)
 
     def _rouse(self, index: int, now_ns: int) -> Runner:

@@ -262,7 +262,7 @@ class Informed:
 
 
 class WithinGroups(RoundRobin):
-    """Sends requests to groups of `ranks` engines in turn, and within a group as earlier versions of vLLM.
+    """Sends requests to groups of `ranks` engines in turn, and within a group as earlier versions of vLLM did.
 
     They chose the rank with the fewest requests, where a waiting request counts as four running ones.
     """
