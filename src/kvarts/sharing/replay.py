@@ -10,7 +10,7 @@ import numpy as np
 
 from kvarts.build import build_engine, open_group_cache
 from kvarts.event_log import EventLog, EventReader
-from kvarts.executor.base import CostModel
+from kvarts.executor.base import CostModel, Executor, VirtualExecutor
 from kvarts.executor.simulated import SimExecutor
 from kvarts.report.report import Report
 from kvarts.report.requests import RequestLog
@@ -31,7 +31,7 @@ from kvarts.sim.arrivals import Arrivals
 from kvarts.sim.config import ReplayConfig
 from kvarts.sim.replay import MANY_EVENTS, Traffic, make_router, prefill_cost, trace_of
 
-__all__ = ["replay_several"]
+__all__ = ["open_tenant", "replay_several"]
 
 NS_PER_S = 1e9
 
@@ -148,7 +148,6 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
     logs: dict[str, TurnLog] = {}
     is_observed = False
     for name, of_model in config.configs.items():
-        below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
         observers: Sequence[EventReader] = ()
         if observers_of is not None:
             observers = observers_of(name if of_model.replicas == 1 else (name, number))
@@ -157,44 +156,60 @@ def open_device(config: SharingConfig, number: int, observers_of: ObserversOf | 
         memory = None if of_model.kv_groups == "off" else of_model.memory.to_builtins()
         steps = logs[name] = TurnLog(num_counted, _tiers_of(of_model), memory)
         log = EventLog([steps, *observers], num_waiting=1 if observers else MANY_EVENTS)
-        register = partial(
-            device.register,
-            name,
-            guaranteed_bytes=config.guaranteed_bytes[name],
-        )
         executor = TurnExecutor(of_model.cost_model)
-        if of_model.kv_groups == "off":
-            part = register(
-                page_bytes=config.page_bytes[name],
-                order=of_model.eviction() if below is None else below.order,
-                watcher=None if below is None else below.watcher,
-                tell=log.tell_details,
-            )
-        else:
-            part = register(
-                parts=open_group_cache(
-                    of_model,
-                    of_model.memory,
-                    num_blocks=num_counted,
-                    tell=log.tell_details,
-                    with_ids=False,
-                    make_order=of_model.eviction,
-                )
-            )
-        engine = build_engine(
-            of_model,
-            executor,
-            log=log,
-            cache=part.cache,
-            pages=part,
-            policy=of_model.admission(),
-            below=below,
-            prefill=prefill_cost(of_model),
-            moves_pages=False,
-        )
-        device.attach(name, engine.scheduler, engine.cancel)
-        tenants[name] = Tenant(name, engine, executor, device, part, share=config.shares[name])
+        tenants[name] = open_tenant(config, name, device, executor, log=log, times=executor)
     return OpenedDevice(device, tenants, logs, is_observed)
+
+
+def open_tenant(
+    config: SharingConfig,
+    name: str,
+    device: SharedDevice,
+    executor: Executor,
+    *,
+    log: EventLog,
+    times: VirtualExecutor,
+    with_ids: bool = False,
+) -> Tenant:
+    """Build the engine of the model `name`, and register it on `device`.
+
+    `times`: the durations of its decodes. `with_ids`: pages and blocks have ids, which events name.
+    """
+    of_model = config.configs[name]
+    below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
+    register = partial(device.register, name, guaranteed_bytes=config.guaranteed_bytes[name])
+    if of_model.kv_groups == "off":
+        part = register(
+            page_bytes=config.page_bytes[name],
+            with_page_ids=with_ids,
+            order=of_model.eviction() if below is None else below.order,
+            watcher=None if below is None else below.watcher,
+            tell=log.tell_details,
+        )
+    else:
+        part = register(
+            parts=open_group_cache(
+                of_model,
+                of_model.memory,
+                num_blocks=config.most_bytes(name) // config.counted_bytes[name],
+                tell=log.tell_details,
+                with_ids=with_ids,
+                make_order=of_model.eviction,
+            )
+        )
+    engine = build_engine(
+        of_model,
+        executor,
+        log=log,
+        cache=part.cache,
+        pages=part,
+        policy=of_model.admission(),
+        below=below,
+        prefill=prefill_cost(of_model),
+        moves_pages=False,
+    )
+    device.attach(name, engine.scheduler, engine.cancel)
+    return Tenant(name, engine, times, device, part, share=config.shares[name])
 
 
 def _tiers_of(config: ReplayConfig) -> dict[str, int]:

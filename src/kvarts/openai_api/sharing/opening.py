@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
-from kvarts.build import build_engine, open_group_cache
 from kvarts.clock import Clock, PacedClock
 from kvarts.event_log import EventLog, EventReader
 from kvarts.executor.simulated import SimExecutor
@@ -28,12 +26,11 @@ from kvarts.openai_api.sharing.device import (
 from kvarts.sharing.config import ObserversOf, SharingConfig
 from kvarts.sharing.contention import Contention
 from kvarts.sharing.device import SharedDevice
-from kvarts.sharing.memory import DevicePart
+from kvarts.sharing.replay import open_tenant
 from kvarts.sharing.tenant import Tenant
 from kvarts.sharing.turn_order import TurnOrder
 from kvarts.sharing.turns import TurnLoop
 from kvarts.sim.config import ReplayConfig
-from kvarts.sim.replay import prefill_cost
 
 __all__ = ["open_several"]
 
@@ -135,47 +132,10 @@ def _engine(
 ) -> _Engine:
     """Build the engine of one model, and register it on the device."""
     of_model = config.configs[name]
-    below = None if of_model.offload is None else of_model.offload.prepare(of_model, of_model.eviction)
     log = EventLog([*readers, *meter.readers], num_waiting=1)
-    register = partial(
-        device.register,
-        name,
-        guaranteed_bytes=config.guaranteed_bytes[name],
-    )
     cost = TurnCost(of_model.cost_model)
     groups = None if of_model.kv_groups == "off" else of_model.memory
     num_counted = config.most_bytes(name) // config.counted_bytes[name]
     parts = mock_parts(of_model, cost, clock, seed=seed, groups=groups, num_blocks=num_counted)
-    if groups is None:
-        part: DevicePart = register(
-            page_bytes=config.page_bytes[name],
-            with_page_ids=True,
-            order=of_model.eviction() if below is None else below.order,
-            watcher=None if below is None else below.watcher,
-            tell=log.tell_details,
-        )
-    else:
-        part = register(
-            parts=open_group_cache(
-                of_model,
-                groups,
-                num_blocks=num_counted,
-                tell=log.tell_details,
-                with_ids=True,
-                make_order=of_model.eviction,
-            )
-        )
-    engine = build_engine(
-        of_model,
-        parts.waiting,
-        log=log,
-        cache=part.cache,
-        pages=part,
-        policy=of_model.admission(),
-        below=below,
-        prefill=prefill_cost(of_model),
-        moves_pages=False,
-    )
-    device.attach(name, engine.scheduler, engine.cancel)
-    tenant = Tenant(name, engine, SimExecutor(cost), device, part, share=config.shares[name])
+    tenant = open_tenant(config, name, device, parts.waiting, log=log, times=SimExecutor(cost), with_ids=True)
     return _Engine(tenant, parts, meter)
