@@ -681,7 +681,7 @@ def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:
     parent = event.parent_block_hash
     assert len(event.token_ids) == len(event.block_hashes) * size
     for place, key in enumerate(event.block_hashes):
-        told = {
+        published = {
             "parent": None if parent is None else parent.hex(),
             "tokens": event.token_ids[place * size : (place + 1) * size],
             "extra keys": event.extra_keys and event.extra_keys[place],
@@ -690,7 +690,7 @@ def fields_of(event: Any) -> Iterator[tuple[tuple[int, str], str]]:
             "kind": (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
             "lora": (event.lora_id, event.lora_name),
         }
-        yield (event.group_idx or 0, key.hex()), str(told)
+        yield (event.group_idx or 0, key.hex()), str(published)
         parent = key
 
 

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from dynamo_indexer import call, enter_own_network
 
 INDEXER, ROUTER, EVENTS = 18390, 18400, 15560
 PAGE_SIZE = 16
@@ -45,14 +45,6 @@ replicas = 2
 NUM_WORKERS = 4
 
 
-def call(port: int, path: str, body: Any = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        text: str = answer.read().decode()
-        return text
-
-
 def wait_for(port: int) -> None:
     deadline = time.monotonic() + 120
     while True:
@@ -69,9 +61,9 @@ def blocks_of(dump: str) -> dict[int, set[int]]:
     """Return the blocks of each worker in the indexer's dump."""
     found: dict[int, set[int]] = {worker: set() for worker in range(NUM_WORKERS)}
     for model in json.loads(dump).values():
-        for told in model["events"]:
-            blocks = told["event"]["data"]["stored"]["blocks"]
-            found[told["worker_id"] - 1].update(block["block_hash"] for block in blocks)
+        for event in model["events"]:
+            blocks = event["event"]["data"]["stored"]["blocks"]
+            found[event["worker_id"] - 1].update(block["block_hash"] for block in blocks)
     return found
 
 
@@ -140,9 +132,7 @@ def main() -> None:
     parser.add_argument("--oracle", required=True, metavar="PYTHON", help="A Python with ai-dynamo.")
     parser.add_argument("--requests", type=int, default=400)
     arguments = parser.parse_args()
-    if "KVARTS_IN_NAMESPACE" not in os.environ:
-        command = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, *sys.argv]
-        sys.exit(subprocess.run(command, env={**os.environ, "KVARTS_IN_NAMESPACE": "1"}, check=False).returncode)
+    enter_own_network()
     run(arguments)
 
 

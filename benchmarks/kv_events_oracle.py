@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +29,7 @@ from typing import Any, cast
 
 import zmq
 
+from dynamo_indexer import call, enter_own_network
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.executor.cost import LinearCost
 from kvarts.keys import BlockKeys
@@ -76,11 +75,7 @@ class Indexer:
                 return
 
     def call(self, path: str, body: Any = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text: str = answer.read().decode()
-            return text
+        return call(PORT, path, body)
 
     def register(self, endpoint: str) -> None:
         body = {"instance_id": 1, "endpoint": endpoint, "replay_endpoint": REPLAY, "model_name": "m", "dp_rank": 0}
@@ -346,9 +341,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=400)
     parser.add_argument("--log", default="indexer.log", help="Where the indexer's log goes.")
     arguments = parser.parse_args()
-    if "KVARTS_IN_NAMESPACE" not in os.environ:
-        command = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, *sys.argv]
-        sys.exit(subprocess.run(command, env={**os.environ, "KVARTS_IN_NAMESPACE": "1"}, check=False).returncode)
+    enter_own_network()
     run(arguments)
 
 
