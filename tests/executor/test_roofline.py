@@ -28,9 +28,9 @@ MODELS += ["gemma-4-26b-a4b", "gemma-3n-e4b", "qwen3-next-80b-a3b", "llama-4-mav
 rooflines = st.builds(
     RooflineCost,
     llm=st.sampled_from(MODELS),
-    device=st.sampled_from(["h100-80gb", "rtx-4090", "mi300x"]),
+    device=st.sampled_from(["h100-80gb", "rtx-4090", "mi300x", "b200-180gb", "a100-80gb"]),
     tensor_parallel=st.sampled_from([1, 2, 8]),
-    weight_dtype=st.sampled_from([None, None, "fp8"]),
+    weight_dtype=st.sampled_from([None, None, "fp8", "fp8-block", "nvfp4"]),
     kv_dtype=st.sampled_from([None, "fp8"]),
     compute_efficiency=st.floats(0.1, 1.0),
     bandwidth_efficiency=st.floats(0.1, 1.0),
@@ -55,6 +55,7 @@ rooflines = st.builds(
     eager_expert_layer_us=st.sampled_from([0.0, 500.0]),
     attention_compute=st.floats(0.3, 1.1),
     sparse_layer_us=st.floats(0.0, 100.0),
+    quantize_us=st.floats(0.0, 20.0),
     separate_passes=st.booleans(),
 )
 rooflines = rooflines.flatmap(
@@ -111,12 +112,13 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
     device, ways, ranks = cost.hardware, cost.tensor_parallel, cost.num_ranks
     link = device.link_bytes_per_s * cost.coefficient("link_efficiency")
     bits = {"bfloat16": 16.0, "fp8-block": 8 + 32 / 128**2, "mxfp4": 4.25, "fp8": 8.0, "int4-block": 4 + 20 / 128}
+    bits["nvfp4"] = 4.5
     bandwidth = device.bandwidth_bytes_per_s
 
     def flops(dtype: str) -> float:
-        unit = {"fp8-block": "fp8", "fp8": "fp8"}.get(dtype, "bfloat16")
+        unit = {"fp8-block": "fp8", "fp8": "fp8", "nvfp4": "nvfp4"}.get(dtype, "bfloat16")
         share = {16: 1.0, 8: cost.fp8_compute, 4: cost.fp4_compute}[int(bits[dtype])]
-        return device.tflops[unit] * 1e12 * cost.compute_efficiency * share
+        return device.tflops.get(unit, device.tflops["bfloat16"]) * 1e12 * cost.compute_efficiency * share
 
     def read_bytes_per_s(dtype: str) -> float:
         share = {16: 1.0, 8: cost.fp8_bandwidth, 4: cost.fp4_bandwidth}[int(bits[dtype])]
@@ -216,6 +218,13 @@ def naive_pass_ms(cost: RooflineCost, *batches: Batch) -> float:
         if experts is not None and layer >= geometry.num_layers - experts.num_layers:
             layers += cost.expert_layer_us
             launched += cost.eager_expert_layer_us
+        # Inputs are quantized where products are native and each block has its own scale: before the matrices of
+        # queries, keys and values, of attention's output, and before both of feed-forward.
+        native = [("fp8-block", "fp8"), ("nvfp4", "nvfp4")]
+        quantizes = [dtype for dtype, unit in native if unit in device.tflops]
+        in_experts = experts is not None and layer >= geometry.num_layers - experts.num_layers
+        for dtype in 2 * [geometry.weight_dtype] + 2 * [geometry.expert_dtype if in_experts else geometry.weight_dtype]:
+            layers += cost.quantize_us if dtype in quantizes else 0.0
         is_expert = experts is not None and layer >= geometry.num_layers - experts.num_layers
         if ways > 1:
             exchanged += largest / parts * activation * 2 * (ways - 1) / ways / link + constant
@@ -404,3 +413,21 @@ def test_a_cost_file_that_is_none(tmp_path: Any, text: str, says: str) -> None:
 def test_one_device_more_needs_a_link() -> None:
     with pytest.raises(ConfigError, match="has no link"):
         RooflineCost(llm="qwen3-0.6b", device="cpu:cores=2", tensor_parallel=2)
+
+
+def test_only_native_products_with_a_scale_per_block_quantize_their_inputs() -> None:
+    def counted(llm: str, device: str, weight_dtype: str | None) -> int:
+        return RooflineCost(llm=llm, device=device, weight_dtype=weight_dtype).parts.num_quantized
+
+    assert counted("llama-3.1-8b", "b200-180gb", "nvfp4") == 4 * 32
+    assert counted("llama-3.1-8b", "h100-80gb", "nvfp4") == 0  # expanded to 16 bits
+    assert counted("llama-3.1-8b", "h100-80gb", "fp8") == 0  # one scale per matrix
+    assert counted("llama-3.1-8b", "a100-80gb", "fp8-block") == 0
+    assert counted("qwen3-30b-a3b", "h100-80gb", "fp8-block") == 4 * 48
+    assert counted("gpt-oss-120b", "b200-180gb", None) == 0
+    cost = RooflineCost(llm="llama-3.1-8b", device="h100-80gb", weight_dtype="fp8-block")
+    assert "quantize_us" in cost.active_coefficients
+    assert "quantize_us" not in RooflineCost(llm="llama-3.1-8b", device="h100-80gb").active_coefficients
+    slower = msgspec.structs.replace(cost, quantize_us=cost.quantize_us + 1.0)
+    step = Batch((), 8, 8000, 1)
+    assert slower.step_ns(step) - cost.step_ns(step) == pytest.approx(4 * 32 * 1000, abs=2)

@@ -51,6 +51,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "fp4_bandwidth": (0.3, 1.2),
     "attention_compute": (0.1, 1.2),
     "sparse_layer_us": (1.0, 500.0),
+    "quantize_us": (0.1, 100.0),
 }
 OF_STEPS = COEFFICIENTS[:8]
 """Constants fitted to recorded steps of one model."""

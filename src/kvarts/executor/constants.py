@@ -38,6 +38,7 @@ COEFFICIENTS = (
     "fp4_bandwidth",
     "attention_compute",
     "sparse_layer_us",
+    "quantize_us",
 )
 """The names of all constants. `RooflineCost.active_coefficients` lists those that a step's time depends on."""
 

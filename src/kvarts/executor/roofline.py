@@ -60,7 +60,8 @@ class RooflineCost(
     all-reduce; `exchange_us`: the constant time of a gather or a scatter of all ranks' tokens. The defaults of these
     three depend on the kind of link. `step_us`: constant time per step, in microseconds; `layer_us`: per layer;
     `expert_layer_us`: extra per layer with experts; `sparse_layer_us`: extra per layer with an indexer of sparse
-    attention; `sequence_us`: per sequence. The defaults are the constants that ship (constants.py); `kvarts calibrate`
+    attention; `quantize_us`: extra per matrix whose input is quantized in blocks;
+    `sequence_us`: per sequence. The defaults are the constants that ship (constants.py); `kvarts calibrate`
     fits them.
 
     Arithmetic: 2 operations per token and matrix element; attention: 4 per token, head, element of the head and token
@@ -118,6 +119,7 @@ class RooflineCost(
     eager_expert_layer_us: float = _shipped("eager_expert_layer_us")
     attention_compute: float = _shipped("attention_compute")
     sparse_layer_us: float = _shipped("sparse_layer_us")
+    quantize_us: float = _shipped("quantize_us")
     separate_passes: bool = False
     speculative_tokens: int = 0
     acceptance: tuple[float, ...] = ()
@@ -233,6 +235,8 @@ class RooflineCost(
             unused.add("exchange_us")
         if geometry.sparse is None:
             unused.add("sparse_layer_us")
+        if not self.parts.num_quantized:
+            unused.add("quantize_us")
         unused |= {f"{narrow}{what}" for narrow in ("fp8", "fp4") if narrow not in formats for what in SHARES[1:]}
         return tuple(name for name in COEFFICIENTS if name not in unused)
 

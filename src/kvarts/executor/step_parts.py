@@ -25,7 +25,7 @@ class StepParts:
     """The constants of a RooflineCost, in milliseconds, and the durations of the parts of a step."""
 
     def __init__(self, cost: RooflineCost) -> None:
-        from kvarts.hardware.dtypes import dtype_bits
+        from kvarts.hardware.dtypes import dtype_bits, flops_dtype, has_block_scales
         from kvarts.hardware.fit import local_layer_bytes_per_token
 
         geometry, device, ways = cost.geometry, cost.hardware, cost.tensor_parallel
@@ -52,6 +52,16 @@ class StepParts:
         layers_us = geometry.num_layers * cost.layer_us + expert_layers * cost.expert_layer_us
         if geometry.sparse is not None:
             layers_us += geometry.sparse.num_indexers * cost.sparse_layer_us
+        scaled = {
+            dtype: has_block_scales(dtype) and flops_dtype(dtype) in device.tflops
+            for dtype in (geometry.weight_dtype, geometry.expert_dtype)
+        }
+        num_dense = 4 * geometry.num_layers - 2 * expert_layers
+        self.num_quantized = (
+            num_dense * scaled[geometry.weight_dtype] + 2 * expert_layers * scaled[geometry.expert_dtype]
+        )
+        """Matrices whose inputs are quantized at run time: those of attention, and two of feed-forward, per layer."""
+        layers_us += self.num_quantized * cost.quantize_us
         self.step_ms = (cost.step_us + layers_us) / 1e3
         self._launch_ms = 0.0 if device.is_cpu else launch_us / 1e3
         """The time that a step without a CUDA graph takes longer."""

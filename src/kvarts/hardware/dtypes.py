@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from kvarts.errors import ConfigError
 
-__all__ = ["dtype_bits", "flops_dtype"]
+__all__ = ["dtype_bits", "flops_dtype", "has_block_scales"]
 
 # int4-block: 16 bits of scale and 4 of zero point per 128, as in GPTQ and AWQ. nvfp4: 8 bits of scale per 16.
 # mxfp4: 4 bits per number and 8 bits of scale per 32. fp8 in blocks: 32 bits of scale per 128 by 128.
@@ -43,3 +43,13 @@ def flops_dtype(name: str) -> str:
     if name == "fp8-block":
         return "fp8"
     return name if name in ("float32", "fp8", "int8", "nvfp4") else "bfloat16"
+
+
+def has_block_scales(name: str) -> bool:
+    """Return whether a native product in this format quantizes its input at run time: one scale per block of numbers.
+
+    A block's scale is known only once its numbers are, so that a kernel of its own computes them before each product
+    (vLLM's per_token_group_quant_fp8 and scaled_fp4_quant). fp8 with one static scale per matrix is quantized within
+    the kernel before it. Formats that are expanded to 16 bits leave their inputs as they are.
+    """
+    return name in ("fp8-block", "nvfp4")

@@ -525,6 +525,7 @@ LATER_FIELDS = (
     "eager_expert_layer_us",
     "attention_compute",
     "sparse_layer_us",
+    "quantize_us",
 )
 """Fields of a RooflineCost that a report names only where they differ from their defaults."""
 
