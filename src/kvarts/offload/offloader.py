@@ -4,6 +4,18 @@ The scheduler looks up how much of a prompt is in lower tiers (`lookup`), loads 
 pages (`plan_stores`). Pages that have arrived in a tier are spilled: copied to the next, so that they are still below
 when they are evicted. Transfers end when every worker has reported them, or, in virtual time, when their channel is
 done. Their source and target are held from their beginning to their end, even if their request is cancelled.
+
+An example: a prompt of three pages on a device of three, above a host tier of four. A page takes 1 ms to the host and
+0.5 ms back:
+
+    ms          0          1            4           ...          10           11.5
+    request     computes   gone                     another      the same prompt again
+    channels               store ------ end                      load ------- end
+    device      3 used     3 held       3 cached    evicted      3 held       3 found
+    host                   3 coming     3 found     3 found      3 pinned     3 found
+
+The request is gone at 1 ms, and its pages stay in use until the store ends: `plan_stores` began it in the step after
+the one that computed them. At 10 ms `lookup` offers three pages, and pins them; `start_load` returns 11.5 ms.
 """
 
 from __future__ import annotations
