@@ -85,7 +85,7 @@ def soak_command(
     """
     from kvarts.session.soak.page import render_soak_page
     from kvarts.session.soak.record import load_record, write_record
-    from kvarts.session.soak.verdict import judge_soak
+    from kvarts.session.soak.rules import judge_soak
 
     timeline = values.get("kv_timeline")
     if timeline is not None and not virtual:
