@@ -1,7 +1,7 @@
 """Command-line options, generated from settings, and the settings that were given by them.
 
-No type of a path looks at the file system. `kvarts.files` reports paths that cannot be read or written, with the library's exit
-codes and messages.
+No type of a path looks at the file system. `kvarts.files` reports paths that cannot be read or written, with the
+library's exit codes and messages.
 """
 
 from __future__ import annotations
