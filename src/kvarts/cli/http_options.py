@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from kvarts.cli.options import GroupedOption
-from kvarts.cli.paths import INPUT, OUTPUT
+from kvarts.cli.options import INPUT, OUTPUT, GroupedOption
 from kvarts.cli.process import give_back_memory
 from kvarts.errors import ConfigError
 from kvarts.files import check_writable, is_replaceable

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.http_options import need_http, say
-from kvarts.cli.options import GroupedOption
-from kvarts.cli.paths import DIRECTORY
+from kvarts.cli.options import DIRECTORY, GroupedOption
 from kvarts.cli.sessions import WINDOW, Door
 from kvarts.combines import why_not
 from kvarts.errors import ConfigError

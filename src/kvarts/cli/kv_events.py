@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvarts.event_log import EventReader
     from kvarts.report.report import Report
     from kvarts.serve.kv_events.config import KvEventsConfig
-    from kvarts.serve.kv_events.opening import KvEvents
+    from kvarts.serve.kv_events.publisher import KvEvents
     from kvarts.sim.config import ReplayConfig
 
 __all__ = ["PART", "Publishing", "publishing_of"]
@@ -75,7 +75,7 @@ def server_readers(
         if config is None:
             return []
         from kvarts.serve.kv_events.batches import MAX_WAITING
-        from kvarts.serve.kv_events.opening import open_kv_events
+        from kvarts.serve.kv_events.publisher import open_kv_events
 
         of_model = config.for_model(name, len(sources))
         if name in kv_groups:
@@ -216,7 +216,7 @@ class Publishing:
     @contextmanager
     def open(self) -> Iterator[Callable[[int, ReplayConfig], EventReader]]:
         """Yield a function that returns the publisher of an engine's events, by its number and configuration."""
-        from kvarts.serve.kv_events.opening import open_kv_events
+        from kvarts.serve.kv_events.publisher import open_kv_events
 
         with ExitStack() as stack:
             opened: dict[int, KvEvents] = {}

@@ -25,9 +25,8 @@ from kvarts.cli.http_options import (
     need_http,
     serve_http,
 )
-from kvarts.cli.options import Command, GroupedOption, given_by_flags, options_of
-from kvarts.cli.paths import INPUT
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.options import INPUT, Command, GroupedOption, given_by_flags, options_of
+from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.replay import all_sections
 from kvarts.errors import ConfigError, MissingFileError
 from kvarts.rooms import from_room

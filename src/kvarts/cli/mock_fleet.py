@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvarts.cli.http_sessions import GIVEN as SESSION_OPTIONS
-from kvarts.cli.options import GroupedOption
-from kvarts.cli.paths import INPUT
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.options import INPUT, GroupedOption
+from kvarts.cli.process import tell_whole_pages
 from kvarts.combines import check_combination
 from kvarts.errors import ConfigError
 

@@ -13,11 +13,11 @@ from kvarts.cli.effects import check_effects
 from kvarts.cli.options import Command, given_by_flags, grouped, options_of
 from kvarts.cli.pages import check_opening, open_option, write_run_page
 from kvarts.cli.parts import CommandPart, Outputs, ReplayRun, concern_parts, load_parts
-from kvarts.cli.printing import tell_whole_pages
+from kvarts.cli.process import tell_whole_pages
 from kvarts.cli.progress import Progress
 from kvarts.cli.sample import load_traffic, over_sample_settings
 from kvarts.files import check_outputs
-from kvarts.report.run_files import REPORT
+from kvarts.report.run_directory import REPORT
 from kvarts.settings import Given, Section, given_in
 from kvarts.sim.config import SECTIONS, resolve_replay
 from kvarts.traffic.settings import SECTION as TRAFFIC
@@ -25,7 +25,7 @@ from kvarts.traffic.settings import SECTION as TRAFFIC
 if TYPE_CHECKING:
     from kvarts.traffic.trace import Trace
 
-from kvarts.cli.paths import DERIVED, DIRECTORY, INPUT
+from kvarts.cli.options import DERIVED, DIRECTORY, INPUT
 
 __all__ = [
     "OWN_SECTIONS",

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.options import Command, Group
-from kvarts.cli.paths import INPUT, OUTPUT
-from kvarts.cli.printing import print_bytes, print_json
+from kvarts.cli.options import INPUT, OUTPUT, Command, Group
+from kvarts.cli.process import print_bytes, print_json
 from kvarts.cli.progress import Progress
 from kvarts.errors import ConfigError
 from kvarts.samples import PREFIX, SAMPLES

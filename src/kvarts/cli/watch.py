@@ -15,10 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvarts.cli.options import Command, grouped
-from kvarts.cli.paths import OUTPUT
-from kvarts.cli.printing import print_bytes, print_json
-from kvarts.cli.process import give_back_memory
+from kvarts.cli.options import OUTPUT, Command, grouped
+from kvarts.cli.process import give_back_memory, print_bytes, print_json
 from kvarts.errors import ConfigError
 from kvarts.files import (
     check_writable,

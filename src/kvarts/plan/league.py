@@ -17,9 +17,8 @@ from kvarts.kv.pool import CountPool
 from kvarts.kv.tree import PrefixTree
 from kvarts.plan import queues
 from kvarts.plan.cache import CachePlan
-from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder
+from kvarts.plan.hinted import HintedOrder, SoonestReturnOrder, finishing
 from kvarts.plan.replays import share_kept
-from kvarts.plan.sessions import finishing
 from kvarts.plan.weighted import AutoOrder
 from kvarts.rooms import code_named
 from kvarts.sim.config import ReplayConfig

@@ -12,7 +12,7 @@ from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.plan.cache import CachePlan
 from kvarts.plan.latency import LatencyPlan
-from kvarts.plan.lead import lead
+from kvarts.plan.tables import lead
 from kvarts.plan.tiers import PricedTier, TiersPlan, best_buy, prefill_s_per_token
 from kvarts.report.advice import as_size
 from kvarts.settings import SettingError
@@ -98,8 +98,7 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the tables that `kvarts plan` prints, with a line end."""
-        from kvarts.plan.fleet_tables import render_fleets
-        from kvarts.plan.tables import render
+        from kvarts.plan.tables import render, render_fleets
 
         return render_fleets(self.values) if "fleets" in self.values else render(self.values)
 

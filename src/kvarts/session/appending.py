@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvarts.content import UNIT_BYTES
-from kvarts.session.errors import SessionNotReadyError
 from kvarts.session.history import Histories
 from kvarts.session.session import Session
 from kvarts.session.table import SessionTable
+from kvarts.session.values import SessionNotReadyError
 
 __all__ = ["Appending"]
 

@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from kvarts.directories import make_private
 from kvarts.errors import ConfigError, KvartsError, OutputError
-from kvarts.session.errors import SessionValueError
-from kvarts.session.history_file import HistoryFile
-from kvarts.session.history_tables import HistoryTables
+from kvarts.session.history_file import HistoryFile, HistoryTables
 from kvarts.session.stored import EndReason, StoredSession, Tombstone, Usage
+from kvarts.session.values import SessionValueError
 
 __all__ = ["FILE_NAME", "Append", "Histories"]
 

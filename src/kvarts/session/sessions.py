@@ -21,16 +21,23 @@ from kvarts.owners.shares import owner_of
 from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.session.appending import Appending
-from kvarts.session.errors import SessionBusyError, SessionNotReadyError, SessionValueError
 from kvarts.session.exclusive import Exclusive
-from kvarts.session.generation import AppendTurn, GenerationTurn
+from kvarts.session.generation import AppendTurn, GenerationTurn, UpdateStream
 from kvarts.session.keeper import Keeper, usage_of
 from kvarts.session.session import Session
 from kvarts.session.stored import EndReason
-from kvarts.session.streams import UpdateStream
 from kvarts.session.table import SessionTable
 from kvarts.session.turns import Turns
-from kvarts.session.values import Done, SessionCounts, SessionInfo, SessionSettings, Update
+from kvarts.session.values import (
+    Done,
+    SessionBusyError,
+    SessionCounts,
+    SessionInfo,
+    SessionNotReadyError,
+    SessionSettings,
+    SessionValueError,
+    Update,
+)
 
 __all__ = ["Sessions", "TurnUnderWay", "settled"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvarts.traffic.agentic import agentic_lines
+from kvarts.traffic.dynamo import agentic_lines
 from kvarts.traffic.trace import Trace, spell
 from kvarts.traffic.trace_request import Units
 

@@ -12,11 +12,10 @@ import msgspec
 
 from kvarts.errors import InputError
 from kvarts.verify.chunk import Recording, RowChunk, is_count
-from kvarts.verify.limits import TimelineLimits
+from kvarts.verify.order_rules import Schema
 from kvarts.verify.reader import BodyRecording, TextRecording, open_recording
-from kvarts.verify.rule import RuleResult, TimelineRule, Violation
+from kvarts.verify.rule import RuleResult, TimelineLimits, TimelineRule, Violation
 from kvarts.verify.rules import make_rules
-from kvarts.verify.schema import Schema
 
 __all__ = ["RuleResult", "TimelineLimits", "Verdict", "Violation", "verify", "verify_file"]
 

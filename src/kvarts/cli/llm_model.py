@@ -1,8 +1,9 @@
-"""`kvarts model check`."""
+"""`kvarts model check` and `kvarts model tiny`."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,14 +11,16 @@ import msgspec
 
 from kvarts.cli.engine_options import kv_groups_option
 from kvarts.cli.llm import need_torch
-from kvarts.cli.options import Command
-from kvarts.cli.printing import print_json
+from kvarts.cli.options import DIRECTORY, Command
+from kvarts.cli.process import print_json
+from kvarts.directories import new_directory
+from kvarts.files import writing
 from kvarts.limits import MOST_SEED, check_whole
 
 if TYPE_CHECKING:
     from kvarts.llm.check import ModelCheck
 
-__all__ = ["check_command"]
+__all__ = ["check_command", "tiny_command"]
 
 EXIT_DIFFERENT = 5
 
@@ -130,3 +133,25 @@ def _print_lines(model: str, check: ModelCheck) -> None:
     rows.append(("verdict", exact if check.is_exact else "DIFFERENT"))
     for name, text in rows:
         click.echo(f"{name:<12}{text}")
+
+
+@click.command("tiny", cls=Command)
+@click.argument("directory", type=DIRECTORY)
+@click.option("--family", metavar="NAME", default="qwen3", show_default=True,
+              help="qwen3, llama, mistral (sliding window), gemma2 (soft caps), gemma3 (mixed windows) "
+                   "or qwen3-next (layers with a state, which need --kv-groups).")  # fmt: skip
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the weights.")
+def tiny_command(directory: Path, family: str, seed: int) -> None:
+    """Write a small model with random weights and a byte tokenizer to DIRECTORY, new or empty.
+
+    Its output is meaningless. Use it to try things out: `kvarts generate --model DIRECTORY --prompt hello`.
+    """
+    need_torch()
+    from kvarts.executor.torch.tiny import write_tiny
+
+    check_whole(seed, "seed", least=0, most=MOST_SEED)
+    with writing(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    with new_directory(directory, last="config.json") as folder:
+        write_tiny(family, folder, seed=seed)
+    click.echo(f"kvarts: a small {family} model is in {directory}", err=True)
