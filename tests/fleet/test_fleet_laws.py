@@ -62,10 +62,10 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 
 
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
-    """Settings with which a store can be: whole pages that are stored at once, on channels of their own."""
+    """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone = {"bus": None, "copy_slowdown": 0.0}
-    return {"offload": structs.replace(offload, policy="eager", **alone)}
+    return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}
 
 
 @st.composite
