@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvarts.content import UNIT_BYTES
 from kvarts.limits import LATEST_NS
-from kvarts.traffic.mooncake_request import MooncakeRow
+from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.trace_request import TraceRequest
 
 if TYPE_CHECKING:
