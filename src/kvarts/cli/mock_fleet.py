@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvarts.cli.http_sessions import GIVEN as SESSION_OPTIONS
+from kvarts.cli import (
+    http_sessions,
+)
 from kvarts.cli.options import INPUT, GroupedOption
 from kvarts.cli.process import tell_whole_pages
 from kvarts.combines import check_combination
@@ -76,9 +78,7 @@ def open_if_given(
         **({"several": "--model"} if given.names("models") else {}),
     }
     check_combination(asked)
-    for name in SESSION_OPTIONS:
-        if params.get(name) is not None:
-            check_combination({"sessions": name, "fleet": "fleet"})
+    http_sessions.check_options_beside({"fleet": "fleet"}, params)
     from kvarts.cli.fleet import with_eviction
 
     config = with_eviction(resolve_fleet(given, sections), given, None)
