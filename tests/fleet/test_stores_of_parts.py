@@ -45,7 +45,7 @@ def stores(draw: st.DrawFn) -> StoreSettings:
 @st.composite
 def above(draw: st.DrawFn) -> dict[str, Any]:
     """KV groups, and what is between devices and store."""
-    settings = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
+    settings: dict[str, Any] = {"kv_groups": draw(st.sampled_from(["all", "tails"])), "groups": draw(part_groups())}
     if draw(st.booleans()):
         offload = draw(tiers_below(of_groups=True))
         swaps = draw(st.sampled_from(["swap", "recompute"]))
@@ -113,7 +113,8 @@ def test_nothing_is_computed_again_that_any_worker_has_computed(
 
     def replayed() -> FleetReport:
         pool = PoolConfig(role="mixed", each=case.config(audit=True, **small))
-        return replay(case.trace(), FleetConfig(pools=(pool,), store=AT_ONCE))
+        report: FleetReport = replay(case.trace(), FleetConfig(pools=(pool,), store=AT_ONCE))
+        return report
 
     is_done = replayed().request_columns["status"] != REJECTED
     case.rows = [row for row, done in zip(case.rows, is_done, strict=True) if done]
@@ -168,9 +169,9 @@ def test_a_request_does_not_wait_for_a_write_that_takes_longer_than_computing() 
 
 def test_pools_that_divide_pages_into_other_parts_share_no_store() -> None:
     case = Case([Row(0, [1], 1, 1, None, 0, None)], 1, 10, 20, 64, 8, "default", 1)
-    pools = tuple(
-        PoolConfig(role=role, each=case.config(kv_groups=keeps, groups=FULL_AND_WINDOW if keeps != "off" else ()))
-        for role, keeps in (("prefill", "all"), ("decode", "off"))
+    pools = (
+        PoolConfig(role="prefill", each=case.config(kv_groups="all", groups=FULL_AND_WINDOW)),
+        PoolConfig(role="decode", each=case.config()),
     )
     with pytest.raises(SettingError, match="different parts"):
         FleetConfig(pools=pools, store=A_BLOCK_IN_A_MS)

@@ -38,7 +38,7 @@ class StoreMachine(TieredMachine):
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
     )
-    def build(  # type: ignore[override]
+    def build(
         self,
         first: PartGroup,
         others: list[PartGroup],
