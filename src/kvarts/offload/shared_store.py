@@ -61,13 +61,13 @@ class Write:
         self.waiting: list[int] = []
 
 
-class ViewOfStore(Protocol):
+class WritingView(Protocol):
     """The store as a tier of one engine. `unsent`: writes that no transfer carries yet."""
 
     unsent: list[Write]
 
 
-ViewT = TypeVar("ViewT", bound=ViewOfStore)
+ViewT = TypeVar("ViewT", bound=WritingView)
 
 
 class Shared(Generic[ViewT]):
@@ -306,7 +306,7 @@ class StoreChannel(Channel):
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
         self.tiers: Offloader[Any]
-        self.view: ViewOfStore | None = None
+        self.view: WritingView | None = None
         """The tier whose writes it carries."""
 
     def wait_ns(self, now_ns: int) -> int:

@@ -301,8 +301,11 @@ class MemoryTier:
             return False
         store.is_open = False
         assert isinstance(store.ticket, Placement)
-        self.index.settle(store.ticket, is_stored=is_stored)
+        self._note_ended(store, self.index.settle(store.ticket, is_stored=is_stored))
         return True
+
+    def _note_ended(self, store: TierStore, here: list[tuple[int, int]]) -> None:
+        """Take note that a store has ended, of which the pages `here` can be found."""
 
     def prepare_load(self, holder: int, num_pages: int | None = None, num_front: int = 0) -> TierLoad:
         """Begin to load the next `num_pages` pages that were offered to `holder` after the first `num_front`."""

@@ -150,6 +150,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
     has_host=st.booleans(),
     has_store=st.booleans(),
     staleness_ms=st.sampled_from([0.0, 0.0, 0.7]),
+    groups=st.one_of(st.just(()), part_groups()),
 )
 def test_failures_tiers_and_a_store_change_nothing_of_that(
     sent: list[Sent],
@@ -159,9 +160,10 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     has_host: bool,
     has_store: bool,
     staleness_ms: float,
+    groups: tuple[PartGroup, ...],
 ) -> None:
-    settings: dict[str, Any] = {}
-    if staleness_ms:
+    settings: dict[str, Any] = {"groups": groups, "kv_groups": "all"} if groups else {}
+    if staleness_ms and not groups:
         router, settings["routing"] = "llm-d", Routing(staleness=f"{staleness_ms}ms")
     if has_host:
         settings["offload"] = OffloadConfig(host_pages=30, policy="eager")
