@@ -127,6 +127,23 @@ class FleetDriver(Moves):
             self._advance(next_ns)
             self.run_until(until_ns)
 
+    def next_idle_ns(self) -> int:
+        """Return when `idle_until` does something next, if no request is in the fleet; NEVER_NS if it will not."""
+        times = [self._tick_ns, *(pool.next_ready_ns() for pool in self._pools)] if self._scaler is not None else []
+        return min((each for each in times if each is not None), default=NEVER_NS)
+
+    def release_gone(self) -> list[int]:
+        """Release the memory of workers that a scaler has taken away and that are at rest; return their numbers."""
+        released = []
+        for pool in self._pools:
+            for worker in [each for each in pool.gone if each.is_at_rest]:
+                self._roused.discard(worker.index)
+                self.workers[worker.index] = pool.release(worker)
+                if self._store is not None:
+                    self._store.store.leave(worker.index)
+                released.append(worker.index)
+        return released
+
     def _advance(self, now_ns: int) -> None:
         """Carry out everything that happens at `now_ns`, which is next."""
         self.now_ns = now_ns

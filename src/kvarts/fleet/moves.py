@@ -90,6 +90,9 @@ class SharedPages(Protocol):
     def take_waited_for(self) -> list[tuple[int, int]]:
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
 
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone."""
+
 
 class StoreUse:
     """A store that workers share, and their links to it."""
@@ -250,7 +253,7 @@ class Moves:
             if handoff.is_held:
                 self._actions.append((self._release, handoff))
             what = "is down" if worker.is_down else "was taken away"
-            self._refuse(handoff, worker.index, f"worker {worker.index} {what}", FAILED)
+            self._refuse(handoff, handoff.placed, f"worker {handoff.placed} {what}", FAILED)
             return
         holder = None if handoff.fetches is None else self._left.pop(handoff.fetches, None)
         if holder is not None and holder.is_held:

@@ -82,6 +82,10 @@ class SharedStore:
         waited_for, self._waited_for = self._waited_for, []
         return waited_for
 
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone; what it has stored stays."""
+        self.views[worker].listen(None, None)
+
     def end_write(self, placement: Placement, *, is_stored: bool) -> None:
         """Record that a write has ended, or failed, or was given up, which ends its transfer."""
         write = self.writes.pop(placement)
