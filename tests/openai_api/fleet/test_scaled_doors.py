@@ -1,9 +1,8 @@
-"""Workers that a scaler adds to a fleet of mocks: each has a door, metrics and KV events of its own, until it leaves."""
+"""Workers that a scaler adds to a fleet of mocks: each has a door, metrics and KV events until it leaves."""
 
 from __future__ import annotations
 
 import gc
-import os
 import re
 import threading
 import time
@@ -83,7 +82,7 @@ def test_two_hundred_workers_come_and_go_and_nothing_grows() -> None:
         def known() -> tuple[int, int, int, int]:
             """Return the workers that have come, and the objects, files and threads now."""
             gc.collect()
-            num_files, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+            num_files, num_threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
             return len(live.workers), len(gc.get_objects()), num_files, num_threads
 
         def num_apps() -> int:
