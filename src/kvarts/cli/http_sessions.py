@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ def server_options() -> list[click.Option]:
     ]  # fmt: skip
 
 
-def check_options_beside(other: dict[str, str], values: dict[str, Any]) -> None:
+def check_options_beside(other: dict[str, str], values: Mapping[str, Any]) -> None:
     """Raise ConfigError if an option of sessions is given that does not combine with `other`, as in combines.py."""
     for name in GIVEN:
         if values.get(name) is not None:

@@ -104,6 +104,10 @@ class Shared(Generic[ViewT]):
         waited_for, self._waited_for = self._waited_for, []
         return waited_for
 
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone; what it has stored stays."""
+        raise NotImplementedError
+
     def end_write(self, ticket: object, *, is_stored: bool) -> None:
         """Record that a write has ended, or failed, or was given up, which ends its transfer."""
         write = self.writes.pop(ticket)
@@ -158,6 +162,10 @@ class SharedStore(Shared["StoreView"]):
     def num_refused(self) -> int:
         """Pages that were to be stored and found no room."""
         return self.index.num_refused
+
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone."""
+        self.views[worker].listen(None, None)
 
     def _on_stored(self, run: TierRun) -> None:
         parent = run.parent

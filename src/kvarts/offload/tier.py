@@ -180,6 +180,8 @@ class MemoryTier:
         self.lose = self.index.lose
         self.vacate = self.index.vacate
         self._pins: dict[int, _Pin] = {}
+        self.num_guests = 0
+        """Pins of other engines, which read pages from here."""
 
     def listen(self, on_stored: OnStored | None, on_removed: OnRemoved | None) -> None:
         """Set the callbacks for runs that become findable or stop being findable."""
@@ -214,7 +216,7 @@ class MemoryTier:
     @property
     def has_offers(self) -> bool:
         """Whether pages are pinned because `lookup` returned them."""
-        return bool(self._pins)
+        return bool(self._pins) or self.num_guests > 0
 
     def is_stored(self, store: TierStore) -> bool:
         """Return whether all pages of a completed store are here."""
