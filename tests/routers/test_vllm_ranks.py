@@ -1,4 +1,4 @@
-"""The router `vllm-ranks`, and the one of groups in lock step, against vLLM's rule, computed from what happened so far."""
+"""The router `vllm-ranks`, and that of groups in lock step, against vLLM's rule, computed from all that happened."""
 
 from __future__ import annotations
 

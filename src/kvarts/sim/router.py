@@ -122,8 +122,11 @@ class Router(Protocol):
 class RoutingSettings(Protocol):
     """Settings of a router's knowledge of its workers."""
 
-    def check(self, router: str | RouterMaker) -> None:
-        """Raise ConfigError if `router` is not a policy, or if a setting would not affect it."""
+    def check(self, router: str | RouterMaker, *, has_pages: bool) -> None:
+        """Raise ConfigError if `router` is not a policy, or if a setting would not affect it.
+
+        `has_pages`: whether workers have cached pages to report.
+        """
 
     def open(
         self,
