@@ -55,21 +55,22 @@ def test_groups_in_turn_choose_as_front_ends_of_their_own(num_groups: int, num_r
     assert {each.staleness_ns for each in alone} == {together.staleness_ns}
     in_flight: list[int] = []
     for index in range(data.draw(st.integers(1, 30))):
-        if data.draw(st.booleans()):
+        has_reports, has_end = data.draw(st.tuples(st.booleans(), st.booleans()))
+        if has_reports:
             for worker in range(num_groups * num_ranks):
                 group, rank = divmod(worker, num_ranks)
                 waiting, running = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
                 usage = data.draw(st.sampled_from([0.0, 0.5, 0.75, 1.0]))
                 together.report(worker, running, waiting, 0, 0, usage)
                 alone[group].report(rank, running, waiting, 0, 0, usage)
-        if in_flight and data.draw(st.booleans()):
+        if in_flight and has_end:
             ended = in_flight.pop()
             together.ended(ended)
             alone[ended % num_groups].ended(ended)
         content = Content.from_tokens([1] * 8, page_size=4, owner=index)
         request = Request(index, content, 4, 4, 0)
         group = index % num_groups
-        rank = alone[group].place(request, None, 0)
-        assert rank is not None
-        assert together.place(request, None, 0) == group * num_ranks + rank
+        chosen = alone[group].place(request, None, 0)
+        assert chosen is not None
+        assert together.place(request, None, 0) == group * num_ranks + chosen
         in_flight.append(index)

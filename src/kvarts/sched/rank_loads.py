@@ -20,7 +20,7 @@ class RankLoads:
     up to four times its waiting requests. The lowest score wins; the first of equal ranks is the one after the first of
     the choice before.
 
-    Owner of what was placed since the last reports, and of the rank at which the next scan starts.
+    Owner of the placements since the last reports, and of the rank at which the next scan starts.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class RankLoads:
         self._start = 0
 
     def forget_placed(self) -> None:
-        """Forget what was placed: new reports count it."""
+        """Forget the placements so far: new reports count them."""
         self._num_placed.clear()
 
     def choose(

@@ -122,7 +122,7 @@ class Router(Protocol):
 class RoutingSettings(Protocol):
     """Settings of a router's knowledge of its workers."""
 
-    def check(self, router: str | RouterMaker, *, has_pages: bool) -> None:
+    def check(self, router: str | RouterMaker, *, has_pages: bool = True) -> None:
         """Raise ConfigError if `router` is not a policy, or if a setting would not affect it.
 
         `has_pages`: whether workers have cached pages to report.
