@@ -101,7 +101,9 @@ def unnamed(seed: int, num_requests: int, prompt_tokens: int, output_tokens: int
 
 @pytest.mark.laws
 @given(
-    st.sampled_from([("qwen3-8b", None), ("gpt-oss-20b", "tails"), ("gemma-3-27b", "all")]),
+    st.sampled_from(
+        [("qwen3-8b", None), ("gpt-oss-20b", "tails"), ("gemma-3-27b", "all"), ("qwen3-next-80b-a3b", "tails")]
+    ),
     st.sampled_from([(60, 500, 700), (40, 2000, 300), (30, 100, 1500)]),
     st.sampled_from([1.2, 2.0, 4.0]),
     st.sampled_from(["eager", "lazy"]),

@@ -108,7 +108,7 @@ class PartLayout(Layout[PartTier]):
         self._cache = cache
         self._parts = cache.parts
         self._policy = policy
-        # What the state of a preempted request needs of the page after it is not a part, and an executor cannot copy it.
+        # The last tokens that a preempted request has computed need not fill a page: an executor could not copy them.
         self._swaps = swaps and not (cache.memory.has_states and with_page_ids)
         self._states = [index for index, group in enumerate(tier.groups) if group.is_state]
         self._num_stored = [0] * len(tier.part_blocks)
