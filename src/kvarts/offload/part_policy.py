@@ -188,7 +188,7 @@ class LazyParts:
 
     def _mark(self, content: Content, group: int, start: int, end: int, *, is_wanted: bool) -> None:
         spans, end = self._cache.tree.walk(content, end)
-        for span in spans:
+        for span in spans if start < end else ():
             for run in tuple(span.parts[group]) if span.end > start else ():
                 if run.start < end and run.end > start:
                     run.cut(max(start, run.start), min(end, run.end)).is_wanted = is_wanted

@@ -185,7 +185,7 @@ class PartTier(RunAccount):
     def drop_from(self, content: Content, page: int) -> None:
         """Drop all parts of `content` from `page` on, which no other content has."""
         spans, end = self._tree.walk(content, 1 << 62)
-        for span in reversed(spans):
+        for span in reversed(spans) if page < end else ():
             self._drop(span, page, end)
 
     def drop_state(self, content: Content, page: int) -> None:
