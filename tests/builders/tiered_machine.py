@@ -94,7 +94,7 @@ class Load:
 class TieredMachine(RuleBasedStateMachine):
     @initialize(
         first=part_groups(("full", "full", "window", "latent", "chunk")),
-        others=st.lists(part_groups(("full", "window", "window", "chunk", "state")), max_size=2),
+        others=st.lists(part_groups(("full", "window", "window", "chunk", "state", "state")), max_size=2),
         page_size=st.integers(1, 3),
         num_blocks=st.sampled_from([8, 12, 20, 40]),
         host_blocks=st.sampled_from([3, 10, 40, 100]),
@@ -190,6 +190,7 @@ class TieredMachine(RuleBasedStateMachine):
             num_blocks * memory.block_bytes,
             keeps_all=memory.keeps == "all",
             below=below,
+            swaps_states=not has_ids,
             idle_room=self.most_bytes,
             swaps=bool(sizes),
         )
@@ -264,7 +265,9 @@ class TieredMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_ids and self.computed())
     @rule(data=st.data())
     def start_decoding(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(self.computed()))
+        self.begin_decoding(data.draw(st.sampled_from(self.computed())))
+
+    def begin_decoding(self, holder: Holder) -> None:
         holder.num_known = len(holder.sequence.tokens)
         self.tokens_of[holder.content.owner] = holder.sequence.tokens
         self.model.settle(holder.sequence)
@@ -277,6 +280,9 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(most_steps=st.integers(1, 8))
     def decode(self, most_steps: int) -> None:
         """As many steps at once as that one by one; what is filled of known tokens ends them."""
+        self.decode_steps(most_steps)
+
+    def decode_steps(self, most_steps: int) -> None:
         decoding = self.decoding()
         due = sum(self.model.missing(holder.sequence, 1) for holder in decoding)
         if due > self.model.free_bytes():
@@ -302,11 +308,36 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stores=st.booleans(), is_cleared=st.booleans())
     def preempt(self, data: st.DataObject, stores: bool, is_cleared: bool) -> None:
         """A decode loses its parts, and may look for them again."""
-        holder = data.draw(st.sampled_from(self.decoding()))
+        self.preempt_one(data.draw(st.sampled_from(self.decoding())), stores=stores, is_cleared=is_cleared)
+
+    @precondition(lambda self: not self.has_ids)
+    @rule(
+        tokens=prompts(),
+        num_steps=st.integers(1, 8),
+        stores=st.sampled_from([True, True, False]),
+        is_cleared=st.booleans(),
+        comes_back=st.booleans(),
+    )
+    def serve_and_preempt(
+        self, tokens: list[int], num_steps: int, stores: bool, is_cleared: bool, comes_back: bool
+    ) -> None:
+        """A whole prompt that decodes, loses its parts, and may look for them again."""
+        num_holders = len(self.holders)
+        self.open(tokens, None, len(tokens), is_end=True)
+        if len(self.holders) > num_holders:
+            holder = self.holders[-1]
+            self.begin_decoding(holder)
+            self.decode_steps(num_steps)
+            self.preempt_one(holder, stores=stores, is_cleared=is_cleared)
+            if comes_back:
+                self.bring_back(holder)
+
+    def preempt_one(self, holder: Holder, *, stores: bool, is_cleared: bool) -> None:
         self.holders.remove(holder)
         assert holder.num_known is not None
         page_size = self.cache.page_size
         self.offloader.begin_step(self.now_ns)  # what was complete before is stored first
+        self.offloader.keep_state(holder.content, holder.sequence.num_tokens, PartHolding(holder.holding))
         self.close_parts(holder.holding, holder.sequence.num_tokens)
         self.offloader.preempted(holder.content, holder.sequence.num_tokens // page_size, PartHolding(holder.holding))
         self.model.preempt(holder.sequence, holder.num_known)
@@ -320,9 +351,14 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_good=st.sampled_from([True, True, False]))
     def come_back(self, data: st.DataObject, is_good: bool) -> None:
         """Go on with what is left of a preempted request: load all that is below, and end it."""
-        holder = self.preempted.pop(data.draw(st.integers(0, len(self.preempted) - 1)))
+        holder = data.draw(st.sampled_from(self.preempted))
+        self.bring_back(holder, None if is_good else data)
+
+    def bring_back(self, holder: Holder, data: st.DataObject | None = None) -> None:
+        """With `data`, not all of a load arrives."""
+        self.preempted.remove(holder)
         tokens, tenant, content = holder.sequence.tokens, holder.sequence.salt, holder.content
-        limit = (holder.sequence.num_tokens - 1) // self.cache.page_size
+        limit = holder.sequence.num_tokens // self.cache.page_size  # it knows one more token than it had computed
         on_device = self.model.hit(tokens, tenant, limit)
         self.num_owners += 1
         offer = self.offloader.lookup(self.num_owners, content, on_device, limit)
@@ -342,8 +378,9 @@ class TieredMachine(RuleBasedStateMachine):
                 load = Load(number, self.num_owners, content, holding, sequence, parts, offer.by_tier)
                 load.num_known = holder.num_known
                 num_parts = load.num_parts
-                self.end_load_as(load, num_parts if is_good else data.draw(st.integers(0, num_parts - 1)))
-                if is_good:
+                self.end_load_as(load, num_parts if data is None else data.draw(st.integers(0, num_parts - 1)))
+                self.resume(holder)
+                if data is None:
                     self.end(self.holders.pop())
         elif on_device:
             self.go_on(holder, on_device)
@@ -355,13 +392,22 @@ class TieredMachine(RuleBasedStateMachine):
         tokens, tenant, content = holder.sequence.tokens, holder.sequence.salt, holder.content
         match = self.parts.match(content, on_device)
         assert match.num_pages == on_device
+        if len(tokens) == on_device * self.cache.page_size:
+            tokens.append(self.model.first_private + self.num_owners)
         sequence = self.model.open(tokens, tenant, on_device, 1)
         if sequence is not None:
             holding = self.parts.begin(content, match)
             self.grow(holding, sequence.num_tokens, is_end=False)
             self.model.note(sequence, is_end=False, num_known=holder.num_known)
+            self.resume(holder)
             self.offloader.begin_step(self.now_ns)
             self.end(Holder(content, holding, sequence, holder.num_known))
+
+    def resume(self, holder: Holder) -> None:
+        """A preempted request has begun again: what was kept of its state is dropped."""
+        if holder.content.swapped_tokens:
+            self.offloader.resumed(holder.content)
+            self.model.resume(holder.sequence)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())

@@ -115,6 +115,8 @@ class NaiveTieredGroups(NaiveGroups):
     """The same of preempted requests, which is stored before that."""
     fresh: list[NaivePart] = field(default_factory=list)
     """Parts that became findable since `note` was called."""
+    swaps_states: bool = True
+    """Whether states of preempted requests are stored."""
     idle_room: int = 0
     """Bytes that stores may still hold of what nothing uses."""
     swaps: bool = True
@@ -173,14 +175,53 @@ class NaiveTieredGroups(NaiveGroups):
         known = num_known // self.page_size * self.page_size
         NaiveGroups.keep_tails(self, sequence)
         self.note(sequence, is_end=True, num_known=num_known)
+        is_swapped = self.swaps and full_tokens > known and (self.swaps_states or not self.states_at(sequence))
+        if is_swapped:
+            self.keep_states(sequence)
         self.close(sequence)
-        has_states = any(layer.kind == "state" for layer, _ in self.groups)
-        is_swapped = self.swaps and full_tokens > known and not has_states
         for group, (layer, _) in enumerate(self.groups if is_swapped else ()):
             pages = sorted(self.needed(layer, full_tokens))
             if self.is_whole(group):
                 pages = [page for page in pages if page * self.page_size >= known]
             self.wanted_first += [(group, self.name(sequence.tokens, sequence.salt, page)) for page in pages]
+
+    def states_at(self, sequence: NaiveSequence) -> dict[int, Name]:
+        """Return the groups of states, with the name of the last full page of `sequence`."""
+        name = self.name(sequence.tokens, sequence.salt, sequence.num_tokens // self.page_size - 1)
+        return {group: name for group, (layer, _) in enumerate(self.groups) if layer.kind == "state"}
+
+    def keep_states(self, sequence: NaiveSequence) -> None:
+        """What a sequence has computed stands for a snapshot at its last full page, if there is none."""
+        states = self.states_at(sequence)
+        if any((group, name) in self.copies for group, name in states.items()):
+            return
+        for group, name in states.items():
+            part = sequence.states.pop(group)
+            NaiveGroups.publish(self, part, name)
+            sequence.parts[group][sequence.num_tokens // self.page_size - 1] = part
+
+    def resume(self, sequence: NaiveSequence) -> None:
+        """The request of `sequence` runs again: what was kept of its state when it was preempted is of no use."""
+        for key in self.states_at(sequence).items():
+            for part in self.copies.get(key, []).copy():
+                part.is_kept = False
+                if part.refs == 0:
+                    if part in self.released:
+                        self.released.remove(part)
+                    self.drop(part)
+            self.wanted = [each for each in self.wanted if each != key]
+            self.wanted_first = [each for each in self.wanted_first if each != key]
+            for tier in self.below:
+                self.doom(tier, key)
+
+    def doom(self, tier: NaiveTier, key: Key) -> None:
+        """Drop a part below; one that moves is dropped when that ends."""
+        if (part := tier.here.pop(key, None)) is not None:
+            tier.recent.remove(part)
+            if part.pins:
+                tier.doomed.append(part)
+        if (part := tier.coming.pop(key, None)) is not None:
+            tier.doomed.append(part)
 
     def end_private(self, tokens: list[int], salt: str | None) -> None:
         """The request of `tokens` has ended: drop what only it could find."""
@@ -193,13 +234,8 @@ class NaiveTieredGroups(NaiveGroups):
         if not self.swaps:
             return
         tier = self.below[0]
-        for key in [key for key in tier.here if is_gone(key)]:
-            part = tier.here.pop(key)
-            tier.recent.remove(part)
-            if part.pins:
-                tier.doomed.append(part)
-        for key in [key for key in tier.coming if is_gone(key)]:
-            tier.doomed.append(tier.coming.pop(key))
+        for key in [key for key in (*tier.here, *tier.coming) if is_gone(key)]:
+            self.doom(tier, key)
 
     def plan_store(self, limit: int) -> list[tuple[NaivePart, NaiveBelow]]:
         """Return what is stored now: wanted parts that are not in the first tier, until `limit` bytes are reached."""

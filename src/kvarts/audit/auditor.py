@@ -637,6 +637,7 @@ class Auditor:
         self._check_awaited(known, event.request)
         # After a load of the whole prompt, its last token is computed again.
         known.computed = min(known.num_named * size, known.known - 1)
+        self._held.resume(known)
         known.is_running = True
 
     def _admit_loaded(self, known: KnownRequest, event: Admitted) -> None:
@@ -645,6 +646,7 @@ class Auditor:
             self._find(f"{num_pages} pages were loaded and found, and {event.num_hit_pages} were hit", event.request)
         known.num_named = num_pages
         known.computed = num_pages * self._page_size
+        self._held.resume(known)
         known.branch = 0
         known.is_running = True
 
@@ -734,7 +736,8 @@ class Auditor:
             self._find(f"request {event.victim} lost {event.num_computed_tokens} tokens; it had {known.computed}")
         has_turn = known.stops or event.victim not in self._ended
         had_turn = has_turn and known.admission < self._requests[event.asker].admission
-        self._close(event.victim, known, num_unread=self._lags and known.is_unread and not had_turn)
+        num_unread = self._lags and known.is_unread and not had_turn
+        self._close(event.victim, known, num_unread=num_unread, keeps_state=event.keeps_state)
         known.computed = 0
         known.has_decoded = False
         if event.victim == event.asker and not event.model:
@@ -777,9 +780,9 @@ class Auditor:
         else:
             self._close(request, known, num_unread=self._lags and known.is_unread)
 
-    def _close(self, request: int, known: KnownRequest, *, num_unread: int = 0) -> None:
+    def _close(self, request: int, known: KnownRequest, *, num_unread: int = 0, keeps_state: bool = False) -> None:
         self._decoding.pop(request, None)
-        self._held.close(known, num_unread=num_unread)
+        self._held.close(known, num_unread=num_unread, keeps_state=keeps_state)
         if request not in self._requests:
             self._holders.pop(known.content.owner, None)
 

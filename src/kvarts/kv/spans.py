@@ -351,7 +351,8 @@ class RunHolding:
     these that cannot be found, as far as it is held. `num_states`: for each group, its own states, 0 or 1. `given`:
     listed runs that cannot be found yet. Where blocks have ids: `open_ids`, the ids of the parts from `first_open` on,
     and `state_ids`, those of its states, by group; `snapshots`, copies of states to make in this step, each with the
-    number of tokens before it.
+    number of tokens before it. `swapped_tokens`: if not 0, it is about to be closed after so many tokens, and its state
+    is kept for its own request.
 
     For a decode: `base` plus the number of steps done is the number of computed tokens, `admission` its place among the
     decodes, `streams` and `odd_steps` the state of each group's releases (Decodes).
@@ -378,6 +379,7 @@ class RunHolding:
         "snapshots",
         "state_ids",
         "streams",
+        "swapped_tokens",
     )
 
     def __init__(self, content: Content, last: Span, num_pages: int, page_size: int, num_groups: int) -> None:
@@ -401,6 +403,7 @@ class RunHolding:
         self.admission = -1
         self.streams: list[Stream | None] = [None] * num_groups
         self.odd_steps = [-1] * num_groups
+        self.swapped_tokens = 0
 
     @property
     def is_transfer(self) -> bool:

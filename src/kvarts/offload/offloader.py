@@ -105,6 +105,8 @@ class Offloader(Transfers, Generic[LayoutT]):
         self._tell = tell
         self.confirm = layout.confirm
         self.preempted = layout.preempted
+        self.keep_state = layout.keep_state
+        self.resumed = layout.resumed
         self.ended = layout.ended
         self.lookup = layout.lookup
         self.forget = layout.forget

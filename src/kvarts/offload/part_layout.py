@@ -108,8 +108,9 @@ class PartLayout(Layout[PartTier]):
         self._cache = cache
         self._parts = cache.parts
         self._policy = policy
-        # Requests of models with states cannot resume in generated tokens: no snapshots are made there.
-        self._swaps = swaps and not cache.memory.has_states
+        # The last tokens that a preempted request has computed need not fill a page: an executor could not copy them.
+        self._swaps = swaps and not (cache.memory.has_states and with_page_ids)
+        self._states = [index for index, group in enumerate(tier.groups) if group.is_state]
         self._num_stored = [0] * len(tier.part_blocks)
         self._num_loaded = list(self._num_stored)
         """Parts by group that have arrived so far, in the first tier and on the device."""
@@ -145,20 +146,39 @@ class PartLayout(Layout[PartTier]):
         """Take note that what became complete in the last step is computed."""
         self._policy.begin_step()
 
+    def keep_state(self, content: Content, num_tokens: int, holding: Holding) -> bool:
+        """Let a request keep its state if no other could find it, and it is to be stored."""
+        if not (self._swaps and self._states) or num_tokens // self._parts.page_size <= content.num_known_pages:
+            return False
+        cast(PartHolding, holding).parts.swapped_tokens = num_tokens
+        return True
+
+    def resumed(self, content: Content) -> None:
+        """Drop the state that was kept for a request: it is of fewer tokens than the request will have."""
+        page = content.swapped_tokens // self._parts.page_size
+        content.swapped_tokens = 0
+        self._policy.resumed(content, self._states, page)
+        self._parts.drop_state(content, page)
+        self._cache.count()
+        for tier in self.tiers:
+            tier.drop_state(content, page)
+
     def preempted(self, content: Content, num_pages: int, holding: Holding) -> None:
         """Store the parts of unknown tokens with which a preempted request could resume after `num_pages` pages."""
         known_end = content.num_known_pages
-        if not self._swaps or num_pages <= known_end:
+        if not self._swaps or num_pages <= known_end or (self._states and not content.swapped_tokens):
             return
         tree = self._parts.tree
         for index, group in enumerate(self.tier.groups):
-            sink, first = tree.needed(index, num_pages * tree.page_size) if group.is_bounded else (0, known_end)
+            keeps_all = not (group.is_bounded or group.is_state)
+            sink, first = (0, known_end) if keeps_all else tree.needed(index, num_pages * tree.page_size)
             for start, end in ((0, sink), (first, num_pages)):
                 if start < end:
                     self._policy.preempted(content, index, start, end)
 
     def ended(self, content: Content) -> None:
         """Drop the parts below that only the request of `content` could find."""
+        content.swapped_tokens = 0
         if self._swaps:
             self._policy.ended(content)
             self.tier.drop_from(content, content.num_known_pages)

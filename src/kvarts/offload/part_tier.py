@@ -192,14 +192,20 @@ class PartTier(RunAccount):
     def drop_from(self, content: Content, page: int) -> None:
         """Drop all parts of `content` from `page` on, which no other content has."""
         spans, end = self._tree.walk(content, 1 << 62)
-        for span in reversed(spans):
+        for span in reversed(spans) if page < end else ():
             self._drop(span, page, end)
 
-    def _drop(self, span: Span, start: int, end: int) -> None:
-        """Drop pages [start, end) of a span."""
+    def drop_state(self, content: Content, page: int) -> None:
+        """Drop the snapshots before `page` of `content`."""
+        spans, num_pages = self._tree.walk(content, page)
+        if num_pages == page:
+            self._drop(spans[-1], page - 1, page, of_states=True)
+
+    def _drop(self, span: Span, start: int, end: int, *, of_states: bool = False) -> None:
+        """Drop pages [start, end) of a span; with `of_states`, only snapshots."""
         for runs in span.parts[self._here : self._here + 2 * len(self.groups)]:
             for each in tuple(runs):
-                if each.end <= start or each.start >= end:
+                if each.end <= start or each.start >= end or (of_states and not self.groups[each.group].is_state):
                     continue
                 run = each.cut(max(start, each.start), min(end, each.end))
                 self._tell_gone(run)
