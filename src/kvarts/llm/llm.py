@@ -25,11 +25,9 @@ from kvarts.executor.torch.sampling import BatchSampler, processors_of
 from kvarts.kv.eviction import EvictionOrder, LruOrder
 from kvarts.kv.group_memory import GroupMemory
 from kvarts.kv.transfer import TransferTotals
-from kvarts.llm.chat import render_chat
 from kvarts.llm.detokenizing import DetokenizingExecutor
-from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop
+from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.llm.room import KVRoom, latent_token_bytes, open_room, token_bytes
 from kvarts.llm.speculation import CarefulDrafter, NgramDrafter, SpeculativeConfig, TimesByTokens
 from kvarts.llm.text import Completion, Generation
@@ -37,7 +35,7 @@ from kvarts.request import Request
 from kvarts.sampling import SamplingParams
 from kvarts.sched.drafts import DraftTotals
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "render_chat"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +45,31 @@ TIMED_STEPS = (1, 2, 4, 8, 16, 32)
 """Sizes of the steps that are timed at the start of an engine with speculation, in tokens."""
 TIMED_CHUNKS = (1, 128)
 """The same for an engine with a bound on inter-token latency."""
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of `messages`, each with `role` and `content`, up to the start of the model's answer.
+
+    Raise ConfigError for a tokenizer without a template, and for messages that the template rejects.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "the model's tokenizer has no chat template", field="messages", hint="Give a prompt as text instead."
+        )
+    if not messages:
+        raise ConfigError("there are none", field="messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigError("each needs a `role` and `content`", field="messages")
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program, and jinja2 may be missing
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"cannot be made a prompt: {reason}", field="messages") from error
+    tokens: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokens
 
 
 class PageFiles(PageStore, Protocol):

@@ -188,7 +188,7 @@ def make_plan(
         sizes = sorted({*curves.default_sizes(), config.num_pages})
     values = curves.to_builtins(sizes)
     if config is not None and config.kv_groups != "off":
-        from kvarts.plan.group_hits import GroupHits
+        from kvarts.plan.league import GroupHits
 
         of_groups = GroupHits(trace, config)
         for point in values["at"]:

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
 from kvarts.content import pack_units
 from kvarts.errors import ConfigError, InputError
-from kvarts.hints import Hints
-from kvarts.limits import LATEST_NS, MOST_COUNT, brief
+from kvarts.limits import LATEST_NS, brief
+from kvarts.traffic.mooncake_row import MooncakeRow
 from kvarts.traffic.rows import unlike_any_other
 from kvarts.traffic.trace_request import TraceRequest
 
-__all__ = ["MooncakeRow", "has_too_many_ids", "request_of"]
+__all__ = ["has_too_many_ids", "request_of"]
 
-Count = Annotated[int, msgspec.Meta(le=MOST_COUNT)]
-Priority = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 NS_PER_MS = 1_000_000
 SIZES = tuple(1 << power for power in range(13))
 """Numbers of tokens per id in published traces."""
-
-
-class MooncakeRow(msgspec.Struct, gc=False):
-    """One request as decoded from JSON; traffic/mooncake.py documents the fields and checks their values."""
-
-    input_length: Count
-    hash_ids: list[int] | None = None
-    output_length: Count | None = None
-    timestamp: int | float | None = None
-    delay: int | float | None = None
-    session_id: str | int | None = None
-    priority: Priority = 0
-    output_token_ids: list[int] | None = None
-    request_id: str | int | None = None
-    tenant: str | int | None = None
-    wait_for: list[str | int] | None = None
-    tool_wait_ms: int | float | None = None
-    cancel_after_ms: Annotated[float, msgspec.Meta(ge=0, le=LATEST_NS / 1e6)] | None = None
-    hints: Hints | None = None
 
 
 def has_too_many_ids(row: MooncakeRow, trace_block_size: int) -> bool:
