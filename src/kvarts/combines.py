@@ -84,7 +84,6 @@ class Refusal(NamedTuple):
 WHOLE = "Leave it out, or set {kv_groups} to off."
 NO_WINDOW = "Leave the window out: then the session keeps all of its history."
 REFUSED = (
-    Refusal(("store", "kv_groups"), "a store keeps whole pages", WHOLE),
     Refusal(("store", "ranks"), "it is not modelled", "Leave out {data_parallel}."),
     Refusal(("layers", "model"), "a real executor copies whole pages", "Leave it out."),
     Refusal(("bus", "store"), "transfers to a store end when its links say"),

@@ -263,6 +263,22 @@ def test_metrics_give_a_timeline_and_the_size_of_the_pool(run_command: Run, fake
     assert (judged.verdict, judged.num_rows >= 2) == ("ok", True), judged.to_text()
 
 
+def test_a_watch_that_observed_nothing_writes_a_timeline_that_is_inconclusive(
+    run_command: Run, tmp_path: Path
+) -> None:
+    """Neither the engine nor its metrics could be reached: the timeline names what is not known."""
+    live, _ = free_endpoints()
+    timeline = tmp_path / "timeline.jsonl"
+    run_command("watch", live, "--duration", 0.3, "--timeline", timeline, "--metrics", "http://127.0.0.1:1/metrics")
+    head = json.loads(timeline.read_bytes().splitlines()[0])
+    assert (head["block_size_tokens"], head["total_blocks"]) == (None, None)
+    judged = verify_file(timeline)
+    assert (judged.verdict, judged.why) == (
+        "inconclusive",
+        "the timeline is empty: block_size_tokens and total_blocks were not observed",
+    ), judged.to_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "what"),
     [

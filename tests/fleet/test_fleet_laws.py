@@ -15,6 +15,7 @@ from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSetti
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
 from kvarts.fleet.scaling import parse_scaler
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
 from kvarts.routers.config import QueueOrder, Routing
@@ -61,10 +62,10 @@ def stores(draw: st.DrawFn) -> StoreSettings | None:
 
 
 def with_store(memory: dict[str, Any]) -> dict[str, Any]:
-    """Settings with which a store can be: whole pages that are stored at once, on channels of their own."""
+    """Settings with which a store can be: what is computed is stored at once, on channels of its own."""
     offload = memory.get("offload", OffloadConfig(kv_bytes_per_token=BYTES_PER_TOKEN))
     alone = {"bus": None, "copy_slowdown": 0.0}
-    return {"offload": structs.replace(offload, policy="eager", **alone)}
+    return {**memory, "offload": structs.replace(offload, policy="eager", **alone)}
 
 
 @st.composite
@@ -292,6 +293,30 @@ def test_a_pool_of_mixed_workers_is_replicas(
     assert {name: list(column) for name, column in mine.steps.items()} == {
         name: list(column) for name, column in plain.steps.items()
     }
+
+
+def test_a_store_ends_before_a_request_that_was_given_up_leaves() -> None:
+    """In a fleet and in replicas, if both happened during one step: they find the same parts in the order of use."""
+    lengths = [(0, [0, 1, 0], 22, 1), (200, [0, 1, 0, 2], 27, 2), (200, [0, 1, 0], 18, 2), (207, [0] * 4, 28, 1)]
+    lengths += [(447, [0] * 6, 41, 1), (688, [0, 2], 16, 1), (702, [0] * 8, 59, 1)]
+    rows = [
+        Row(arrival_ms, units, num_prompt, num_output, None, 0, "a" if index in (3, 6) else None)
+        for index, (arrival_ms, units, num_prompt, num_output) in enumerate(lengths)
+    ]
+    case = Case(rows, 8, 2, 43, 16, 2, "default", 1)
+    offload = OffloadConfig(
+        host_pages=200, policy="lazy", target_free=1, h2d="1GB/s", d2h="50kB/s", kv_bytes_per_token=1000,
+        store_within_ms=500.0, preemption_mode="recompute", fail_every=1,
+    )  # fmt: skip
+    layer = KvLayer(kind="window", num_heads=1, head_numbers=2, span=6, sink=3)
+    config = case.config(
+        client_timeout_s=0.01, retries=1, retry_after_s=0.01, offload=offload,
+        kv_groups="all", groups=(PartGroup(layer, 1),),
+    )  # fmt: skip
+    fleet = FleetConfig(pools=(PoolConfig(role="mixed", each=config),))
+    mine, plain = replay(case.trace(), fleet), replay(case.trace(), config)
+    assert mine.summary["num_cancelled"] == plain.summary["num_cancelled"] > 0
+    assert mine.summary["transfers"] == plain.summary["transfers"]
 
 
 @pytest.mark.parametrize(

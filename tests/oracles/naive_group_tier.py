@@ -47,6 +47,13 @@ class NaiveTier:
     """What is to be copied to the next tier, in the order in which it arrived."""
     is_behind: bool = False
     """Whether what leads here is: to it, nothing is copied before a transfer has ended."""
+    is_shared: bool = False
+    """Whether it is one of the views of a store, each of which has the same parts: what is found broken stays there."""
+
+    def view(self) -> NaiveTier:
+        """Return the same parts as another engine sees them."""
+        assert self.is_shared
+        return NaiveTier(self.num_bytes, self.sizes, self.here, self.coming, self.doomed, self.recent, is_shared=True)
 
     def size(self, part: NaiveBelow) -> int:
         return self.sizes[part.key[0]]
@@ -110,6 +117,8 @@ class NaiveTieredGroups(NaiveGroups):
     """Parts that became findable since `note` was called."""
     idle_room: int = 0
     """Bytes that stores may still hold of what nothing uses."""
+    swaps: bool = True
+    """Whether what only a preempted request can find is stored."""
     first_private: int = 1000
     """Tokens from here on are of one request, and only it can find pages with them."""
 
@@ -166,7 +175,8 @@ class NaiveTieredGroups(NaiveGroups):
         self.note(sequence, is_end=True, num_known=num_known)
         self.close(sequence)
         has_states = any(layer.kind == "state" for layer, _ in self.groups)
-        for group, (layer, _) in enumerate(self.groups if full_tokens > known and not has_states else ()):
+        is_swapped = self.swaps and full_tokens > known and not has_states
+        for group, (layer, _) in enumerate(self.groups if is_swapped else ()):
             pages = sorted(self.needed(layer, full_tokens))
             if self.is_whole(group):
                 pages = [page for page in pages if page * self.page_size >= known]
@@ -180,6 +190,8 @@ class NaiveTieredGroups(NaiveGroups):
             return tenant == salt and self.is_private(of_page) and of_page == tuple(tokens[: len(of_page)])
 
         self.wanted_first = [key for key in self.wanted_first if not is_gone(key)]
+        if not self.swaps:
+            return
         tier = self.below[0]
         for key in [key for key in tier.here if is_gone(key)]:
             part = tier.here.pop(key)
@@ -242,7 +254,7 @@ class NaiveTieredGroups(NaiveGroups):
         self.num_moving -= 1
         self.end_transfer()
         dropped = [below for below in parts if below in tier.doomed]
-        tier.doomed = [below for below in tier.doomed if below not in dropped]
+        tier.doomed[:] = [below for below in tier.doomed if below not in dropped]
         parts = [below for below in parts if below not in dropped]
         for below in parts:
             del tier.coming[below.key]
@@ -301,6 +313,17 @@ class NaiveTieredGroups(NaiveGroups):
             ):
                 return length
         return 0
+
+    def hit_with_coming(self, tokens: list[int], salt: str | None, limit: int) -> tuple[int, list[NaiveBelow]]:
+        """Return the same for all tiers and what comes to the last, and the parts that come of what is needed."""
+        last = self.below[-1]
+        here, coming = last.here, last.coming
+        last.here = {**here, **coming}
+        length = self.hit_below(tokens, salt, limit, len(self.below))
+        last.here = here
+        found = self.copies.keys() | {key for tier in self.below for key in tier.here}
+        needs = [key for key in self.needs(tokens, salt, length) if key not in found]
+        return length, [coming[key] for key in needs]
 
     def needs(self, tokens: list[int], salt: str | None, length: int) -> list[Key]:
         """Return what a sequence needs after so many pages, by group, then page."""
@@ -428,7 +451,7 @@ class NaiveTieredGroups(NaiveGroups):
                     arrived[-1].append(below)
                 else:
                     ends[below.key[0]] = min(ends[below.key[0]], self.page_of(below.key))
-                    if tier.here.get(below.key) is below:
+                    if tier.here.get(below.key) is below and not tier.is_shared:
                         del tier.here[below.key]
                         tier.recent.remove(below)
                         tier.doomed.append(below)

@@ -79,14 +79,15 @@ def render_fleet(summary: dict[str, Any]) -> str:
 
 
 def _store(store: dict[str, Any]) -> str:
-    text = f"{store['pages']:,} pages ({as_bytes(store['pages'] * store['page_bytes'])}), "
-    if store["num_loaded_pages"]:
-        text += f"{store['num_loaded_pages']:,} loaded, {as_percent(store['of_others_pct'])} of other workers, "
+    unit = "pages" if "pages" in store else "blocks"
+    text = f"{store[unit]:,} {unit} ({as_bytes(store[unit] * store[unit.removesuffix('s') + '_bytes'])}), "
+    if store[f"num_loaded_{unit}"]:
+        text += f"{store[f'num_loaded_{unit}']:,} loaded, {as_percent(store['of_others_pct'])} of other workers, "
     else:
         text += "none loaded, "
-    text += f"{store['num_evicted_pages']:,} evicted"
-    if store["num_pages_without_room"]:
-        text += f", {store['num_pages_without_room']:,} without room"
+    text += f"{store[f'num_evicted_{unit}']:,} evicted"
+    if num_refused := store.get("num_pages_without_room") or store.get("num_parts_without_room"):
+        text += f", {num_refused:,} without room"
     return text + f"; busy: {as_percent(store['read_busy_pct'])} reading, {as_percent(store['write_busy_pct'])} writing"
 
 

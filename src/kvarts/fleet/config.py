@@ -229,15 +229,15 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The rates of the store and of a worker."""
         return self._parsed(parse_rate, "rate"), self._parsed(parse_rate, "worker_rate")
 
-    def num_pages(self, page_bytes: int) -> int:
-        """Return the pages of the store. Raise SettingError for a size that holds none."""
+    def num_units(self, unit_bytes: int, unit: str = "page") -> int:
+        """Return the pages, or blocks, of the store. Raise SettingError for a size that holds none."""
         if self.pages is not None:
             return self.pages
         size = self._parsed(parse_bytes, "memory")
-        if size < page_bytes:
-            hint = meant_size(str(self.memory), page_bytes)
-            raise SettingError(f"{self.memory} hold no page of {page_bytes:,} bytes", "memory", hint=hint)
-        return min(MOST_PAGES, size // page_bytes)
+        if size < unit_bytes:
+            hint = meant_size(str(self.memory), unit_bytes)
+            raise SettingError(f"{self.memory} hold no {unit} of {unit_bytes:,} bytes", "memory", hint=hint)
+        return min(MOST_PAGES, size // unit_bytes)
 
     def _parsed(self, parse: Callable[[str], int], field: str) -> int:
         value = getattr(self, field)
@@ -484,8 +484,20 @@ def _token_bytes(config: ReplayConfig) -> int | None:
     """Return the bytes of a token's KV over all devices of a worker; None if the config names no model."""
     if config.placement is None:
         return None
-    ways = int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
-    return config.placement.kv_bytes_per_token * ways
+    return config.placement.kv_bytes_per_token * _num_ways(config)
+
+
+def _num_ways(config: ReplayConfig) -> int:
+    """Return the number of devices among which a worker divides a page."""
+    return int(getattr(config.cost, "tensor_parallel", 1)) * int(getattr(config.cost, "pipeline_parallel", 1))
+
+
+def _parts_of(config: ReplayConfig) -> str:
+    """Return what must be the same where engines share parts of pages: their layers, and their sizes in the store."""
+    if config.kv_groups == "off":
+        return ""
+    memory = config.memory
+    return f"{memory.to_builtins()['kv_groups']} {memory.block_bytes * _num_ways(config)}"
 
 
 def _num_layers(config: ReplayConfig) -> int | None:
@@ -601,6 +613,9 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise SettingError for a store that the pools cannot share."""
         if len({_stored_token_bytes(pool.each) for pool in self.pools}) > 1:
             raise SettingError("is shared by pools with different models", "store.pages", hint="KV is of one model.")
+        if len({_parts_of(pool.each) for pool in self.pools}) > 1:
+            what = "is shared by pools that divide pages into different parts"
+            raise SettingError(what, "store.pages", hint="Give them the same {kv_groups}, or set it to off.")
         for pool in self.pools:
             if pool.each.offload is not None and pool.each.offload.is_lazy:
                 raise SettingError(
@@ -609,15 +624,28 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
                     hint="Leave it out.",
                 )
         try:
-            _ = store.num_pages(self.stored_page_bytes)
+            _ = self.store_size
         except SettingError as error:
             what, hint = error.texts
             raise SettingError(what, *(f"store.{field}" for field in error.fields), hint=hint) from error
 
     @property
-    def stored_page_bytes(self) -> int:
-        """The bytes of a page in a store: those on all devices of a worker."""
-        return _stored_token_bytes(self.first) * self.page_size
+    def stored_unit_bytes(self) -> int:
+        """The bytes of a page in a store, or with KV groups of a block: those on all devices of a worker."""
+        first = self.first
+        if first.kv_groups == "off":
+            return _stored_token_bytes(first) * self.page_size
+        return first.memory.block_bytes * _num_ways(first)
+
+    @property
+    def store_size(self) -> int:
+        """The pages of the store, or with KV groups its blocks. Raise SettingError for a size that holds none."""
+        assert self.store is not None
+        if self.first.kv_groups == "off":
+            return self.store.num_units(self.stored_unit_bytes)
+        if self.store.pages is not None:
+            return self.first.memory.num_blocks(self.store.pages)
+        return self.store.num_units(self.stored_unit_bytes, "block")
 
     @property
     def first(self) -> ReplayConfig:

@@ -61,7 +61,7 @@ def replay_fleet(
     def readers_of(worker: FleetWorker) -> list[EventReader]:
         each = worker.pool.each
         memory = None if each.kv_groups == "off" else each.memory.to_builtins()
-        shared = {} if opened.store is None else {STORE: opened.store.num_pages}
+        shared = {} if opened.store is None else {STORE: opened.store.size}
         steps.append(StepLog(each.num_blocks, {**each.tiers, **shared}, memory))
         return [steps[-1], *(() if observers_of is None else observers_of(worker))]
 
@@ -184,12 +184,23 @@ class BuiltFleet:
 class WorkersStore(SharedPages, Protocol):
     """A store that workers share."""
 
-    num_pages: int
-    page_bytes: int
+    unit: str
+    """What it consists of: "pages", or with KV groups "blocks"."""
+
+    size: int
+    unit_bytes: int
 
     @property
-    def index(self) -> StoreIndex:
-        """Its pages."""
+    def num_cached(self) -> int:
+        """Units that can be found and that no transfer uses."""
+
+    @property
+    def num_evicted(self) -> int:
+        """Units that were evicted to make room."""
+
+    @property
+    def num_refused(self) -> int:
+        """Pages, or parts of pages, that were to be stored and found no room."""
 
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
@@ -199,19 +210,11 @@ class WorkersStore(SharedPages, Protocol):
         """Return the settings of the tiers of `worker`: those of `offload`, and the store below them."""
 
 
-class StoreIndex(Protocol):
-    """The pages of a store."""
-
-    num_cached: int
-    num_evicted: int
-    num_refused: int
-
-
 class ViewOfStore(Protocol):
     """A worker's use of a store."""
 
-    num_pages_from: dict[int, int]
-    """Pages that it has loaded, by the worker that had stored them."""
+    num_loaded_from: dict[int, int]
+    """Units that it has loaded, by the worker that had stored them."""
 
 
 def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | None]:
@@ -220,28 +223,32 @@ def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | N
     if settings is None:
         return None, None
     links = StoreLinks(*settings.bytes_per_s, round(settings.latency_us * 1e3))
-    make = from_room("offload.shared_store", "SharedStore", field="store")
-    page_bytes = config.stored_page_bytes
-    return make(settings.num_pages(page_bytes), page_bytes, links), links
+    first, unit_bytes = config.first, config.stored_unit_bytes
+    if first.kv_groups == "off":
+        make = from_room("offload.shared_store", "SharedStore", field="store")
+        return make(config.store_size, unit_bytes, links), links
+    make = from_room("offload.shared_parts", "SharedParts", field="store")
+    return make(config.store_size, unit_bytes, links, memory=first.memory, page_size=first.page_size), links
 
 
 def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[str, Any]:
     """Return the use of a store, as a part of the report."""
+    unit = store.unit
     loaded = [
-        {"reader": reader, "writer": writer, "pages": num_pages}
+        {"reader": reader, "writer": writer, unit: num_loaded}
         for reader, view in sorted(store.views.items())
-        for writer, num_pages in sorted(view.num_pages_from.items())
+        for writer, num_loaded in sorted(view.num_loaded_from.items())
     ]
     read_ns, write_ns = links.busy_ns
-    num_loaded = sum(row["pages"] for row in loaded)
-    num_of_others = sum(row["pages"] for row in loaded if row["reader"] != row["writer"])
+    num_loaded = sum(row[unit] for row in loaded)
+    num_of_others = sum(row[unit] for row in loaded if row["reader"] != row["writer"])
     return {
-        "pages": store.num_pages,
-        "page_bytes": store.page_bytes,
-        "num_cached_pages": store.index.num_cached,
-        "num_evicted_pages": store.index.num_evicted,
-        "num_pages_without_room": store.index.num_refused,
-        "num_loaded_pages": num_loaded,
+        unit: store.size,
+        f"{unit.removesuffix('s')}_bytes": store.unit_bytes,
+        f"num_cached_{unit}": store.num_cached,
+        f"num_evicted_{unit}": store.num_evicted,
+        "num_parts_without_room" if unit == "blocks" else "num_pages_without_room": store.num_refused,
+        f"num_loaded_{unit}": num_loaded,
         "of_others_pct": num_of_others / num_loaded if num_loaded else None,
         "read_busy_pct": read_ns / end_ns if end_ns else None,
         "write_busy_pct": write_ns / end_ns if end_ns else None,

@@ -81,7 +81,9 @@ class RunCache(RunAccount):
         self._whole = [index for index, group in enumerate(groups) if not (group.is_state or group.is_bounded)]
         self._less = [index for index, group in enumerate(groups) if group.is_state or group.is_bounded]
         self._bounded = [index for index, group in enumerate(groups) if group.is_bounded]
-        tree = self.tree = SpanTree(memory, page_size, self.decodes, num_below=num_below, finds_branches=at_branches)
+        tree = self.tree = SpanTree(
+            memory, page_size, self.decodes.look, num_below=num_below, finds_branches=at_branches
+        )
         self.match = tree.match
         self.num_shared = tree.num_shared
         self.num_idle = tree.num_idle

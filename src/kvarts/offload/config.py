@@ -257,13 +257,16 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         `known_keys`, `namespace`: see FilesBelow. Raise ConfigError for options that support whole pages only.
         """
-        page_size = config.page_size
-        specs = self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
+        specs = self.specs(config.page_size, memory)
         if not specs:
             return None
         from kvarts.offload.opening import TiersToOpen  # only engines with tiers pay for it
 
         return TiersToOpen(self, specs, config, make_order, memory, known_keys=known_keys, namespace=namespace)
+
+    def specs(self, page_size: int, memory: GroupMemory | None = None) -> tuple[TierSpec, ...]:
+        """Return the tiers below a device, the fastest first. `memory`: its KV groups, if it has any."""
+        return self.tier_specs(page_size) if memory is None else self.group_specs(memory, page_size)
 
     @property
     def is_lazy(self) -> bool:

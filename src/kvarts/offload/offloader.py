@@ -198,7 +198,7 @@ class Offloader(Transfers, Generic[LayoutT]):
         coming = self.layout.coming(content, start, limit, self._now_ns)
         if coming is None:
             return None
-        num_bytes = coming.num_pages * self.block_bytes
+        num_bytes = coming.num_blocks * self.block_bytes
         end_ns = coming.end_ns + self._connected[-1].read.within_ns(self._now_ns, num_bytes)
         return msgspec.structs.replace(coming, end_ns=end_ns)
 

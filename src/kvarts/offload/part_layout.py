@@ -19,7 +19,7 @@ from kvarts.kv.node import NOTHING, HeldPages
 from kvarts.kv.pool import PageId
 from kvarts.kv.run_loads import arrive, holding_of_transfer, unhold
 from kvarts.kv.spans import PartRun, RunHolding, RunMatch
-from kvarts.kv.transfer import Loaded, Offer, Weighed
+from kvarts.kv.transfer import Coming, Loaded, Offer, Weighed
 from kvarts.offload.backlog import Spill
 from kvarts.offload.layout import ConnectedTier, Layout
 from kvarts.offload.part_policy import PartPolicy
@@ -117,6 +117,8 @@ class PartLayout(Layout[PartTier]):
         self._newest = -1
         """The request of the last offer."""
         self._no_pages = (0,) * len(connected)
+        self._num_own = len(connected) - (self.tiers[-1].elsewhere is not None)
+        """The number of tiers whose parts are in the tree of the device."""
         self._least_idle = max(*tier.part_blocks, cache.pool.total // MOST_IDLE)
         self._num_idle = 0
         """Blocks that stores hold and that were unused when these began."""
@@ -228,6 +230,7 @@ class PartLayout(Layout[PartTier]):
                     self.backlog.is_behind[0] = True  # there may be room when that has ended
                     return False
                 self.num_refused += last - first
+                tier.num_refused += last - first
                 policy.passed(run, first, last)
                 start = last
                 continue
@@ -294,6 +297,7 @@ class PartLayout(Layout[PartTier]):
             count = min(last - first, -(-room // blocks), lower.free_bytes // lower.part_bytes[index])
             if not count:
                 self.num_refused += last - first
+                lower.num_refused += last - first
                 continue
             start = first + count
             target = lower.place(span, index, first, start, spill.pins[place + 1])
@@ -330,7 +334,7 @@ class PartLayout(Layout[PartTier]):
         runs: list[tuple[tuple[int, int, int, int], ...]] = []
         most_front: list[int] = []
         for depth in range(1, len(self.tiers) + 1):
-            match = self._parts.tree.match(content, limit, depth=depth)
+            match = self._match(content, limit, depth)
             ends.append(max(start, match.num_pages))
             runs.append(self._runs_of(match))
             most_front.append(self._most_front(start, match))
@@ -341,13 +345,20 @@ class PartLayout(Layout[PartTier]):
         self._newest = request
         return Offer(ends[-1] - start, by_tier, tuple(runs), tuple(most_front))
 
+    def _match(self, content: Content, limit: int, depth: int) -> RunMatch:
+        """Return how far every group can resume with the parts of the device and of the first `depth` tiers."""
+        last, tree = self.tiers[-1], self._parts.tree
+        if last.elsewhere is None or depth < len(self.tiers):
+            return tree.match(content, limit, depth=depth)
+        return tree.match_across(content, limit, last.elsewhere, last.lists, depth=self._num_own)
+
     def _runs_of(self, match: RunMatch) -> tuple[tuple[int, int, int, int], ...]:
         """Return the runs of `match` to load, see Offer."""
         assert match.pieces is not None
-        count, part_bytes = len(self.tier.groups), self.tier.part_bytes
+        count, part_bytes, last = len(self.tier.groups), self.tier.part_bytes, len(self.tiers) - 1
         return tuple(
             [
-                ((run.list_index // count - 1) // 2, begin, end, part_bytes[index])
+                (min(last, (run.list_index // count - 1) // 2), begin, end, part_bytes[index])
                 for index, pieces in enumerate(match.pieces)
                 for run, begin, end in pieces
                 if run.list_index != index
@@ -378,12 +389,24 @@ class PartLayout(Layout[PartTier]):
         """Offer to `request` what the device and the first `depth` tiers have, and nothing of slower ones."""
         offered = self._offered[request]
         self.forget(request)
-        match = self._parts.tree.match(offered.content, offered.limit, depth=depth)
+        match = self._match(offered.content, offered.limit, depth)
         self._offered[request] = self._pinned(offered.content, offered.limit, offered.by_tier, depth, match)
 
     def offered(self, request: int) -> RunMatch:
         """Return how far every group can resume with the parts offered to `request`."""
         return self._offered[request].match
+
+    def coming(self, content: Content, start: int, limit: int, now_ns: int) -> Coming | None:
+        """Return how far every group can resume with what other engines are storing in the last tier as well."""
+        last = self.tiers[-1]
+        if last.elsewhere is None or not last.is_awaited:
+            return None
+        match = self._parts.tree.match_across(content, limit, last.elsewhere, last.lists_to_come, depth=self._num_own)
+        return last.coming(match, start, now_ns) if match.num_pages > start else None
+
+    def await_write(self, write: int) -> None:
+        """Note that a request waits for a write of another engine to the last tier."""
+        self.tiers[-1].await_write(write)
 
     def num_gaining(self, num_behind: int) -> int:
         """Return 0: while a request waits it holds memory, which is usually what later requests wait for."""
@@ -394,7 +417,7 @@ class PartLayout(Layout[PartTier]):
 
         A load is of the whole newest offer, up to the end of one of the tiers, or of the last pages before it.
         """
-        if weighed.num_pages not in (0, sum(offer.by_tier[: self._offered[self._newest].depth])):
+        if weighed.num_pages and weighed.num_pages != sum(offer.by_tier[: self._offered[self._newest].depth]):
             last = max(place for place, num_pages in enumerate(weighed.by_tier) if num_pages)
             self.offer_up_to(self._newest, last + 1)
 
@@ -421,6 +444,7 @@ class PartLayout(Layout[PartTier]):
             count = self._num_blocks(pin)
             if not count:
                 continue
+            tier.begin_load(pin)
             source_ids: tuple[PageId | bytes, ...] = ()
             target_ids: tuple[PageId | bytes, ...] = ()
             if self._with_page_ids:

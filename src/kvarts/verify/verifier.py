@@ -177,7 +177,8 @@ class _Reading:
 
     def _why_inconclusive(self, results: list[RuleResult]) -> str | None:
         if not self._num_rows:
-            return "the timeline is empty"
+            unobserved = self._schema.why_open
+            return "the timeline is empty" + (f": {unobserved}" if unobserved else "")
         if not self._max_used:
             return "no block is ever used"
         if self._num_rows < 2:

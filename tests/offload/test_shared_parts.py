@@ -1,0 +1,158 @@
+"""A store that engines with KV groups share, against one part by part of which every engine has a view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from kvarts.events import Event, PagesRemoved, PagesStored
+from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.offload.part_tier import PartTier
+from kvarts.offload.shared_parts import SharedParts
+
+from builders.tiered_machine import TieredMachine, part_groups, prompts
+from builders.tiers import NoLinks
+from oracles.naive_group_tier import NaiveTier
+
+pytestmark = pytest.mark.laws
+
+NUM_ENGINES = 3
+
+
+class StoreMachine(TieredMachine):
+    """Engines with host memory, files, or nothing between their devices and the store; all rules act on one of them."""
+
+    @initialize(
+        first=part_groups(("full", "full", "window", "latent", "chunk")),
+        others=st.lists(part_groups(("full", "window", "window", "chunk", "state")), max_size=2),
+        page_size=st.integers(1, 3),
+        num_blocks=st.sampled_from([8, 12, 20, 40]),
+        store_blocks=st.sampled_from([3, 10, 40, 100]),
+        sizes=st.lists(
+            st.sampled_from([[], [], [3], [10], [40], [10, 40]]), min_size=NUM_ENGINES, max_size=NUM_ENGINES
+        ),
+        limit=st.sampled_from([1, 4, 100]),
+        keeps=st.sampled_from(["all", "tails"]),
+    )
+    def build(  # type: ignore[override]
+        self,
+        first: PartGroup,
+        others: list[PartGroup],
+        page_size: int,
+        num_blocks: int,
+        store_blocks: int,
+        sizes: list[list[int]],
+        limit: int,
+        keeps: Retention,
+    ) -> None:
+        memory = GroupMemory((first, *others), keeps)
+        self.num_owners = 0
+        self.tokens_of = {}
+        self.served = []
+        self.shared = SharedParts(store_blocks, 1, NoLinks(), memory=memory, page_size=page_size)
+        self.shared.before_removal = self.caught_up
+        self.last_caught_up = -1
+        self.told: list[set[Any]] = [set() for _ in range(NUM_ENGINES)]
+        naive = NaiveTier(
+            store_blocks * memory.block_bytes, [group.part_bytes for group in memory.groups], is_shared=True
+        )
+        of_all = set(self.__dict__)
+        self.engines: list[dict[str, Any]] = []
+        for engine in range(NUM_ENGINES):
+            view = self.shared.views[engine] = self.shared.open_view(engine, memory, self.hears_of(engine))
+            self.open_engine(memory, page_size, num_blocks, sizes[engine], limit, more=(view, naive.view()))
+            self.names = set(self.__dict__) - of_all - {"engines", "names"}
+            self.engines.append({name: getattr(self, name) for name in self.names})
+        self.engine = NUM_ENGINES - 1
+
+    def caught_up(self, engine: int) -> None:
+        self.last_caught_up = engine
+
+    def hears_of(self, engine: int):  # type: ignore[no-untyped-def]
+        def hear(event: Event) -> None:
+            assert isinstance(event, PagesStored | PagesRemoved)
+            assert event.medium == "store"
+            names = {
+                (event.group, self.name_of(event.content, page)) for page in range(event.start_page, event.end_page)
+            }
+            if isinstance(event, PagesStored):
+                assert not names & self.told[engine]
+            else:
+                assert not names - self.told[engine]
+            self.told[engine] ^= names
+
+        return hear
+
+    def has_host(self) -> bool:
+        return len(self.tiers) > 1
+
+    def account_of(self, tier: PartTier) -> PartTier:
+        return tier if tier.elsewhere is None else self.shared.parts
+
+    @rule(engine=st.integers(0, NUM_ENGINES - 1))
+    def switch(self, engine: int) -> None:
+        """Let the next rules act on another engine."""
+        self.engines[self.engine] = {name: getattr(self, name) for name in self.names}
+        self.__dict__.update(self.engines[engine])
+        self.engine = engine
+
+    @rule(data=st.data(), engine=st.integers(0, NUM_ENGINES - 1), tokens=prompts())
+    def serve_elsewhere(self, data: st.DataObject, engine: int, tokens: list[int]) -> None:
+        """Another engine stores a prompt, and this one has nothing of it."""
+        before = self.engine
+        self.switch(engine)
+        self.serve(tokens)
+        self.switch(before)
+        self.forget_device()
+
+    @precondition(lambda self: self.served)
+    @rule(data=st.data())
+    def look_for_what_comes(self, data: st.DataObject) -> None:
+        """A request may wait for what other engines store."""
+        tokens = [*data.draw(st.sampled_from(self.served)), 1]
+        for number, write in enumerate(self.shared.writes.values()):
+            write.transfer = number
+        limit = (len(tokens) - 1) // self.cache.page_size
+        start = self.model.hit_below(tokens, None, limit, len(self.tiers))
+        length, coming = self.model.hit_with_coming(tokens, None, limit)
+        found = self.offloader.coming(self.content_of(tokens, None), start, limit)
+        if length == start:
+            assert found is None
+        else:
+            assert coming
+            assert found is not None and found.num_pages == length - start
+            self.offloader.await_write(found.write)
+            assert next(write.waiting for write in self.shared.writes.values() if write.number == found.write)
+
+    @rule()
+    def lose_engine(self) -> None:
+        """What an engine that fails has stored stays."""
+        self.shared.views[self.engine].reset()
+
+    @precondition(lambda self: hasattr(self, "shared"))
+    @rule()
+    def writers_know_what_they_have_stored(self) -> None:
+        known: set[Any] = set().union(*self.told)
+        naive = self.model.below[-1]
+        assert known == set(naive.here)
+        assert sum(map(len, self.told)) == len(known), "two engines have stored the same part"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "shared"):
+            return
+        self.writers_know_what_they_have_stored()
+        for engine in range(NUM_ENGINES):
+            self.switch(engine)
+            super().teardown()
+        assert not self.shared.pins and not self.shared.writes
+        parts = self.shared.parts
+        parts.evict(parts.total_bytes)
+        assert not any(root.children for root in self.shared.tree.roots.values()), "a span outlives its parts"
+
+
+TestSharedParts = StoreMachine.TestCase
+TestSharedParts.settings = settings(stateful_step_count=40)
