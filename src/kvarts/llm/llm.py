@@ -72,7 +72,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     return tokens
 
 
-class PageFiles(PageStore, Protocol):
+class StoredPages(PageStore, Protocol):
     """Pages in files."""
 
     def keys(self) -> list[bytes]:
@@ -98,7 +98,7 @@ class Offload(TierSettings, Protocol):
     def group_tiers(self, memory: GroupMemory, page_size: int) -> dict[str, int]:
         """Return the blocks of each tier below the KV groups of `memory`, by name."""
 
-    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> PageFiles:
+    def open_files(self, directory: Path | str, page_size: int, memory: GroupMemory | None = None) -> StoredPages:
         """Return the pages in `directory`, for the tier `disk`; with KV groups, those of `memory`."""
 
     def with_known(self, known_keys: Iterable[bytes], namespace: str) -> TierSettings:
