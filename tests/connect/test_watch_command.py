@@ -263,9 +263,7 @@ def test_metrics_give_a_timeline_and_the_size_of_the_pool(run_command: Run, fake
     assert (judged.verdict, judged.num_rows >= 2) == ("ok", True), judged.to_text()
 
 
-def test_a_watch_that_observed_nothing_writes_a_timeline_that_is_inconclusive(
-    run_command: Run, tmp_path: Path
-) -> None:
+def test_a_watch_that_observed_nothing_writes_a_timeline_that_is_inconclusive(run_command: Run, tmp_path: Path) -> None:
     """Neither the engine nor its metrics could be reached: the timeline names what is not known."""
     live, _ = free_endpoints()
     timeline = tmp_path / "timeline.jsonl"
