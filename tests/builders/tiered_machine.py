@@ -707,7 +707,7 @@ class TieredMachine(RuleBasedStateMachine):
             files: Any = self.tiers[1]
             keys = set(files._keys.values())
             assert keys <= self.files, "a part has no file"
-            assert self.files - keys <= set(files._dropped), "a file stays for ever"
+            assert self.files - keys <= set(files.files._dropped), "a file stays for ever"
         for tier, naive in zip(self.tiers, model.below, strict=True):
             account = self.account_of(tier)
             assert self.listed(account.entries()) == [part.key for part in naive.idle()]

@@ -180,6 +180,7 @@ def replayed_with(
     *,
     is_told: bool,
     step_by_step: bool,
+    pulls: bool = False,
 ) -> tuple[FleetReport, list[list[tuple[Any, ...]]]]:
     told: dict[int, Told] = {}
     config = structs.replace(
@@ -188,6 +189,7 @@ def replayed_with(
         startup_s=0.03,
         sharing="worker" if is_shared else "none",
         store=store,
+        pulls=pulls,
         faults=case.faults if policy is None else (*case.faults, *LATE),
     )
     report = replay(case.case.trace(), config, observers_of=partial(told_to, told) if is_told else None)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch", reason="real models need kvarts[torch]")
+import torch
 
 from kvarts.executor.torch import huge_pages
 from kvarts.executor.torch.huge_pages import FEW_BYTES, SETTING, use_huge_pages

@@ -9,8 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
+from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.run_loads import holding_of_transfer
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_parts import SharedParts
 
@@ -38,7 +41,7 @@ class StoreMachine(TieredMachine):
         limit=st.sampled_from([1, 4, 100]),
         keeps=st.sampled_from(["all", "tails"]),
     )
-    def build(  # type: ignore[override]
+    def build(
         self,
         first: PartGroup,
         others: list[PartGroup],
@@ -156,3 +159,25 @@ class StoreMachine(TieredMachine):
 
 TestSharedParts = StoreMachine.TestCase
 TestSharedParts.settings = settings(stateful_step_count=40)
+
+
+def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
+    """Each is told the eviction of what it has stored, although both were used together."""
+    memory = GroupMemory((PartGroup(KvLayer(kind="full", num_heads=1, head_numbers=2), part_bytes=1),))
+    shared = SharedParts(6, 1, NoLinks(), memory=memory, page_size=1)
+    told: list[list[tuple[type, int, int]]] = [[], []]
+
+    def reader(engine: int) -> Any:
+        return lambda event: told[engine].append((type(event), event.start_page, event.end_page))
+
+    views = [shared.open_view(engine, memory, reader(engine)) for engine in range(2)]
+    shared.views.update(enumerate(views))
+    content = Content.from_tokens(range(6), page_size=1, owner=0)
+    with shared.tree.spans_of(content, 6) as ((span, _, _),):
+        for engine, start in enumerate((0, 3)):
+            pin = holding_of_transfer(1)
+            views[engine].place(span, 0, start, start + 3, pin)
+            views[engine].settle(pin, is_stored=True)
+    views[0].touch(span, 6)
+    shared.parts.evict(6)
+    assert told == [[(PagesStored, 0, 3), (PagesRemoved, 0, 3)], [(PagesStored, 3, 6), (PagesRemoved, 3, 6)]]

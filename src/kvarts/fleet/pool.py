@@ -41,6 +41,13 @@ class Front(Informed):
         self._places[worker.index] = place
         self.router.follow(place, worker.engine.log)
 
+    def replace(self, worker: Worker, by: Worker) -> None:
+        """Let `by` stand for `worker`; both have left, and have no requests."""
+        place = self._places[worker.index]
+        self.router.forget(place)
+        self.workers[place] = by
+        self._replicas[place] = by.replica
+
     def enter(self, worker: Worker) -> None:
         """Send requests to `worker` again."""
         self.router.enter(self._places[worker.index])
@@ -158,6 +165,10 @@ class Pool:
         """Workers that are to come up again, or not."""
         self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
         self.gone_ns: dict[int, int] = {}
+        self.gone: list[Worker] = []
+        """Workers that have gone, as long as they have memory of their own."""
+        self._first_gone: Worker | None = None
+        """The first one to be released, which stands for all others of these."""
 
     def _add(self) -> Worker:
         worker = self._open_worker(len(self.front.workers))
@@ -204,7 +215,21 @@ class Pool:
         """Remove draining workers that have finished all their requests."""
         for worker in [each for each in self.draining if not each.num_owned]:
             self.draining.remove(worker)
-            self.gone_ns[worker.index] = now_ns
+            self._go(worker, now_ns)
+
+    def _go(self, worker: Worker, now_ns: int) -> None:
+        self.gone_ns[worker.index] = now_ns
+        self.gone.append(worker)
+
+    def release(self, worker: Worker) -> Worker:
+        """Release what a worker that has gone, and is at rest, has in memory; return the one that stands for it now."""
+        worker.engine.log.flush()
+        self.gone.remove(worker)
+        if self._first_gone is None:
+            self._first_gone = worker
+        self.workers[self.workers.index(worker)] = self._first_gone
+        self.front.replace(worker, self._first_gone)
+        return self._first_gone
 
     def scale(self, target: int, now_ns: int) -> list[Worker]:
         """Add or remove workers until there are `target`, including those that start; return the new ones.
@@ -214,7 +239,7 @@ class Pool:
         """
         target = max(1, target)
         while len(self.active) + len(self.starting) > target and self.starting:
-            self.gone_ns[self.starting.pop()[1].index] = now_ns
+            self._go(self.starting.pop()[1], now_ns)
         while len(self.active) > target:
             worker = self.active.pop()
             self.draining.append(worker)

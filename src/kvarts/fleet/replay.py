@@ -16,8 +16,8 @@ from kvarts.fleet.cost import DecodeOnly
 from kvarts.fleet.driver import FleetDriver
 from kvarts.fleet.handoff import TIMES
 from kvarts.fleet.layer_wise import LayerWise, LayerWiseLinks, SharedLayerWise
-from kvarts.fleet.links import FixedRate, Links, SharedByWorkers, StoreLinks
-from kvarts.fleet.moves import Incoming, SharedPages, StoreUse
+from kvarts.fleet.links import FixedRate, Links, PeerLinks, PullingLinks, SharedByWorkers, StoreLinks
+from kvarts.fleet.moves import Incoming, PeerUse, ReadMemory, SharedPages, StoreUse
 from kvarts.fleet.pool import Front, Pool
 from kvarts.fleet.queues import ByAge, ByReservation
 from kvarts.fleet.report import FleetReport
@@ -36,6 +36,8 @@ __all__ = ["BuiltFleet", "replay_fleet"]
 
 STORE = "store"
 """The name of a store among the tiers of a worker."""
+PEERS = "peers"
+"""The name of the host memory of other workers among the tiers of a worker."""
 RANKS: dict[Role, int] = {"prefill": 0, "mixed": 1, "decode": 2}
 """Which workers come first where something happens at one time."""
 
@@ -62,6 +64,8 @@ def replay_fleet(
         each = worker.pool.each
         memory = None if each.kv_groups == "off" else each.memory.to_builtins()
         shared = {} if opened.store is None else {STORE: opened.store.size}
+        if config.pulls:
+            shared[PEERS] = config.num_host_pages
         steps.append(StepLog(each.num_blocks, {**each.tiers, **shared}, memory))
         return [steps[-1], *(() if observers_of is None else observers_of(worker))]
 
@@ -90,6 +94,7 @@ def replay_fleet(
         num_evicted_pages=sum(each.cache.num_evicted for each in schedulers),
         tier_names=tiers_of(config),
         store=None if store is None or store_links is None else store_report(store, store_links, driver.now_ns),
+        pulls=None if opened.peers is None else pulls_report(opened.peers),
         transfers=[each.tiers.totals() for each in schedulers if each.tiers is not None],
         evicted_parts=[each.num_evicted_parts() for each in schedulers],
         deadlocks=driver.deadlocks,
@@ -102,6 +107,7 @@ def replay_fleet(
 def tiers_of(config: FleetConfig) -> list[str]:
     """Return the names of the tiers below any worker."""
     names = list(dict.fromkeys(name for pool in config.pools for name in pool.each.tiers))
+    names += [PEERS] if config.pulls else []
     return names if config.store is None else [*names, STORE]
 
 
@@ -115,6 +121,11 @@ class BuiltFleet:
         self._config = config
         self._num_waiting = num_waiting
         self.store, self.store_links = open_store(config)
+        self.layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
+        pulling = links_of(config)
+        self.links: Links = pulling if self.layer_wise is None else self.layer_wise
+        self.peer_links = PeerLinks(pulling) if config.pulls else None
+        self.peers = None if self.peer_links is None else open_peers(config, self.peer_links)
         self.pools: list[Pool] = []
         self._num_workers = 0
 
@@ -146,12 +157,12 @@ class BuiltFleet:
             front = fronts[each.role == "decode"]
             opened = self._opener(each, front.router, readers_of)
             self.pools.append(Pool(each.name, each.role, each.each.replicas, opened, front, startup_ns=startup_ns))
-        layer_wise = None if config.transfer != "layer-wise" else layer_wise_links_of(config)
+        peers, peer_links = self.peers, self.peer_links
         return FleetDriver(
             arrivals_at(fronts[False]),
             fronts[False],
             fronts.get(True, fronts[False]),
-            links_of(config) if layer_wise is None else layer_wise,
+            self.links,
             token_bytes=config.token_bytes,
             only_missing=config.transfer == "missing",
             least_remote=config.least_remote,
@@ -159,7 +170,8 @@ class BuiltFleet:
             is_mocker=config.first.profile == "mocker",
             tier_names=tiers_of(config),
             store=None if store is None or store_links is None else StoreUse(store, store_links),
-            layer_wise=layer_wise,
+            peers=None if peers is None or peer_links is None else PeerUse(peers, peer_links),
+            layer_wise=self.layer_wise,
             scaler=None if config.scaler is None else config.scaler(),
             faults=config.faults,
             on_progress=on_progress,
@@ -176,12 +188,21 @@ class BuiltFleet:
             self._num_workers += 1
             of_router = router.reader_of(number)
             readers = [*readers_of(FleetWorker(index, of_pool)), *(() if of_router is None else (of_router,))]
-            return open_worker(of_pool, index, rank + index, readers, self.store, num_waiting=self._num_waiting)
+            return open_worker(
+                of_pool, index, rank + index, readers, self.store or self.peers, num_waiting=self._num_waiting
+            )
 
         return open_next
 
 
-class WorkersStore(SharedPages, Protocol):
+class BelowTiers(Protocol):
+    """Something below the tiers of workers that is not of one of them."""
+
+    def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
+        """Return the settings of the tiers of `worker`: those of `offload`, and this below them."""
+
+
+class WorkersStore(SharedPages, BelowTiers, Protocol):
     """A store that workers share."""
 
     unit: str
@@ -206,9 +227,6 @@ class WorkersStore(SharedPages, Protocol):
     def views(self) -> Mapping[int, ViewOfStore]:
         """Each worker's use of it."""
 
-    def below(self, worker: int, offload: TiersBelow | None, kv_bytes_per_token: int) -> TierSettings:
-        """Return the settings of the tiers of `worker`: those of `offload`, and the store below them."""
-
 
 class ViewOfStore(Protocol):
     """A worker's use of a store."""
@@ -229,6 +247,31 @@ def open_store(config: FleetConfig) -> tuple[WorkersStore | None, StoreLinks | N
         return make(config.store_size, unit_bytes, links), links
     make = from_room("offload.shared_parts", "SharedParts", field="store")
     return make(config.store_size, unit_bytes, links, memory=first.memory, page_size=first.page_size), links
+
+
+class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
+    """The host memory of workers, from which others read."""
+
+    @property
+    def views(self) -> Mapping[int, ViewOfStore]:
+        """What each worker reads."""
+
+
+def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
+    """Return the host memory from which workers read. Raise ConfigError if its room is missing."""
+    make = from_room("offload.peers", "PeerMemory", field="transfer.pull")
+    opened: PeersOfWorkers = make(config.token_bytes * config.page_size, links)
+    return opened
+
+
+def pulls_report(memory: PeersOfWorkers) -> dict[str, Any]:
+    """Return what workers read from the host memory of others, as a part of the report."""
+    pulled = [
+        {"reader": reader, "source": source, "pages": num_pages}
+        for reader, view in sorted(memory.views.items())
+        for source, num_pages in sorted(view.num_loaded_from.items())
+    ]
+    return {"num_pulled_pages": sum(row["pages"] for row in pulled), "pulled": pulled}
 
 
 def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[str, Any]:
@@ -256,7 +299,7 @@ def store_report(store: WorkersStore, links: StoreLinks, end_ns: int) -> dict[st
     }
 
 
-def links_of(config: FleetConfig) -> Links:
+def links_of(config: FleetConfig) -> PullingLinks:
     """Return the links between the workers, by the configured sharing."""
     latency_ns = round(config.latency_ms * 1e6)
     if config.sharing == "worker" and config.bytes_per_s is not None:
@@ -276,11 +319,14 @@ def open_worker(
     index: int,
     rank: int,
     readers: Sequence[EventReader],
-    store: WorkersStore | None,
+    shared: BelowTiers | None,
     *,
     num_waiting: int = MANY_EVENTS,
 ) -> Worker:
-    """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker."""
+    """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
+
+    `shared`: what it shares with others below its own tiers.
+    """
     config = pool.each
     is_mocker = config.profile == "mocker"
     cost: CostModel = config.cost_model
@@ -289,9 +335,9 @@ def open_worker(
     executor = SimExecutor(cost)
     queue = ByReservation() if is_mocker else ByAge()
     offload: TierSettings | None = config.offload
-    if store is not None:
+    if shared is not None:
         token_bytes = TOKEN_BYTES if config.placement is None else config.placement.kv_bytes_per_token
-        offload = store.below(index, config.offload, token_bytes)
+        offload = shared.below(index, config.offload, token_bytes)
     engine = build_engine(
         config,
         executor,

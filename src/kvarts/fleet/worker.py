@@ -122,6 +122,13 @@ class Worker:
             self.changed()
             self._must_plan = True
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way: no request, no step, no transfer to or from a tier below."""
+        tiers = self.tiers
+        is_moving = tiers is not None and (tiers.has_work or self.wake_ns != NEVER_NS)
+        return not (self.num_owned or is_moving or self.end_ns != NEVER_NS)
+
     def lose_memory(self) -> None:
         """Drop all pages of the device and of its own tiers below; no request may have any."""
         if self.tiers is not None:

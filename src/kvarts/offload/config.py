@@ -348,13 +348,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         `memory`: the KV groups of a device that has any. Raise OutputError for a directory that cannot hold them.
         """
+        from kvarts.offload.file_names import PAGE_KEY_BYTES, PART_KEY_BYTES
         from kvarts.offload.pagefiles import PageFiles, file_bytes
 
         if memory is None:
-            num_bytes = self.num_disk_pages(page_size) * file_bytes(32, self.kv_bytes_per_token * page_size)
+            num_bytes = self.num_disk_pages(page_size) * file_bytes(PAGE_KEY_BYTES, self.kv_bytes_per_token * page_size)
         else:  # at most one file per block
-            from kvarts.offload.part_files import PART_KEY_BYTES
-
             num_blocks = self.group_tiers(memory, page_size)["disk"]
             num_bytes = num_blocks * file_bytes(PART_KEY_BYTES, memory.block_bytes)
         return PageFiles(directory, max_bytes=num_bytes)

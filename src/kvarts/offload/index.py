@@ -286,8 +286,8 @@ class TierIndex:
         placement.segments = tuple(segments)
         return placement
 
-    def settle(self, placement: Placement, *, is_stored: bool) -> None:
-        """End a placement: its pages are stored, or will never arrive."""
+    def settle(self, placement: Placement, *, is_stored: bool) -> list[tuple[int, int]]:
+        """End a placement: its pages are stored, or will never arrive. Return the runs of pages that are here now."""
         node: TierRun = placement.run
         arrived = []
         first = placement.segments[0].start
@@ -304,6 +304,7 @@ class TierIndex:
                         self.pool.give(node.num_pages, node.slots)
                         node.slots = None
             node = node.parent
+        here = [(node.start, node.end) for node in reversed(arrived)]
         if self.on_stored is not None:
             for node in reversed(arrived):
                 self.on_stored(node)
@@ -311,6 +312,7 @@ class TierIndex:
         if is_stored:
             self.touch(placement.run)
         self.unpin(placement.run)
+        return here
 
     def vacate(self, content: Content, end: int, count: int) -> None:
         """Evict up to `count` of the first `end` pages of `content`, the deepest first.

@@ -52,11 +52,12 @@ class Tier(Protocol):
 
 
 class ConnectedTier(msgspec.Struct, Generic[TierT], frozen=True):
-    """A tier, and the channels to it and from it."""
+    """A tier, and the channels to it and from it. `is_read_only`: nothing is stored there."""
 
     tier: TierT
     write: Channel
     read: Channel
+    is_read_only: bool = False
 
 
 class Layout(Generic[TierT]):
@@ -95,7 +96,9 @@ class Layout(Generic[TierT]):
         self.page_bytes = page_bytes
         self.num_refused = 0
         """Pages that were to be stored and found no room."""
-        self.backlog = Backlog(len(connected), is_stored)
+        self.own = tuple(each.tier for each in connected if not each.is_read_only)
+        """The tiers that are written to, which are the first ones."""
+        self.backlog = Backlog(len(self.own), is_stored)
         self._store_within_ns = store_within_ns
         self._with_page_ids = with_page_ids
 

@@ -96,7 +96,9 @@ class Offloader(Transfers, Generic[LayoutT]):
         self.block_bytes = layout.block_bytes
         self.tiers: tuple[Tier, ...] = tuple(each.tier for each in connected)
         self.tier_names = tuple(tier.name for tier in self.tiers)
-        self.channels: tuple[Channel, ...] = tuple(lane for each in connected for lane in (each.write, each.read))
+        self.channels: tuple[Channel, ...] = tuple(
+            lane for each in connected for lane in ((each.read,) if each.is_read_only else (each.write, each.read))
+        )
         """The channels of each tier in turn: to it, and from it."""
         self._connected = connected
         self._backlog = layout.backlog

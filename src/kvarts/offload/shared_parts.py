@@ -67,6 +67,10 @@ class SharedParts(Shared["PartsView"]):
         """Parts that were to be stored and found no room."""
         return sum(view.num_refused for view in self.views.values())
 
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone."""
+        self.events.of_worker.pop(worker, None)
+
 
 class WritersEvents(RunEvents):
     """Emits the events of the runs of a store, each to the engine that stored them."""

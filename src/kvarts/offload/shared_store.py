@@ -61,13 +61,13 @@ class Write:
         self.waiting: list[int] = []
 
 
-class ViewOfStore(Protocol):
+class WritingView(Protocol):
     """The store as a tier of one engine. `unsent`: writes that no transfer carries yet."""
 
     unsent: list[Write]
 
 
-ViewT = TypeVar("ViewT", bound=ViewOfStore)
+ViewT = TypeVar("ViewT", bound=WritingView)
 
 
 class Shared(Generic[ViewT]):
@@ -103,6 +103,10 @@ class Shared(Generic[ViewT]):
         """Return each write that has ended since the last call, behind each engine with requests that waited for it."""
         waited_for, self._waited_for = self._waited_for, []
         return waited_for
+
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone; what it has stored stays."""
+        raise NotImplementedError
 
     def end_write(self, ticket: object, *, is_stored: bool) -> None:
         """Record that a write has ended, or failed, or was given up, which ends its transfer."""
@@ -158,6 +162,10 @@ class SharedStore(Shared["StoreView"]):
     def num_refused(self) -> int:
         """Pages that were to be stored and found no room."""
         return self.index.num_refused
+
+    def leave(self, worker: int) -> None:
+        """Send no events to `worker`, which has gone."""
+        self.views[worker].listen(None, None)
 
     def _on_stored(self, run: TierRun) -> None:
         parent = run.parent
@@ -306,7 +314,7 @@ class StoreChannel(Channel):
         self._num_under_way = 0
         """Bytes of transfers that have not ended."""
         self.tiers: Offloader[Any]
-        self.view: ViewOfStore | None = None
+        self.view: WritingView | None = None
         """The tier whose writes it carries."""
 
     def wait_ns(self, now_ns: int) -> int:

@@ -98,6 +98,8 @@ class OpenAIApp:
         """The live page, between `open` and `close`."""
         self._num_requests = 0
         self.others: OtherWorkers | None = None
+        self.shares_log = False
+        """Whether the log is of other applications as well, one of which closes it."""
         self.script = FailureScript()
         self.set_script(script)
         shares = {} if guard.keys is None else guard.keys.shares
@@ -169,7 +171,7 @@ class OpenAIApp:
         self._workbench.close()
         if self._live is not None:
             self._live.close()
-        if self._access_log is not None:
+        if self._access_log is not None and not self.shares_log:
             self._access_log.close()
 
     async def drained(self, timeout_s: float) -> bool:

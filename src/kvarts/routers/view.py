@@ -215,6 +215,8 @@ class View:
         if found is not None and found[0] == asked.index and found[1] == limit:
             return found[2]
         pages = self.directory.matches(asked.content, limit)
+        if len(self.workers) < len(self.num_requests):  # some have left
+            pages = {worker: pages[worker] for worker in self.workers if worker in pages}
         self.found = asked.index, limit, pages
         return pages
 

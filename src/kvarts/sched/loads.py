@@ -155,6 +155,9 @@ class LowerTiers(Protocol):
     def ends(self, transfer: int, end_ns: int) -> None:
         """Record when `transfer` ends, if that was not known when it began."""
 
+    def fails_last(self, transfer: int, end_ns: int) -> None:
+        """Record that what a load reads from the last tier does not arrive; what it reads from others does."""
+
     def abort(self, now_ns: int) -> None:
         """End all transfers under way as failed, in virtual time."""
 

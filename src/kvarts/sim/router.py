@@ -114,6 +114,9 @@ class Router(Protocol):
     def leave(self, worker: int) -> None:
         """Send no more requests to `worker`. Requests in flight there may still end."""
 
+    def forget(self, worker: int) -> None:
+        """Forget what is known of `worker`, which has left and has no requests in flight, and stop reading its log."""
+
     def catch_up(self, now_ns: int, workers: Iterable[int]) -> None:
         """Apply the events of `workers` since the last call, as far as they reach the router by `now_ns`."""
 
@@ -211,6 +214,9 @@ class RoundRobin:
     def leave(self, worker: int) -> None:
         """Send no more requests to `worker`."""
         self.workers.remove(worker)
+
+    def forget(self, worker: int) -> None:
+        """Do nothing: nothing is known of a worker."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
