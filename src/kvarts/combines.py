@@ -44,6 +44,7 @@ FEATURES = {
     "full_prompt_hits": Feature("hits of whole prompts", ("replay", "mock", "several")),
     "orders": Feature("an eviction order other than LRU", ("replay", "plan", "mock", "sessions", "several", "fleet")),
     "mocker": Feature("the profile 'mocker'", ("replay", "plan", "mock", "several", "fleet")),
+    "uncached": Feature("an engine without a prefix cache", ("replay",)),
     "windows": Feature("sessions with a window", ("replay", "mock", "model", "sessions")),
     "speculation": Feature("speculation", ("model", "sessions")),
     "kv_events": Feature("KV events of one replay", ("replay", "several", "fleet")),
@@ -131,6 +132,14 @@ REFUSED = (
     Refusal(("uses", "workers"), "uses are counted in one process", "Take the turn as the condition."),
     Refusal(("record_from", "workers"), "two of them would ask for the same answer", "Record first, without workers."),
     Refusal(("state_dir", "workers"), "a directory is of one process"),
+    Refusal(("uncached", "tiers"), "requests would find in host memory what they may not find on the device"),
+    Refusal(("uncached", "orders"), "it evicts nothing that can be found"),
+    Refusal(("uncached", "late_events"), "it has no pages to report"),
+    Refusal(("uncached", "kv_events"), "it has no pages to report"),
+    Refusal(("uncached", "sessions"), "sessions go on from their pages"),
+    Refusal(("uncached", "plan"), "a plan is about what is found", "Replay the options you have in mind."),
+    Refusal(("uncached", "several"), "it is not modelled", "Leave it out."),
+    Refusal(("uncached", "fleet"), "it is not modelled", "Leave it out."),
 )
 
 

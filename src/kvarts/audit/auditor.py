@@ -90,8 +90,9 @@ class Auditor:
     `full_prompt_hits`: a load may bring a whole prompt. `at_branches`: snapshots of states are also made where prompts
     leave others. `plans_ahead`: a step is planned while the step before it runs. A request that has ended then keeps
     its parts until the next plan is made; a page that a decode fills is published a step later, and a part that a
-    window has passed is released a step later. `account`: returns the engine's account of its memory; if given,
-    `observe` compares it with the ledger and raises AuditError. Nothing is repaired.
+    window has passed is released a step later. `finds_prefixes`: requests find cached pages. `account`: returns the
+    engine's account of its memory; if given, `observe` compares it with the ledger and raises AuditError. Nothing is
+    repaired.
     """
 
     wants_details = True
@@ -109,6 +110,7 @@ class Auditor:
         full_prompt_hits: bool = False,
         at_branches: bool = False,
         plans_ahead: bool = False,
+        finds_prefixes: bool = True,
         account: Callable[[], Account] | None = None,
     ) -> None:
         self._account = account
@@ -159,6 +161,7 @@ class Auditor:
         """In admission order."""
         self._completing: list[int] = []
         self._plans_ahead = plans_ahead
+        self._finds_prefixes = finds_prefixes
         self._lags = int(plans_ahead)
         self._filled: deque[tuple[int, KnownRequest]] = deque()
         """Decodes that fill a page in this step and have not published it, with the tokens that they compute."""
@@ -646,7 +649,7 @@ class Auditor:
 
     def _hit(self, known: KnownRequest, request: int, num_hit: int, reach: tuple[int, ...] | None) -> None:
         # The last token is always computed.
-        num_pages = (known.known - 1) // self._page_size
+        num_pages = (known.known - 1) // self._page_size if self._finds_prefixes else 0
         digests = self._digests.upto(known.content, num_pages)[:num_pages]
         longest, by_group = self.ledger.reach(digests, self._page_size)
         if num_hit < longest:

@@ -58,6 +58,7 @@ ALIASES = {
     "--gpu-memory-utilization": "--memory-fraction",
     "--kv-cache-dtype": "--kv-dtype",
     "--kv-cache-memory-bytes": "--kv-memory",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
 }
 """Options of `vllm serve`, and the option here with the same meaning and values."""
 
@@ -65,10 +66,9 @@ ANSWERS = {
     "--cpu-offload-gb": "kvarts keeps weights on the device; for KV below it, give --host-memory 64GiB",
     "--enable-chunked-prefill": "prompts are always chunked; --max-batched-tokens sets the largest chunk",
     "--enable-expert-parallel": "give --expert-parallel N, over how many devices experts are divided",
-    "--enable-prefix-caching": "the prefix cache is always on",
+    "--enable-prefix-caching": "the prefix cache is on unless --no-prefix-caching is given",
     "--kv-offloading-size": "give --host-memory 64GiB",
     "--max-model-len": "a replay takes each request as long as the trace has it",
-    "--no-enable-prefix-caching": "the prefix cache is always on",
     "--num-gpu-blocks": "give --pages N",
     "--quantization": "give --weight-dtype fp8, and --kv-dtype for KV",
     "--scheduling-policy": "requests are ordered by priority and arrival; for another policy see "

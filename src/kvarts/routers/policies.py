@@ -13,6 +13,7 @@ import msgspec
 from kvarts.limits import check_number, check_whole
 from kvarts.routers.approximate import IndexRule
 from kvarts.routers.view import Asked, Needs, View
+from kvarts.sched.rank_loads import RankLoads
 
 __all__ = [
     "AibrixPrefix",
@@ -30,8 +31,6 @@ __all__ = [
 
 CHARS_PER_TOKEN = 4
 NS_PER_S = 1_000_000_000
-WAITING_WEIGHT = 6.0
-"""vLLM's weight of a rank's waiting requests, per share of its pages in use beyond a half."""
 
 
 class RoundRobinPolicy(msgspec.Struct):
@@ -241,13 +240,7 @@ class AibrixPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class VllmRanks(msgspec.Struct, frozen=True):
-    """vLLM 0.32 with `--data-parallel-size`: the front end's choice of a rank.
-
-    The score of a rank is its requests in flight, or the requests that run and wait there by the last report and those
-    placed since, if these are more. A rank with waiting requests and more than half of its pages in use scores higher,
-    up to four times its waiting requests. The lowest score wins; the first of equal ranks is the one after the first of
-    the choice before.
-    """
+    """vLLM 0.32 with `--data-parallel-size`: the front end's choice of a rank, as of RankLoads."""
 
     needs = Needs(metrics=True)
 
@@ -257,30 +250,17 @@ class VllmRanks(msgspec.Struct, frozen=True):
 
 
 class OpenVllmRanks:
-    """One front end. Owner of what it placed since the last reports, and of the rank at which its next scan starts."""
+    """One front end."""
 
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
-        self._num_placed: dict[int, int] = {}
+        self._loads = RankLoads()
         self._num_reports = 0
-        self._start = 0
 
     def choose(self, asked: Asked, view: View) -> int:
         """Return the rank with the lowest score."""
-        metrics, workers, placed = view.metrics, view.workers, self._num_placed
+        metrics = view.metrics
         if metrics.num_reports != self._num_reports:
             self._num_reports = metrics.num_reports
-            placed.clear()
-        start = self._start % len(workers)
-
-        def score(worker: int) -> float:
-            waiting = metrics.waiting[worker] + placed.get(worker, 0)
-            load = float(max(view.num_requests[worker], waiting + metrics.running[worker]))
-            if waiting:
-                load += waiting * WAITING_WEIGHT * max(0.0, metrics.usage[worker] - 0.5)
-            return load
-
-        chosen = min(workers[start:] + workers[:start], key=score)
-        placed[chosen] = placed.get(chosen, 0) + 1
-        self._start = (start + 1) % len(workers)
-        return chosen
+            self._loads.forget_placed()
+        return self._loads.choose(view.workers, view.num_requests, metrics.running, metrics.waiting, metrics.usage)

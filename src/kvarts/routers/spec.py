@@ -23,6 +23,7 @@ from kvarts.routers.policies import (
     SglangCacheAware,
     VllmRanks,
 )
+from kvarts.sched.rank_loads import RANKS_STALENESS_NS
 from kvarts.settings import SettingError
 
 __all__ = ["POLICIES", "policy_of", "split_names"]
@@ -42,7 +43,7 @@ POLICIES: dict[str, type[msgspec.Struct]] = {
     "vllm-ranks": VllmRanks,
 }
 
-STALENESS_NS = {"llm-d": 50_000_000, "vllm-ranks": 100_000_000}
+STALENESS_NS = {"llm-d": 50_000_000, "vllm-ranks": RANKS_STALENESS_NS}
 """Default maximum age of metrics: llm-d polls them every 50 ms, vLLM's ranks report theirs every 100 ms. Other policies
 see current ones."""
 

@@ -68,7 +68,8 @@ class Scheduler:
     page at which a token no longer needs a page that the token before it needed. `step_ns`: the expected duration of a
     step, for `max_itl_ms` of the config. `plans_ahead`: the next step is planned while one runs, as by vLLM's
     asynchronous scheduling. So a request that ends keeps its place and its pages until the next step is planned, and a
-    page that a decode fills can be found one step later. `tell` receives page and request events.
+    page that a decode fills can be found one step later. `finds_prefixes`: whether requests find cached pages. `tell`
+    receives page and request events.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Scheduler:
         settle_places: tuple[int, ...] = (),
         step_ns: StepNs | None = None,
         plans_ahead: bool = False,
+        finds_prefixes: bool = True,
     ) -> None:
         assert not plans_ahead or batch is None, "rows and tokens are those of the last step"
         self.config = config
@@ -101,6 +103,7 @@ class Scheduler:
         """Requests that bring their pages along: they wait for a place and for tokens, and never for memory."""
         self.running = Running(cache, self.wheel, batch, plans_ahead=plans_ahead)
         self._plans_ahead = plans_ahead
+        self._finds_prefixes = finds_prefixes
         self.has_released = False
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads
@@ -582,7 +585,8 @@ class Scheduler:
                 break
             num_known = request.num_prompt_tokens + request.num_output_tokens
             # The last token is always computed: its logits are needed.
-            match = cache.match(request.content, (num_known - 1) // page_size)
+            limit = (num_known - 1) // page_size if self._finds_prefixes else 0
+            match = cache.match(request.content, limit)
             watermark = self._watermark if running.num_running else 0
             num_wanted = cache.num_to_admit(match, num_known, min(budget, most_tokens), watermark)
             num_short = num_wanted - pages.num_free_to_admit(num_wanted)
@@ -619,7 +623,7 @@ class Scheduler:
                 continue
             hit_tokens = match.num_pages * page_size
             if tell is not None:
-                reach = cache.reach(request.content, (num_known - 1) // page_size)
+                reach = cache.reach(request.content, limit)
                 tell(Admitted(request.index, request.content, match.num_pages, reach=reach))
             request.holding = cache.open(match)
             budget -= self._prefill.start(request, hit_tokens, budget, now_ns, chunks)
