@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvarts.events import AtRest, LeapDone, StepDone, StepEnded, StepStarted
-from kvarts.fleet.config import FleetConfig, FleetWorker, PoolConfig, StoreSettings
+from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
 from kvarts.fleet.report import FleetReport
-from kvarts.fleet.scaling import parse_scaler
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import PartGroup
 from kvarts.offload.config import OffloadConfig
@@ -22,22 +19,11 @@ from kvarts.routers.config import QueueOrder, Routing
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row, cases
-from builders.fleet import FleetCase, fleets
-from builders.grouped import FULL, Told, part_groups
+from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
+from builders.grouped import FULL, part_groups
 from builders.tiered import BYTES_PER_TOKEN, tiers_below
 
 pytestmark = pytest.mark.laws
-
-LATE = (Fault("down", 5, 60_000_000, 90_000_000), Fault("cut", 6, 50_000_000))
-"""Faults of workers that come later, or never."""
-ENDS = ("completed", "rejected", "failed", "cancelled")
-SCALERS = (
-    None,
-    "script,0s=2:1,0.05s=1:3,0.1s=3:1,0.2s=1:1",
-    "queue,target=1,every=0.03s,stable=0.1s",
-    "kv,target=40,every=0.05s,stable=0s,most=3",
-    "llm-d,every=0.04s",
-)
 
 
 @st.composite
@@ -77,16 +63,6 @@ def queues(draw: st.DrawFn) -> dict[str, Any]:
     order: QueueOrder = draw(st.sampled_from(["fcfs", "lcfs", "wspt"]))
     router = draw(st.sampled_from(["round-robin", "least-loaded", "prefix", "dynamo-kv", "llm-d"]))
     return {"router": router, "routing": Routing(queue_threshold=threshold, queue=order)}
-
-
-def told_to(told: dict[int, Told], worker: FleetWorker) -> list[Told]:
-    told[worker.index] = Told()
-    return [told[worker.index]]
-
-
-def of_requests(told: Told) -> list[tuple[Any, ...]]:
-    """What was told of requests and pages: leaps leave out steps in which nothing else happens."""
-    return [each for each in told.plain() if each[0] not in (StepStarted, StepEnded, StepDone, LeapDone, AtRest)]
 
 
 def replayed(case: FleetCase, **changes: Any) -> FleetReport:
@@ -169,31 +145,6 @@ def test_fast_forward_equals_step_by_step(
     assert fast.requests_jsonl() == slow.requests_jsonl()
     assert fast.to_json() == slow.to_json()
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
-
-
-def replayed_with(
-    case: FleetCase,
-    policy: str | None,
-    is_shared: bool,
-    memory: dict[str, Any],
-    store: StoreSettings | None,
-    *,
-    is_told: bool,
-    step_by_step: bool,
-    pulls: bool = False,
-) -> tuple[FleetReport, list[list[tuple[Any, ...]]]]:
-    told: dict[int, Told] = {}
-    config = structs.replace(
-        case.config(step_by_step=step_by_step, **memory),
-        scaler=None if policy is None else partial(parse_scaler, policy),
-        startup_s=0.03,
-        sharing="worker" if is_shared else "none",
-        store=store,
-        pulls=pulls,
-        faults=case.faults if policy is None else (*case.faults, *LATE),
-    )
-    report = replay(case.case.trace(), config, observers_of=partial(told_to, told) if is_told else None)
-    return report, [of_requests(each) for each in told.values()]
 
 
 def test_leaps_tell_removals_from_a_store_in_their_place() -> None:

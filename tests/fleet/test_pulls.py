@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from fleet.test_fleet_laws import ENDS, SCALERS, replayed_with
 from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
@@ -20,7 +19,7 @@ from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
-from builders.fleet import FleetCase, fleets
+from builders.fleet import ENDS, SCALERS, FleetCase, fleets, replayed_with
 from builders.tiered import tiers_below
 from oracles.naive_peers import NaivePeers
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarts.llm.host import ModelHost
+from kvarts.llm.loop import ModelHost
 from kvarts.report.steps import StepLog
 from kvarts.session.config import SessionsConfig
 from kvarts.session.sessions import Sessions

@@ -17,9 +17,8 @@ from kvarts.audit.comparison import Account, find_different_pages, find_differen
 from kvarts.audit.digests import PageDigests
 from kvarts.audit.finding import AuditError, Finding, Findings
 from kvarts.audit.ledger import LOST, Happened, Keep, Ledger, LedgerError, LedgerGroup, LedgerPart
-from kvarts.audit.parts_below import PartsBelow
 from kvarts.audit.request_parts import KnownRequest, RequestParts
-from kvarts.audit.tiers import EvictionsTold, TierBooks
+from kvarts.audit.tiers import EvictionsTold, PartsBelow, TierBooks
 from kvarts.content import Content
 from kvarts.events import (
     Admitted,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,24 +24,12 @@ from kvarts.session.values import Done, StopReason, Token, Truncated
 if TYPE_CHECKING:
     from kvarts.client import Session
 
-__all__ = ["ByteText", "ModelText", "Text", "chat_command"]
+__all__ = ["ByteText", "ModelText", "chat_command"]
 
 NOTES = {
     StopReason.CANCELLED: "cancelled",
     StopReason.TRUNCATED: "the session cannot go on: the model was not trained for later positions",
 }
-
-
-class Text(Protocol):
-    """Conversion between the text and the tokens of a chat."""
-
-    eos_token_ids: tuple[int, ...]
-
-    def tokens(self, line: str, *, is_first: bool, end: int | None) -> list[int]:
-        """Return the tokens that a line adds to a history. `end`: the EOS token of the previous answer, if any."""
-
-    def writer(self) -> Callable[[int], str]:
-        """Return a decoder for the tokens of one answer, called per token; it withholds incomplete characters."""
 
 
 class ByteText:
@@ -169,7 +157,7 @@ def chat_command(**values: Any) -> None:
     sampling = {name: values[name] for name, _, _ in SAMPLING if values[name] is not None}
     sampling["ignore_eos"] = values["ignore_eos"]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    text: Text = ByteText() if values["model"] is None else ModelText(values["model"])
+    text = ByteText() if values["model"] is None else ModelText(values["model"])
     settings: dict[str, Any] = {"label": "kvarts chat", "eos_token_ids": text.eos_token_ids}
     if values["sink"] is not None:
         settings["sink"] = values["sink"]
@@ -197,7 +185,7 @@ def _chat_over_http(values: dict[str, Any]) -> None:
 class _Chat:
     """A conversation: reads lines and prints answers until the input ends."""
 
-    def __init__(self, session: Session, text: Text, sampling: dict[str, Any]) -> None:
+    def __init__(self, session: Session, text: ByteText | ModelText, sampling: dict[str, Any]) -> None:
         self._session = session
         self._text = text
         self._sampling = sampling

@@ -17,8 +17,7 @@ from kvarts.cli.plan_options import TIER_NAMES, PlanOptions, fleet_kinds
 from kvarts.cli.plan_shares import Share, ShareType, divided
 from kvarts.cli.process import print_bytes, print_json, tell_whole_pages
 from kvarts.cli.progress import Progress
-from kvarts.cli.replay import all_sections, paths_in, read_settings, set_by
-from kvarts.cli.sample import load_traffic, over_sample_settings
+from kvarts.cli.replay import all_sections, load_traffic, over_sample_settings, paths_in, read_settings, set_by
 from kvarts.config import EngineConfig
 from kvarts.errors import ConfigError
 from kvarts.files import check_outputs, check_writable, is_standard_output, write_whole

@@ -176,7 +176,7 @@ def _load(path: Path, reading: dict[str, Any]) -> Trace:
 
 def _write(trace: Trace, output: Path | None) -> None:
     from kvarts.files import check_writable, whole_file
-    from kvarts.traffic.writing import trace_lines
+    from kvarts.traffic.editing import trace_lines
 
     if output is None:
         print_bytes(b"".join(trace_lines(trace)))

@@ -523,7 +523,7 @@ def _num_layers(config: ReplayConfig) -> int | None:
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alike: as many as `each` has replicas. `name`: left out, its role."""
+    """Identical workers: as many as `each` has replicas. `name`: left out, its role."""
 
     role: Role
     each: ReplayConfig

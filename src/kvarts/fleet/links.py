@@ -199,7 +199,7 @@ class PeerLinks:
     def __init__(self, links: PullingLinks) -> None:
         self._links = links
         self.pulls: dict[Carried, Pull] = {}
-        """What is under way."""
+        """The transfers under way."""
         self.cut: set[int] = set()
         """Workers whose link is cut."""
 

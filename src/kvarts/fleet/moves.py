@@ -92,14 +92,14 @@ class SharedPages(Protocol):
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has gone."""
+        """Send no events to `worker`, which has left."""
 
 
 class ReadMemory(Protocol):
     """The host memory of workers, from which others read."""
 
     def leave(self, worker: int) -> bool:
-        """Read nothing more from `worker`, which has gone; return whether it had any memory until now."""
+        """Read nothing more from `worker`, which has left; return whether it had any memory until now."""
 
 
 class StoreUse:
@@ -435,7 +435,7 @@ class Moves:
         self._roused.add(worker.index)
 
     def _route(self, front: Front, handoff: Handoff, now_ns: int) -> Worker | None:
-        """Return the worker behind `front` that a request goes to; None if it waits in the router."""
+        """Return the worker behind `front` on which a request is placed; None if it waits in the router."""
         router = front.router
         if handoff.routed >= 0:
             routed, handoff.routed = self.workers[handoff.routed], -1
@@ -455,7 +455,7 @@ class Moves:
         return worker
 
     def _poll(self, front: Front, now_ns: int) -> None:
-        """Let the router of `front` see what its workers have done, and their metrics if it is time."""
+        """Pass the events of its workers to the router of `front`, and their metrics if these are due."""
         for worker in front.workers:
             self._is_busy(worker, now_ns)
         if front.poll_ns(now_ns) == now_ns:
@@ -551,7 +551,7 @@ class Moves:
         return self._weight(self.workers[handoff.target], start, handoff.decode.num_prompt_tokens)
 
     def _weight(self, worker: Worker, start: int, num_tokens: int) -> int:
-        """Return the bytes of KV with which `worker` can continue a prompt of which it has `start` tokens."""
+        """Return the bytes of KV with which `worker`, with `start` tokens of a prompt, can continue it."""
         cache, page_size = worker.scheduler.cache, self._page_size
         if cache.settles:
             num_blocks = cache.num_sent(start, num_tokens, page_size)
@@ -705,7 +705,7 @@ class Moves:
         worker.lose_memory()
 
     def _lose_pulls(self, worker: Worker, now_ns: int) -> None:
-        """End what others read from a worker that fails, or has gone."""
+        """End the reads of others from a worker that fails, or has left."""
         assert self._peers is not None
         for pull in list(self._peers.links.pulls.values()):
             if pull.source == worker.index:

@@ -1,4 +1,4 @@
-"""Pools of workers that are alike, and the routers in front of them."""
+"""Pools of identical workers, and the routers in front of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Front(Informed):
         self.workers: list[Worker] = []
         self._places: dict[int, int] = {}
         self.stranded: list[Handoff] = []
-        """Requests that came while no worker was active."""
+        """Requests that arrived while no worker was active."""
         self.held: dict[Request, Handoff] = {}
         """Requests that wait in the router, in no order."""
 
@@ -120,7 +120,7 @@ class Front(Informed):
         return worker
 
     def ended(self, request: Request) -> None:
-        """Tell the router that a worker has nothing of `request` any more."""
+        """Notify the router that a worker has no pages of `request` any more."""
         if self.router.is_told:
             self.router.ended(request.index)
 
@@ -166,7 +166,7 @@ class Pool:
         self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
         self.gone_ns: dict[int, int] = {}
         self.gone: list[Worker] = []
-        """Workers that have gone, as long as they have memory of their own."""
+        """Workers that have left, as long as they have memory of their own."""
         self._first_gone: Worker | None = None
         """The first one to be released, which stands for all others of these."""
 
@@ -222,7 +222,7 @@ class Pool:
         self.gone.append(worker)
 
     def release(self, worker: Worker) -> Worker:
-        """Release what a worker that has gone, and is at rest, has in memory; return the one that stands for it now."""
+        """Release the memory of a worker that has left and is at rest; return the worker that stands for it now."""
         worker.engine.log.flush()
         self.gone.remove(worker)
         if self._first_gone is None:

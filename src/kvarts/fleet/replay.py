@@ -206,7 +206,7 @@ class WorkersStore(SharedPages, BelowTiers, Protocol):
     """A store that workers share."""
 
     unit: str
-    """What it consists of: "pages", or with KV groups "blocks"."""
+    """Its unit: "pages", or with KV groups "blocks"."""
 
     size: int
     unit_bytes: int
@@ -325,7 +325,7 @@ def open_worker(
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
 
-    `shared`: what it shares with others below its own tiers.
+    `shared`: the tiers below its own that it shares with others.
     """
     config = pool.each
     is_mocker = config.profile == "mocker"

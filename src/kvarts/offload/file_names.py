@@ -20,7 +20,7 @@ class FileNames:
     """Owner of the names in use, and of those whose files are to be deleted.
 
     `namespace` is part of every name: everything that makes pages of the same tokens different, such as the model.
-    `num_groups`: names are those of parts in so many KV groups; 0: of whole pages. A file stays while its name is in
+    `num_groups`: the KV groups of the parts that are named; 0: whole pages are. A file stays while its name is in
     use: by a page or part in the tier, by one whose content is unknown, or by a transfer that reads it.
     """
 
@@ -58,7 +58,7 @@ class FileNames:
             self._dropped.pop(name, None)
 
     def release(self, names: Iterable[bytes]) -> None:
-        """End a use of each of `names`; what is no longer in use is to be deleted."""
+        """End a use of each of `names`; a name without uses is to be deleted."""
         for name in names:
             self._num_uses[name] -= 1
             if not self._num_uses[name]:

@@ -9,12 +9,12 @@ An example: a prompt of three pages on a device of three, above a host tier of f
 0.5 ms back:
 
     ms          0          1            4           ...          10           11.5
-    request     computes   gone                     another      the same prompt again
+    request     computes   ended                    another      the same prompt again
     channels               store ------ end                      load ------- end
     device      3 used     3 held       3 cached    evicted      3 held       3 found
     host                   3 coming     3 found     3 found      3 pinned     3 found
 
-The request is gone at 1 ms, and its pages stay in use until the store ends: `plan_stores` began it in the step after
+The request has ended at 1 ms, and its pages stay in use until the store ends: `plan_stores` began it in the step after
 the one that computed them. At 10 ms `lookup` offers three pages, and pins them; `start_load` returns 11.5 ms.
 """
 

@@ -76,7 +76,7 @@ class PageLayout(Layout[PageTier]):
             store_within_ns=store_within_ns,
             with_page_ids=with_page_ids,
         )
-        self.spills_first = policy.stores_deepest_first  # these would replace what is on its way through a small tier
+        self.spills_first = policy.stores_deepest_first  # these would replace pages on their way through a small tier
         self._cache = cache
         self._policy = policy
         self._order = order
@@ -306,7 +306,7 @@ class PageLayout(Layout[PageTier]):
                     if is_whole:
                         has_orphans = self._marks.mark_part(part, Below.STORED)
                     else:
-                        # What fails again and again is not tried again; what was given up may be.
+                        # Pages that fail again and again are not tried again; those that were given up may be.
                         has_failed = not is_stored and not is_given_up
                         self._marks.mark_part(part, Below.FAILED if has_failed else Below.NOT)
                         has_orphans = True

@@ -31,7 +31,7 @@ PEERS = "peers"
 
 
 class LinksToPeers(Protocol):
-    """The links between engines. They tell the tiers of an engine when a transfer ends, or fails."""
+    """The links between engines. The tiers of an engine receive the end or the failure of each transfer."""
 
     def reaches(self, source: int, worker: int) -> bool:
         """Return whether `worker` can read from `source` now."""
@@ -56,7 +56,7 @@ class PeerMemory:
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithPeers:
         """Return the settings of the tiers of `worker`: those of `offload`, and the host memory of others below them.
 
-        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` says it.
+        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
         if offload is None:
             offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
@@ -64,7 +64,7 @@ class PeerMemory:
         return TiersWithPeers(offload, view, self)
 
     def leave(self, worker: int) -> bool:
-        """Read nothing more from `worker`, which has gone; return whether it had any memory until now."""
+        """Read nothing more from `worker`, which has left; return whether it had any memory until now."""
         return self.tiers.pop(worker, None) is not None
 
 
@@ -88,7 +88,7 @@ class PeerView(MemoryTier):
         self.num_loaded_from: dict[int, int] = {}
         """Pages that were loaded, by the engine that had them."""
         self.asked = -1
-        """The engine that has most of what was looked up last."""
+        """The engine that has the most pages of the last lookup."""
         self.unsent: list[Read] = []
         """Loads that no transfer carries yet."""
         self._memory = memory
@@ -196,7 +196,7 @@ class PeerChannel(Channel):
         return 0
 
     def within_ns(self, now_ns: int, num_bytes: int) -> int:
-        """Return how long a load of what was looked up last would take if no other transfer began or ended."""
+        """Return how long a load of the pages of the last lookup would take if no other transfer began or ended."""
         view = self._view
         if view.asked < 0:
             return 0
@@ -221,7 +221,7 @@ class PeerChannel(Channel):
         """Do nothing: nothing waits for it."""
 
     def _bytes_there(self, num_bytes: int) -> int:
-        """Return what the pages of `num_bytes` bytes here weigh on the links."""
+        """Return the bytes on the links of the pages of `num_bytes` bytes here."""
         return num_bytes // self.tiers.block_bytes * self._memory.page_bytes
 
 

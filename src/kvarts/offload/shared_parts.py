@@ -1,7 +1,7 @@
 """A store that engines share, of parts in KV groups: a tree of its own, and a tier of it for each engine.
 
 A part is in the store once, even if several engines store it. The device of an engine and its own tiers have a tree of
-spans, and the store has another, since its parts outlive what any engine has of their pages. A match looks at both
+spans, and the store has another, since its parts outlive the engines' parts of their pages. A match looks at both
 (`SpanTree.match_across`), and only what is pinned by a transfer or an offer is changed in the store.
 
     tree of an engine:     [0 ........ 4)                    device: full [0, 4)
@@ -37,7 +37,7 @@ class SharedParts(Shared["PartsView"]):
     """
 
     unit = "blocks"
-    """What its sizes and counts count."""
+    """The unit of its sizes and counts."""
 
     def __init__(self, size: int, unit_bytes: int, links: LinksToStore, *, memory: GroupMemory, page_size: int) -> None:
         super().__init__(size, unit_bytes, links)
@@ -68,7 +68,7 @@ class SharedParts(Shared["PartsView"]):
         return sum(view.num_refused for view in self.views.values())
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has gone."""
+        """Send no events to `worker`, which has left."""
         self.events.of_worker.pop(worker, None)
 
 

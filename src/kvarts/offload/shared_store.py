@@ -34,7 +34,7 @@ STORE = "store"
 
 
 class LinksToStore(Protocol):
-    """The links between the store and the engines. They tell the tiers of an engine when a transfer ends."""
+    """The links between the store and the engines. The tiers of an engine receive the end of each transfer."""
 
     def begin(self, worker: int, number: int, num_bytes: int, now_ns: int, *, is_read: bool) -> None:
         """Begin transfer `number` of `worker`."""
@@ -105,7 +105,7 @@ class Shared(Generic[ViewT]):
         return waited_for
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has gone; what it has stored stays."""
+        """Send no events to `worker`, which has left; its stored pages stay."""
         raise NotImplementedError
 
     def end_write(self, ticket: object, *, is_stored: bool) -> None:
@@ -118,7 +118,7 @@ class Shared(Generic[ViewT]):
     def below(self, worker: int, offload: OffloadConfig | None, kv_bytes_per_token: int) -> TiersWithStore[ViewT]:
         """Return the settings of the tiers of `worker`: those of `offload`, and the store below them.
 
-        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` says it.
+        `kv_bytes_per_token`: bytes of a token on a device of the worker, unless `offload` has them.
         """
         if offload is None:
             offload = OffloadConfig(kv_bytes_per_token=kv_bytes_per_token)
@@ -138,14 +138,14 @@ class SharedStore(Shared["StoreView"]):
     """A store of whole pages."""
 
     unit = "pages"
-    """What its sizes and counts count."""
+    """The unit of its sizes and counts."""
 
     def __init__(self, size: int, unit_bytes: int, links: LinksToStore) -> None:
         super().__init__(size, unit_bytes, links)
         self.index = TierIndex(size, with_slots=False, on_stored=self._on_stored, on_removed=self._on_removed)
 
     def open_view(self, worker: int, memory: GroupMemory | None, tell: Tell | None) -> StoreView:
-        """Return the store as a tier of `worker`, of which its layout tells the events."""
+        """Return the store as a tier of `worker`, whose layout emits its events."""
         return StoreView(self, worker)
 
     @property
@@ -164,7 +164,7 @@ class SharedStore(Shared["StoreView"]):
         return self.index.num_refused
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has gone."""
+        """Send no events to `worker`, which has left."""
         self.views[worker].listen(None, None)
 
     def _on_stored(self, run: TierRun) -> None:
@@ -357,7 +357,7 @@ class StoreChannel(Channel):
         self._num_under_way -= self._bytes_there(num_bytes)
 
     def _bytes_there(self, num_bytes: int) -> int:
-        """Return what the pages or blocks of `num_bytes` bytes here weigh in the store."""
+        """Return the bytes in the store of the pages or blocks of `num_bytes` bytes here."""
         return num_bytes // self.tiers.block_bytes * self._unit_bytes
 
 

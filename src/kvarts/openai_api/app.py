@@ -14,6 +14,7 @@ from kvarts.errors import ConfigError
 from kvarts.limits import brief
 from kvarts.openai_api.access import Access, Guard, Route
 from kvarts.openai_api.bodies import model_in, parsed
+from kvarts.openai_api.budget import Workbench
 from kvarts.openai_api.errors import ApiError, api_error
 from kvarts.openai_api.failures import NO_FAILURE, Cut, Failure, FailureScript, parse_failure
 from kvarts.openai_api.generation import Exchange, Generating
@@ -23,7 +24,6 @@ from kvarts.openai_api.models import Models
 from kvarts.openai_api.responses import Responses
 from kvarts.openai_api.routes import TOKENIZED_BYTES, Routes
 from kvarts.openai_api.served import Health, Limits
-from kvarts.openai_api.workbench import Workbench
 
 if TYPE_CHECKING:
     from kvarts.openai_api.access_log import AccessLog

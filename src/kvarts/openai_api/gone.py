@@ -15,10 +15,10 @@ __all__ = ["GoneEngines", "num_queried_below"]
 
 
 class GoneEngines:
-    """Counts of engines that have gone, together.
+    """Counts of engines that have left, together.
 
     `num_evicted`: cached pages that were overwritten. `num_queried_below`: tokens that tiers below were asked for.
-    `lock`: to be held while counts are read of which `take` may move some.
+    `lock`: held while counts are read, since `take` may move some.
     """
 
     def __init__(self, name: str, meter: Meter) -> None:
@@ -38,7 +38,7 @@ class GoneEngines:
 
 
 def num_queried_below(meter: Meter, core: Engine) -> int:
-    """Return the prompt tokens of which an engine did not find the KV on its device; 0 without tiers below."""
+    """Return the prompt tokens whose KV an engine did not find on its device; 0 without tiers below."""
     if core.tiers is None:
         return 0
     return meter.num_queried_tokens - meter.num_hit_tokens + meter.num_hit_tokens_below

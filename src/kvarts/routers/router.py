@@ -10,8 +10,7 @@ import msgspec
 from kvarts.event_log import EventLog
 from kvarts.events import PagesRemoved, PagesStored
 from kvarts.request import Request
-from kvarts.routers.exact import EventIndex
-from kvarts.routers.feed import CacheFeed
+from kvarts.routers.exact import CacheFeed, EventIndex
 from kvarts.routers.view import Asked, Directory, Found, Needs, Policy, View
 from kvarts.settings import SettingError
 

@@ -11,8 +11,18 @@ from kvarts.errors import ConfigError, did_you_mean
 from kvarts.rooms import code_named, is_code_name
 from kvarts.routers.dynamo import DynamoKv
 from kvarts.routers.llmd import LlmD
-from kvarts.routers.others import AibrixPrefix, ProductionStackKv, ProductionStackPrefix, SglangCacheAware, VllmRanks
-from kvarts.routers.own import BySession, LeastLoaded, PowerOfTwo, PrefixAware, RoundRobinPolicy
+from kvarts.routers.policies import (
+    AibrixPrefix,
+    BySession,
+    LeastLoaded,
+    PowerOfTwo,
+    PrefixAware,
+    ProductionStackKv,
+    ProductionStackPrefix,
+    RoundRobinPolicy,
+    SglangCacheAware,
+    VllmRanks,
+)
 from kvarts.sched.rank_loads import RANKS_STALENESS_NS
 from kvarts.settings import SettingError
 

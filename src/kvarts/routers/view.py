@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from kvarts.content import Content
-from kvarts.routers.active import ActiveBlocks
-from kvarts.routers.approximate import IndexRule, PlacementIndex
+from kvarts.routers.approximate import ActiveBlocks, IndexRule, PlacementIndex
 
 __all__ = ["Asked", "Directory", "Found", "Metrics", "Needs", "Policy", "View"]
 

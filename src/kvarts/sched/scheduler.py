@@ -358,7 +358,7 @@ class Scheduler:
         ):
             admitted += self._admit(now_ns, budget, chunks)
         if loads is not None:
-            loads.tiers.plan_stores(now_ns)  # of what the step leaves idle
+            loads.tiers.plan_stores(now_ns)  # pages that the step leaves idle
         self.cache.look(self.mark)
         num_decodes, known_tokens, num_joined = wheel.num_decoding, wheel.known_tokens, 0
         if self._plans_ahead:
@@ -740,7 +740,7 @@ class Scheduler:
         decode releases at its turn. Chunked requests always do.
         """
         cache, wheel = self.cache, self.wheel
-        cache.count()  # others may have taken what was free
+        cache.count()  # others may have taken free pages
         takes_turns = False
         if self._long_prefill:
             others = self.running.chunked + joined

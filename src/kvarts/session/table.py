@@ -12,7 +12,7 @@ from kvarts.content import Content
 from kvarts.errors import ConfigError
 from kvarts.kv.heavy_pages import HeavyPages
 from kvarts.kv.sink_window import SinkWindow
-from kvarts.llm.host import ModelHost
+from kvarts.llm.loop import ModelHost
 from kvarts.llm.text import Generation
 from kvarts.session.capacity import Capacity
 from kvarts.session.config import SessionsConfig

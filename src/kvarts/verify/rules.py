@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvarts.verify.block_rules import BlockConservation, Flux, GroupParts, Leak, PeakConsistency, UsedPctArithmetic
-from kvarts.verify.boundedness import Boundedness
+from kvarts.verify.block_rules import (
+    BlockConservation,
+    Boundedness,
+    Flux,
+    GroupParts,
+    Leak,
+    PeakConsistency,
+    UsedPctArithmetic,
+)
 from kvarts.verify.chunk import is_count
 from kvarts.verify.order_rules import PreemptionNeeded, PreemptionTrigger, StepOrder
 from kvarts.verify.rule import TimelineLimits, TimelineRule

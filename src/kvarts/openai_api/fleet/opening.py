@@ -17,9 +17,8 @@ from kvarts.fleet.config import FleetConfig, FleetWorker
 from kvarts.fleet.live import LiveFleet
 from kvarts.fleet.worker import Worker
 from kvarts.limits import MOST_PAGES
-from kvarts.llm.host import ModelHost
 from kvarts.llm.llm_engine import LLMEngine
-from kvarts.llm.loop import EngineLoop
+from kvarts.llm.loop import EngineLoop, ModelHost
 from kvarts.openai_api.fleet.foreseen import Foreseen
 from kvarts.openai_api.fleet.paced import FleetClock, FleetMeter, PacedFleet, WorkerMeters
 from kvarts.openai_api.fleet.recorded import FleetRecorder
