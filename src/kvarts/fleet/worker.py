@@ -71,6 +71,7 @@ class Worker:
         """The `generation` in which the first pending request was refused; -1 if it was not."""
         self.is_mocker = replica.config.profile == "mocker"
         self._leaps = leaps
+        self._plans_idle = replica.scheduler.plans_idle or replica.plans_ahead
         self._must_plan = False
         """Whether transfers have ended since the last step: the next one may have to store something."""
         self._durations_ns: list[int] = []
@@ -84,6 +85,8 @@ class Worker:
         """
         engine, replica, scheduler, tiers = self.engine, self.replica, self.scheduler, self.tiers
         self.wake_ns = NEVER_NS
+        if not (self._plans_idle or scheduler.running.num_running or scheduler.num_waiting):
+            return False  # what was released, or reserved, is no work
         others_join = replica.join(now_ns)
         if tiers is not None:
             self.end_transfers(now_ns)

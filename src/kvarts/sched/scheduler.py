@@ -104,6 +104,8 @@ class Scheduler:
         self.running = Running(cache, self.wheel, batch, plans_ahead=plans_ahead)
         self._plans_ahead = plans_ahead
         self._finds_prefixes = finds_prefixes
+        self.plans_idle = not (tell is None and loads is None and batch is None) or plans_ahead or cache.keeps_time
+        """Whether planning a step without requests does anything, or is told."""
         self.has_released = False
         """Whether the last step, after it was planned, released requests that had ended before it."""
         self.loads = loads

@@ -80,6 +80,11 @@ class Replica:
         """The number of requests that wait for a step that is not planned yet."""
         return 0 if self._joining is None else self._joining.num_requests
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the next step is planned while one runs."""
+        return self._joining is not None
+
     def num_evicted_parts(self) -> tuple[int, ...]:
         """Return the number of evicted parts of each KV group; empty where pages are counted whole."""
         return self.scheduler.num_evicted_parts()
