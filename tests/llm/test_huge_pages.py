@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from kvarts.executor.torch import huge_pages
 from kvarts.executor.torch.huge_pages import FEW_BYTES, SETTING, use_huge_pages
@@ -55,8 +57,9 @@ def test_weights_are_moved_and_stay_the_same() -> None:
     before = [one.detach().clone() for one in model.parameters()]
     num_bytes = use_huge_pages(model)
     weights = [model.gate.weight, model.up.weight]
-    assert num_bytes >= sum(one.nbytes for one in weights)
-    assert num_bytes < sum(one.nbytes for one in weights) + model.embedding.weight.nbytes
+    size = huge_pages._page_bytes()
+    # But for parts of pages at both ends, and the embedding.
+    assert sum(one.nbytes - 2 * size for one in weights) <= num_bytes <= sum(one.nbytes for one in weights) + size
     assert all(huge_bytes(one.data_ptr() + one.nbytes // 2) > 0 for one in weights)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
@@ -70,7 +73,7 @@ def test_packed_weights_are_found(is_merged: bool) -> None:
         pytest.skip("oneDNN has no bfloat16 on this CPU")
     if is_merged:
         pack_together(model, ("gate", "up"))
-    assert use_huge_pages(model) >= FEW_BYTES
+    assert use_huge_pages(model) >= FEW_BYTES - 4 * huge_pages._page_bytes()
     packed = model.gate.whole.weight()[:ROWS] if is_merged else model.gate.weight()
     assert torch.equal(packed, expected)
 
