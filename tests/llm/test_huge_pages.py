@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="real models need kvarts[torch]")
+pytest.importorskip("torch")
+
 import torch
 
 from kvarts.executor.torch import huge_pages
@@ -21,7 +22,7 @@ ROWS, COLUMNS = 2048, 4096
 needs_huge_pages = pytest.mark.skipif(not huge_pages._page_bytes(), reason="this system has no huge pages")
 
 
-class Decoder(torch.nn.Module):  # type: ignore[misc]
+class Decoder(torch.nn.Module):
     """Two matrices of one input, 32 MiB in bfloat16, and an embedding as large."""
 
     def __init__(self, dtype: torch.dtype, rows: int = ROWS) -> None:
@@ -56,8 +57,9 @@ def test_weights_are_moved_and_stay_the_same() -> None:
     before = [one.detach().clone() for one in model.parameters()]
     num_bytes = use_huge_pages(model)
     weights = [model.gate.weight, model.up.weight]
-    assert num_bytes >= sum(one.nbytes for one in weights)
-    assert num_bytes < sum(one.nbytes for one in weights) + model.embedding.weight.nbytes
+    size = huge_pages._page_bytes()
+    # But for parts of pages at both ends, and the embedding.
+    assert sum(one.nbytes - 2 * size for one in weights) <= num_bytes <= sum(one.nbytes for one in weights) + size
     assert all(huge_bytes(one.data_ptr() + one.nbytes // 2) > 0 for one in weights)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
@@ -71,7 +73,7 @@ def test_packed_weights_are_found(is_merged: bool) -> None:
         pytest.skip("oneDNN has no bfloat16 on this CPU")
     if is_merged:
         pack_together(model, ("gate", "up"))
-    assert use_huge_pages(model) >= FEW_BYTES
+    assert use_huge_pages(model) >= FEW_BYTES - 4 * huge_pages._page_bytes()
     packed = model.gate.whole.weight()[:ROWS] if is_merged else model.gate.weight()
     assert torch.equal(packed, expected)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ SETTING = "THP_MEM_ALLOC_ENABLE"
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 FEW_BYTES = 32 << 20
 """Smaller models fit into caches."""
+MOST_GAP_BYTES = 1 << 16
+"""Between two weights that are moved together: norms, and what an allocator notes."""
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 """Allows huge pages for memory; moves it to huge pages at once, on Linux 6.1 and later."""
 
@@ -38,17 +40,32 @@ def use_huge_pages(model: Any) -> int:
     too fragmented, weights stay where they are.
     """
     size = _page_bytes() if os.environ.get(SETTING) == "1" else 0
-    spans = list(_spans(model)) if size else []
+    # Moving smaller weights would take a start longer than it saves.
+    spans = [span for span in _spans(model) if span[1] >= size] if size else []
     if sum(num_bytes for _, num_bytes in spans) < FEW_BYTES:
         return 0
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    # Pages at either end of a weight also hold other data, which moves with it.
-    pages = {page for start, num_bytes in spans for page in range(start // size, -(-(start + num_bytes) // size))}
-    for page in sorted(pages):  # one by one, since a call ends with the first that fails
-        madvise(page * size, size, MADV_HUGEPAGE)
-        madvise(page * size, size, MADV_COLLAPSE)
-    return len(pages) * size
+    num_pages = 0
+    for start, end in _joined(spans):
+        for page in range(-(-start // size), end // size):  # one by one, since a call ends with the first that fails
+            madvise(page * size, size, MADV_HUGEPAGE)
+            madvise(page * size, size, MADV_COLLAPSE)
+            num_pages += 1
+    return num_pages * size
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last address of stretches of memory that are weights, but for small gaps."""
+    first = last = 0
+    for start, num_bytes in sorted(spans):
+        if start > last + MOST_GAP_BYTES:
+            if last:
+                yield first, last
+            first = start
+        last = max(last, start + num_bytes)
+    if last:
+        yield first, last
 
 
 def _page_bytes() -> int:
