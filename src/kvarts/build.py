@@ -53,6 +53,7 @@ class PreparedTiers(Protocol):
     """Whether the choice of what to store depends on which is evicted next."""
 
     num_tiers: int
+    """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
 
     def open_below(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -13,13 +13,15 @@ from kvarts.content import Content
 from kvarts.events import Event, PagesRemoved, PagesStored
 from kvarts.hardware.kv_groups import KvLayer
 from kvarts.kv.group_memory import GroupMemory, PartGroup, Retention
+from kvarts.kv.run_cache import RunCache
 from kvarts.kv.run_loads import holding_of_transfer
 from kvarts.offload.part_tier import PartTier
 from kvarts.offload.shared_parts import SharedParts
 
+from builders.grouped import FULL, WINDOW
 from builders.tiered_machine import TieredMachine, part_groups, prompts
 from builders.tiers import NoLinks
-from oracles.naive_group_tier import NaiveTier
+from oracles.naive_group_tier import NaiveBelow, NaiveTier, NaiveTieredGroups
 
 pytestmark = pytest.mark.laws
 
@@ -181,3 +183,80 @@ def test_runs_of_one_span_that_two_engines_have_stored_stay_apart() -> None:
     views[0].touch(span, 6)
     shared.parts.evict(6)
     assert told == [[(PagesStored, 0, 3), (PagesRemoved, 0, 3)], [(PagesStored, 3, 6), (PagesRemoved, 3, 6)]]
+
+
+ZEROS, PARTED = [0] * 8, [0] * 5 + [1] * 3
+
+
+@example(
+    first=PartGroup(FULL, 1),
+    others=[WINDOW],
+    page_size=1,
+    parts=[(True, ZEROS, 0, 0, 8), (True, ZEROS, 1, 0, 5), (False, PARTED, 1, 3, 5)],
+    wanted=PARTED,
+)
+@example(
+    first=PartGroup(FULL, 1),
+    others=[WINDOW],
+    page_size=1,
+    parts=[(True, PARTED, 0, 0, 8), (False, ZEROS, 1, 0, 8), (True, PARTED, 1, 6, 1)],
+    wanted=PARTED,
+)
+@given(
+    first=part_groups(("full", "full", "window", "latent", "chunk")),
+    others=st.lists(part_groups(("full", "window", "window", "chunk", "state")), max_size=2),
+    page_size=st.integers(1, 2),
+    parts=st.lists(
+        st.tuples(st.booleans(), prompts(), st.integers(0, 2), st.integers(0, 12), st.integers(1, 14)), max_size=12
+    ),
+    wanted=prompts(),
+)
+def test_a_match_across_trees_finds_what_a_match_by_part_finds(
+    first: PartGroup,
+    others: list[PartGroup],
+    page_size: int,
+    parts: list[tuple[bool, list[int], int, int, int]],
+    wanted: list[int],
+) -> None:
+    """Any parts of any sequences are in the tree of an engine, or in that of the store, and of each as many as fit."""
+    memory = GroupMemory((first, *others))
+    cache = RunCache(memory, page_size=page_size, total_bytes=100, num_below=1)
+    shared = SharedParts(1000, 1, NoLinks(), memory=memory, page_size=page_size)
+    sizes = [group.part_bytes for group in memory.groups]
+    naive = NaiveTieredGroups(
+        [(group.layer, group.part_bytes) for group in memory.groups], page_size, 100, keeps_all=True,
+        below=[NaiveTier(10**6, sizes), NaiveTier(10**6, sizes)],
+    )  # fmt: skip
+    tiers = PartTier("host", 1000, memory, cache.tree), shared.parts
+    trees = cache.tree, shared.tree
+    for owner, (is_shared, tokens, number, first_page, length) in enumerate(parts):
+        group = number % len(memory.groups)
+        tier, tree = tiers[is_shared], trees[is_shared]
+        content = Content.from_tokens(tokens, page_size=page_size, owner=owner)
+        end = min(first_page + length, len(tokens) // page_size)
+        if first_page >= end:
+            continue
+        start = end - 1 if memory.groups[group].is_state else first_page
+        pin = holding_of_transfer(len(memory.groups))
+        with tree.spans_of(content, end) as spans:
+            for span, begin, stop in spans:
+                page = max(begin, start)
+                while page < stop and (missing := tier.gap(span, group, page, stop))[0] < stop:
+                    tier.place(span, group, *missing, pin)
+                    page = missing[1]
+        tier.settle(pin, is_stored=True)
+        for page in range(start, end):
+            key = group, naive.name(tokens, None, page)
+            naive.below[is_shared].here[key] = NaiveBelow(key)
+    limit = len(wanted) // page_size
+    content = Content.from_tokens(wanted, page_size=page_size, owner=100)
+    match = cache.tree.match_across(content, limit, shared.tree, shared.parts.lists, depth=1)
+    assert match.num_pages == naive.hit_below(wanted, None, limit, 2)
+    found = [
+        (run.list_index > 3 * len(memory.groups), group, page)
+        for group, pieces in enumerate(match.pieces or ())
+        for run, start, end in pieces
+        for page in range(start, end)
+    ]
+    needs = naive.needs(wanted, None, match.num_pages)
+    assert found == [(key not in naive.below[0].here, key[0], naive.page_of(key)) for key in needs]

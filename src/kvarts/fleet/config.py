@@ -681,9 +681,12 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert self.store is not None
         if self.first.kv_groups == "off":
             return self.store.num_units(self.stored_unit_bytes)
-        if self.store.pages is not None:
-            return self.first.memory.num_blocks(self.store.pages)
-        return self.store.num_units(self.stored_unit_bytes, "block")
+        if self.store.pages is None:
+            return self.store.num_units(self.stored_unit_bytes, "block")
+        num_blocks = self.first.memory.num_blocks(self.store.pages)
+        if num_blocks > MOST_PAGES:
+            raise SettingError(f"makes {num_blocks:,} blocks, more than {MOST_PAGES:,}", "pages")
+        return num_blocks
 
     @property
     def first(self) -> ReplayConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import gcd
 
 from kvarts.content import Content
@@ -109,19 +110,25 @@ class SpanTree:
         """
         own, known = self.walk(content, limit)
         there, end = other.walk(content, limit)
-        stretches = [(span, span.start, min(span.end, known)) for span in own]
-        if end > known:
-            stretches.append((Span(content, b"", known, end, None, self._num_lists), known, end))
-        page, found = 0, []
-        for span, start, stop in stretches:
-            resident = self._with_below(span, depth)
-            resident.end = stop
-            for each in there:
-                if each.start < min(stop, end) and each.end > start:
-                    resident.parts = [
-                        parts + [run for first in lists for run in each.parts[first + index]]
-                        for index, parts in enumerate(resident.parts)
-                    ]
+        cuts = sorted({0, known, end, *(span.start for span in own)})
+        page = at = place = 0
+        found: list[Span] = []
+        for start, stop in pairwise(cuts):
+            # A span may reach beyond what it has in common with `content`, and so may its runs.
+            while at < len(own) and own[at].end <= start:
+                at += 1
+            of_device = [[]] * self.num_groups if start >= known else self._with_below(own[at], depth).parts
+            resident = Span(content, b"", start, stop, None, 0)
+            resident.parts = [[run for run in runs if run.start < stop and start < run.end] for runs in of_device]
+            while place < len(there) and there[place].end <= start:
+                place += 1
+            for number in range(place, len(there) if start < end else 0):
+                each = there[number]
+                if each.start >= stop:
+                    break
+                for index, runs in enumerate(resident.parts):
+                    for first in lists:
+                        runs += [run for run in each.parts[first + index] if run.start < stop and start < run.end]
             covered = stop
             for index in self._whole:
                 covered = _covered_to(resident.parts[index], page, covered)
@@ -516,13 +523,14 @@ def _covered_end(index: int, spans: list[Span], length: int) -> int:
             if run.start < length and run.end > best:
                 best = run.end
         if best:
-            return min(best, length)
+            return min(best, length, span.end)
     return 0
 
 
 def _last_end(index: int, spans: list[Span], length: int) -> int:
     """Return the largest number of pages, at most `length`, after which a group of states has a snapshot."""
-    return max((run.end for span in spans for run in span.parts[index] if run.end <= length), default=0)
+    ends = [min(run.end, span.end) for span in spans for run in span.parts[index]]
+    return max((end for end in ends if end <= length), default=0)
 
 
 def find(runs: list[PartRun], start: int, end: int, found: list[tuple[PartRun, int, int]]) -> None:

@@ -73,7 +73,6 @@ class TiersToOpen:
         self.evicts_safe_first = self._safe_first is not None
         self.full_prompt_hits = offload.full_prompt_hits
         self.num_tiers = len(specs)
-        """The number of tiers whose parts are in the tree of the device, if there are KV groups."""
 
     def open_below(
         self,

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mypy_extensions import mypyc_attr
+
 from kvarts.content import Content
 from kvarts.event_log import Tell
 from kvarts.kv.group_memory import GroupMemory
@@ -29,6 +31,7 @@ PLACE = 2
 """The number of tiers that engines may have above a store: no run of theirs is in a list of the same index."""
 
 
+@mypyc_attr(native_class=False)
 class SharedParts(Shared["PartsView"]):
     """A store of `size` blocks for parts of `memory`; a page has `page_size` tokens. `unit_bytes`: those of a block.
 
