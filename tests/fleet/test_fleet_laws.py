@@ -170,6 +170,31 @@ def test_fast_forward_equals_step_by_step(
     assert sum(fast.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in fast.summary) == len(case.case.rows)
 
 
+@given(
+    fleets(max_requests=40, cancels=True, faults=True, profile="default"),
+    st.sampled_from(SCALERS),
+    st.booleans(),
+    tiers_below(with_bus=False),
+    st.sampled_from(["round-robin", "least-loaded", "prefix"]),
+)
+def test_fast_forward_equals_step_by_step_while_workers_read_from_each_other(
+    case: FleetCase, policy: str | None, is_shared: bool, offload: OffloadConfig, router: str
+) -> None:
+    """L1 to L3 after each step, L5, L8 and L14, with workers that come, go and fail while others read from them."""
+    case.num_layers = 0
+    case.rate = case.rate or 1e6
+    memory = {"offload": structs.replace(offload, copy_slowdown=0.0), "router": router}
+    told: list[Any] = []
+    for step_by_step in (False, True):
+        settings = {"is_told": True, "step_by_step": step_by_step, "pulls": True}
+        report, heard = replayed_with(case, policy, is_shared, memory, None, **settings)
+        told.append((heard, report.requests_jsonl(), report.to_json()))
+        assert sum(report.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in report.summary) == len(
+            case.case.rows
+        )
+    assert told[0] == told[1]
+
+
 def replayed_with(
     case: FleetCase,
     policy: str | None,

@@ -8,9 +8,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
-from fleet.test_fleet_laws import ENDS, SCALERS, replayed_with
 from kvarts.executor.cost import LinearCost
 from kvarts.fleet.config import FleetConfig, PoolConfig, StoreSettings
 from kvarts.fleet.faults import Fault
@@ -20,8 +18,6 @@ from kvarts.settings import SettingError
 from kvarts.sim.replay import replay
 
 from builders.case import Case, Row
-from builders.fleet import FleetCase, fleets
-from builders.tiered import tiers_below
 from oracles.naive_peers import NaivePeers
 
 MS = 1_000_000
@@ -136,32 +132,6 @@ def test_the_pages_stay_while_they_are_read() -> None:
 def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         replayed([(0, A)], **settings)
-
-
-@pytest.mark.laws
-@given(
-    fleets(max_requests=40, cancels=True, faults=True, profile="default"),
-    st.sampled_from(SCALERS),
-    st.booleans(),
-    tiers_below(with_bus=False),
-    st.sampled_from(["round-robin", "least-loaded", "prefix"]),
-)
-def test_fast_forward_equals_step_by_step(
-    case: FleetCase, policy: str | None, is_shared: bool, offload: OffloadConfig, router: str
-) -> None:
-    """L1 to L3 after each step, L5, L8 and L14, with workers that come, go and fail while others read from them."""
-    case.num_layers = 0
-    case.rate = case.rate or 1e6
-    memory = {"offload": structs.replace(offload, copy_slowdown=0.0), "router": router}
-    told: list[Any] = []
-    for step_by_step in (False, True):
-        settings = {"is_told": True, "step_by_step": step_by_step, "pulls": True}
-        report, heard = replayed_with(case, policy, is_shared, memory, None, **settings)
-        told.append((heard, report.requests_jsonl(), report.to_json()))
-        assert sum(report.summary[f"num_{end}"] for end in ENDS if f"num_{end}" in report.summary) == len(
-            case.case.rows
-        )
-    assert told[0] == told[1]
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(

@@ -248,7 +248,7 @@ class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
 
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
-        """What each worker reads."""
+        """The reads of each worker."""
 
 
 def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
@@ -318,7 +318,7 @@ def open_worker(
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
 
-    `shared`: what it shares with others below its own tiers.
+    `shared`: memory below its own tiers, shared with others.
     """
     config = pool.each
     is_mocker = config.profile == "mocker"

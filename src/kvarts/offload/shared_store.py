@@ -83,7 +83,7 @@ class SharedStore:
         return waited_for
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has gone; what it has stored stays."""
+        """Stop sending events to `worker`, which was removed; its stored pages stay."""
         self.views[worker].listen(None, None)
 
     def end_write(self, placement: Placement, *, is_stored: bool) -> None:
