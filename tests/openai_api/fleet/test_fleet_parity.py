@@ -151,7 +151,7 @@ def test_a_recorded_fleet_replays_to_the_same_events(
         unique_by=lambda each: each[:2],
     ),
     has_host=st.booleans(),
-    has_store=st.booleans(),
+    below=st.sampled_from(["", "store", "pulls"]),
     staleness_ms=st.sampled_from([0.0, 0.0, 0.7]),
 )
 def test_failures_tiers_and_a_store_change_nothing_of_that(
@@ -160,13 +160,13 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     router: str,
     faults: list[tuple[Kind, int, int, int | None]],
     has_host: bool,
-    has_store: bool,
+    below: str,
     staleness_ms: float,
 ) -> None:
     settings: dict[str, Any] = {}
     if staleness_ms:
         router, settings["routing"] = "llm-d", Routing(staleness=f"{staleness_ms}ms")
-    if has_host:
+    if has_host or below == "pulls":
         settings["offload"] = OffloadConfig(host_pages=30, policy="eager")
     config = small_fleet(shape, router, pages=24, pool=settings, bytes_per_s=1e6)
     changes: dict[str, Any] = {
@@ -177,7 +177,9 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
             if shape != MIXED or kind == "down"
         )
     }  # fmt: skip
-    if has_store:
+    if below == "pulls":
+        changes["pulls"] = True
+    elif below:
         changes["store"] = StoreSettings(pages=200, rate="1MB/s", worker_rate="1MB/s", latency_us=10.0)
     assert_same(replace(config, **changes), sent)
 
