@@ -194,12 +194,14 @@ def test_failures_tiers_and_a_store_change_nothing_of_that(
     ]),
     startup_s=st.sampled_from([0.0, 0.0007]),
     fails=st.booleans(),
+    pulls=st.booleans(),
 )  # fmt: skip
 def test_a_scaler_on_the_wall_clock_replays_to_the_same_events(
-    sent: list[Sent], router: str, policy: str, startup_s: float, fails: bool
+    sent: list[Sent], router: str, policy: str, startup_s: float, fails: bool, pulls: bool
 ) -> None:
     """Workers start and drain meanwhile. A request to one that was taken away is refused."""
-    config = small_fleet(APART, router, pages=24, bytes_per_s=1e6)
+    pool = {"offload": OffloadConfig(host_pages=30, policy="eager")} if pulls else None
+    config = small_fleet(APART, router, pages=24, bytes_per_s=1e6, pulls=pulls, pool=pool)
     faults = (Fault("down", 0, 1_000_000, 2_000_000),) if fails else ()
     scaler = partial(parse_scaler, policy)
     assert_same(replace(config, scaler=scaler, scaling=policy, startup_s=startup_s, faults=faults), sent)
