@@ -232,7 +232,7 @@ class FleetDriver(Moves):
         return next_ns
 
     def _remove_drained(self, now_ns: int) -> None:
-        """Remove draining workers without requests, with the memory that others could read."""
+        """Remove draining workers without requests, and fail reads from them."""
         for pool in self._pools:
             pool.remove_drained(now_ns)
             if self._peers is not None:

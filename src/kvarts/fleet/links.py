@@ -10,12 +10,12 @@ from typing import Protocol, cast
 from kvarts.rates import End, Job, SharedRates
 from kvarts.sched.policy import NEVER_NS
 
-__all__ = ["Carried", "FixedRate", "Links", "PeerLinks", "Pull", "PullingLinks", "SharedByWorkers", "StoreLinks"]
+__all__ = ["FixedRate", "LinkTransfer", "Links", "PeerLinks", "Pull", "PullingLinks", "SharedByWorkers", "StoreLinks"]
 __all__ += ["StoreTransfer", "slower_of"]
 
 
-class Carried(Protocol):
-    """What a link carries, from one worker to another: the prompt of a handoff, or pages that are pulled."""
+class LinkTransfer(Protocol):
+    """A transfer from one worker to another: the prompt of a handoff, or pages that are pulled."""
 
     source: int
     target: int
@@ -24,27 +24,27 @@ class Carried(Protocol):
 class Links(Protocol):
     """Transfers between workers. Promises: every transfer that was begun and not cancelled ends exactly once."""
 
-    def begin(self, carried: Carried, num_bytes: int, now_ns: int) -> bool:
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it has already ended because it takes no time."""
 
-    def cancel(self, carried: Carried, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way; its KV never arrives."""
 
     def slow_down(self, worker: int, factor: int, now_ns: int) -> None:
         """Make everything that `worker` sends and receives take `factor` times its usual time from now on."""
 
-    def under_way(self) -> Sequence[Carried]:
+    def under_way(self) -> Sequence[LinkTransfer]:
         """Return the transfers under way."""
 
     def next_ns(self) -> int:
         """Return when the next transfer ends if none begins before; NEVER_NS if none is under way."""
 
-    def take_ended(self, now_ns: int) -> Sequence[Carried]:
+    def take_ended(self, now_ns: int) -> Sequence[LinkTransfer]:
         """Return the transfers that end now, in the order in which they began."""
 
 
 class PullingLinks(Links, Protocol):
-    """Links that also carry what workers pull from each other."""
+    """Links that also carry pages that workers pull from each other."""
 
     def within_ns(self, source: int, target: int, num_bytes: int) -> int:
         """Return how long one more transfer would take if no other began or ended."""
@@ -56,7 +56,7 @@ class FixedRate:
     def __init__(self, bytes_per_s: float | None, latency_ns: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_ns = latency_ns
-        self._ends: list[tuple[int, int, Carried]] = []
+        self._ends: list[tuple[int, int, LinkTransfer]] = []
         self._num_begun = 0
         self._factors: dict[int, int] = {}
 
@@ -67,7 +67,7 @@ class FixedRate:
             duration_ns += ceil(num_bytes / self._bytes_per_s * 1e9)
         return duration_ns * max(self._factors.get(source, 1), self._factors.get(target, 1))
 
-    def begin(self, carried: Carried, num_bytes: int, now_ns: int) -> bool:
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it takes no time."""
         duration_ns = self._latency_ns
         if self._bytes_per_s is not None:
@@ -80,7 +80,7 @@ class FixedRate:
         self._num_begun += 1
         return False
 
-    def cancel(self, carried: Carried, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way."""
         self._ends = [each for each in self._ends if each[2] is not carried]
         heapify(self._ends)
@@ -95,7 +95,7 @@ class FixedRate:
         ]
         heapify(self._ends)
 
-    def under_way(self) -> list[Carried]:
+    def under_way(self) -> list[LinkTransfer]:
         """Return the transfers under way."""
         return [handoff for _, _, handoff in self._ends]
 
@@ -103,15 +103,15 @@ class FixedRate:
         """Return when the next transfer ends."""
         return self._ends[0][0] if self._ends else NEVER_NS
 
-    def take_ended(self, now_ns: int) -> list[Carried]:
+    def take_ended(self, now_ns: int) -> list[LinkTransfer]:
         """Return the transfers that end now."""
-        ended: list[Carried] = []
+        ended: list[LinkTransfer] = []
         while self._ends and self._ends[0][0] <= now_ns:
             ended.append(heappop(self._ends)[2])
         return ended
 
 
-def slower_of(factors: dict[int, int], handoff: Carried) -> int:
+def slower_of(factors: dict[int, int], handoff: LinkTransfer) -> int:
     """Return the slowdown of a transfer: that of its slower end."""
     return max(factors.get(handoff.source, 1), factors.get(handoff.target, 1))
 
@@ -132,20 +132,20 @@ class SharedByWorkers:
         factor = max(self._factors.get(source, 1), self._factors.get(target, 1))
         return ceil(num_bytes * factor / alone) + self._latency.within_ns(source, target, 0)
 
-    def begin(self, carried: Carried, num_bytes: int, now_ns: int) -> bool:
+    def begin(self, carried: LinkTransfer, num_bytes: int, now_ns: int) -> bool:
         """Begin a transfer; return whether it takes no time."""
         if not num_bytes:
             return self._latency.begin(carried, 0, now_ns)
         self._shared.begin(self.job_of(carried, num_bytes), now_ns)
         return False
 
-    def job_of(self, handoff: Carried, num_bytes: int) -> Job:
+    def job_of(self, handoff: LinkTransfer, num_bytes: int) -> Job:
         """Return a job that shares the rates of both workers."""
         rate = self._bytes_per_ns
         ends = (("send", handoff.source), rate), (("receive", handoff.target), rate)
         return Job(handoff, num_bytes, ends, slower_of(self._factors, handoff))
 
-    def cancel(self, carried: Carried, now_ns: int) -> None:
+    def cancel(self, carried: LinkTransfer, now_ns: int) -> None:
         """Abort a transfer that is under way; the others get its share of the rate from now on."""
         self._shared.advance(now_ns)
         for job in self._shared.jobs:
@@ -159,24 +159,24 @@ class SharedByWorkers:
         self._shared.advance(now_ns)
         self._factors[worker] = factor
         for job in self._shared.jobs:
-            job.factor = slower_of(self._factors, cast(Carried, job.owner))
+            job.factor = slower_of(self._factors, cast(LinkTransfer, job.owner))
         self._latency.slow_down(worker, factor, now_ns)
 
-    def under_way(self) -> list[Carried]:
+    def under_way(self) -> list[LinkTransfer]:
         """Return the transfers under way."""
-        return [*(cast(Carried, job.owner) for job in self._shared.jobs), *self._latency.under_way()]
+        return [*(cast(LinkTransfer, job.owner) for job in self._shared.jobs), *self._latency.under_way()]
 
     def next_ns(self) -> int:
         """Return when the next transfer ends, if none begins before."""
         return min(self._latency.next_ns(), self._shared.next_ns())
 
-    def take_ended(self, now_ns: int) -> list[Carried]:
+    def take_ended(self, now_ns: int) -> list[LinkTransfer]:
         """Return the transfers that end now."""
         if now_ns < self.next_ns():
             return []  # keep the sums independent of times at which nothing happens
-        ended: list[Carried] = []
+        ended: list[LinkTransfer] = []
         for job in self._shared.take_ended(now_ns):
-            handoff = cast(Carried, job.owner)
+            handoff = cast(LinkTransfer, job.owner)
             if self._latency.begin(handoff, 0, now_ns):
                 ended.append(handoff)
         return ended + self._latency.take_ended(now_ns)
@@ -198,8 +198,8 @@ class PeerLinks:
 
     def __init__(self, links: PullingLinks) -> None:
         self._links = links
-        self.pulls: dict[Carried, Pull] = {}
-        """The transfers under way."""
+        self.pulls: dict[LinkTransfer, Pull] = {}
+        """Transfers under way."""
         self.cut: set[int] = set()
         """Workers whose link is cut."""
 

@@ -140,9 +140,9 @@ class LiveFleet:
         driver.idle_until(until_ns)
 
     def take_scaled(self) -> tuple[list[Worker], list[int]]:
-        """Return the workers that were added since the last call, and the numbers of those that have left.
+        """Return the workers that were added since the last call, and the numbers of the removed ones.
 
-        Those have ended their requests, and their memory is released.
+        The memory of removed workers is released.
         """
         workers = self._driver.workers
         added, self._num_known = workers[self._num_known :], len(workers)

@@ -92,14 +92,14 @@ class SharedPages(Protocol):
         """Return each write that has ended since the last call, behind each worker with requests that waited for it."""
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has left."""
+        """Stop sending events to `worker`, which was removed."""
 
 
 class ReadMemory(Protocol):
     """The host memory of workers, from which others read."""
 
     def leave(self, worker: int) -> bool:
-        """Read nothing more from `worker`, which has left; return whether it had any memory until now."""
+        """Stop reading from `worker`, which was removed; return whether it was still registered."""
 
 
 class StoreUse:
@@ -705,7 +705,7 @@ class Moves:
         worker.lose_memory()
 
     def _lose_pulls(self, worker: Worker, now_ns: int) -> None:
-        """End the reads of others from a worker that fails, or has left."""
+        """Fail all reads from a worker that fails or was removed."""
         assert self._peers is not None
         for pull in list(self._peers.links.pulls.values()):
             if pull.source == worker.index:

@@ -42,7 +42,7 @@ class Front(Informed):
         self.router.follow(place, worker.engine.log)
 
     def replace(self, worker: Worker, by: Worker) -> None:
-        """Let `by` stand for `worker`; both have left, and have no requests."""
+        """Let `by` stand for `worker`; both were removed."""
         place = self._places[worker.index]
         self.router.forget(place)
         self.workers[place] = by
@@ -166,9 +166,9 @@ class Pool:
         self.born_ns: dict[int, int] = {worker.index: 0 for worker in self.workers}
         self.gone_ns: dict[int, int] = {}
         self.gone: list[Worker] = []
-        """Workers that have left, as long as they have memory of their own."""
+        """Removed workers that still have memory."""
         self._first_gone: Worker | None = None
-        """The first one to be released, which stands for all others of these."""
+        """The first released worker, which stands for all later ones."""
 
     def _add(self) -> Worker:
         worker = self._open_worker(len(self.front.workers))
@@ -222,7 +222,7 @@ class Pool:
         self.gone.append(worker)
 
     def release(self, worker: Worker) -> Worker:
-        """Release the memory of a worker that has left and is at rest; return the worker that stands for it now."""
+        """Release the memory of a removed worker at rest; return the worker that stands for it from now on."""
         worker.engine.log.flush()
         self.gone.remove(worker)
         if self._first_gone is None:

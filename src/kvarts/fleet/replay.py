@@ -254,7 +254,7 @@ class PeersOfWorkers(ReadMemory, BelowTiers, Protocol):
 
     @property
     def views(self) -> Mapping[int, ViewOfStore]:
-        """What each worker reads."""
+        """The reads of each worker."""
 
 
 def open_peers(config: FleetConfig, links: PeerLinks) -> PeersOfWorkers:
@@ -325,7 +325,7 @@ def open_worker(
 ) -> Worker:
     """Build worker `index` of a fleet. `readers` receive the events of its engine; for `rank` see Worker.
 
-    `shared`: the tiers below its own that it shares with others.
+    `shared`: memory below its own tiers, shared with others.
     """
     config = pool.each
     is_mocker = config.profile == "mocker"

@@ -64,11 +64,11 @@ class PeerMemory:
         return TiersWithPeers(offload, view, self)
 
     def leave(self, worker: int) -> bool:
-        """Read nothing more from `worker`, which has left; return whether it had any memory until now."""
+        """Stop reading from `worker`, which was removed; return whether it was still registered."""
         return self.tiers.pop(worker, None) is not None
 
 
-class Read(msgspec.Struct, eq=False):
+class PinnedRead(msgspec.Struct, eq=False):
     """Pages [start, end) of `content` that are pinned in the memory of engine `source`."""
 
     source: int
@@ -88,11 +88,11 @@ class PeerView(MemoryTier):
         self.num_loaded_from: dict[int, int] = {}
         """Pages that were loaded, by the engine that had them."""
         self.asked = -1
-        """The engine that has the most pages of the last lookup."""
-        self.unsent: list[Read] = []
+        """The engine that has most of what was looked up last."""
+        self.unsent: list[PinnedRead] = []
         """Loads that no transfer carries yet."""
         self._memory = memory
-        self._offers: dict[int, Read] = {}
+        self._offers: dict[int, PinnedRead] = {}
         self._num_moving = 0
 
     @property
@@ -120,7 +120,7 @@ class PeerView(MemoryTier):
         run = found.index.pin_stored(content, start, start + most)
         assert run is not None
         found.num_guests += 1
-        self._offers[holder] = Read(self.asked, found, content, start, start + most, run)
+        self._offers[holder] = PinnedRead(self.asked, found, content, start, start + most, run)
         return most
 
     def offered(self, holder: int) -> int:
@@ -158,7 +158,7 @@ class PeerView(MemoryTier):
             return False
         load.is_open = False
         read = load.ticket
-        assert isinstance(read, Read)
+        assert isinstance(read, PinnedRead)
         read.tier.index.touch(read.run)
         read.tier.index.unpin(read.run)
         read.tier.num_guests -= 1

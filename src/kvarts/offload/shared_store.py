@@ -105,7 +105,7 @@ class Shared(Generic[ViewT]):
         return waited_for
 
     def leave(self, worker: int) -> None:
-        """Send no events to `worker`, which has left; its stored pages stay."""
+        """Stop sending events to `worker`, which was removed; its stored pages stay."""
         raise NotImplementedError
 
     def end_write(self, ticket: object, *, is_stored: bool) -> None:

@@ -237,7 +237,7 @@ class Transfers:
         heappush(self._due, (max(end_ns, self._under_way[transfer].least_ns), transfer, True))
 
     def fails_last(self, transfer: int, end_ns: int) -> None:
-        """Record that what a load reads from the last tier does not arrive; what it reads from others does."""
+        """Record that the pages of a load from the last tier do not arrive; pages from other tiers do."""
         under_way = self._under_way[transfer]
         under_way.num_good_pages = sum(cast(Loading, under_way.copies).by_tier[:-1])
         self.ends(transfer, end_ns)

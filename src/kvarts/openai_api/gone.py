@@ -1,4 +1,4 @@
-"""What engines that have gone had counted, so that the totals of a server never fall."""
+"""Counts of removed engines, so that the totals of a server never fall."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["GoneEngines", "num_queried_below"]
 
 
 class GoneEngines:
-    """Counts of engines that have left, together.
+    """The summed counts of removed engines.
 
     `num_evicted`: cached pages that were overwritten. `num_queried_below`: tokens that tiers below were asked for.
-    `lock`: held while counts are read, since `take` may move some.
+    `lock`: to be held while counts are read, since `take` moves them.
     """
 
     def __init__(self, name: str, meter: Meter) -> None:
@@ -38,7 +38,7 @@ class GoneEngines:
 
 
 def num_queried_below(meter: Meter, core: Engine) -> int:
-    """Return the prompt tokens whose KV an engine did not find on its device; 0 without tiers below."""
+    """Return the prompt tokens that an engine did not find on its device; 0 without tiers below."""
     if core.tiers is None:
         return 0
     return meter.num_queried_tokens - meter.num_hit_tokens + meter.num_hit_tokens_below

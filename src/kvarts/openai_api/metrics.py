@@ -22,7 +22,7 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """The metrics of all models: a Collector of the counts of each, and of engines that have gone."""
+    """The metrics of all models: a Collector of the counts of each, and of removed engines."""
 
     def __init__(self, models: Iterable[Served], gone: Iterable[GoneEngines] = ()) -> None:
         self._of_models: list[MeterMetrics] = [ModelMetrics(served) for served in models]
@@ -386,14 +386,14 @@ class ModelMetrics(MeterMetrics):
 
 
 class GoneMetrics(MeterMetrics):
-    """The counters of engines that have gone, as those of one engine: "gone"."""
+    """The counters of removed engines, summed under the engine label "gone"."""
 
     def __init__(self, gone: GoneEngines) -> None:
         super().__init__(gone.meter, gone.name, "gone", gone.created_s)
         self._gone = gone
 
     def collect(self) -> Iterator[Metric]:
-        """Return the counters, and nothing that is so now."""
+        """Return the counters; removed engines have no gauges."""
         yield from self._of_cache(self._gone.num_queried_below)
         yield from self._of_tokens()
         yield from self._of_requests()

@@ -162,7 +162,7 @@ class LowerTiers(Protocol):
         """Record when `transfer` ends, if that was not known when it began."""
 
     def fails_last(self, transfer: int, end_ns: int) -> None:
-        """Record that what a load reads from the last tier does not arrive; what it reads from others does."""
+        """Record that the pages of a load from the last tier do not arrive; pages from other tiers do."""
 
     def abort(self, now_ns: int) -> None:
         """End all transfers under way as failed, in virtual time."""

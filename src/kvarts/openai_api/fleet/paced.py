@@ -61,7 +61,7 @@ class FleetClock(PacedClock):
 
 
 class WorkerMeters:
-    """The meters of the workers, by their numbers. `gone`: the counts of those that have left."""
+    """The meters of the workers, by their numbers. `gone`: the counts of removed workers."""
 
     def __init__(self, gone: GoneEngines) -> None:
         self.gone = gone
@@ -84,8 +84,8 @@ class PacedFleet:
     """A CoreEngine: the fleet, up to the time of `clock`.
 
     `meters`: those of the workers. `knows_tokens`: requests may hit the pages of generated tokens. `keeps`: keep the
-    facts that a recorder of arrivals needs. `on_scaled`: receives workers that a scaler has added, and the numbers of
-    those that have left; None without a scaler.
+    facts that a recorder of arrivals needs. `on_scaled`: receives the workers that a scaler has added, and the numbers
+    of those that it has removed; None without a scaler.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PacedFleet:
         self._run_until(self.clock.now_ns())
 
     def scale(self) -> float:
-        """Let a scaler make its due decisions, even without requests; return the seconds until the next one."""
+        """Run the ticks of the scaler that are due; return the seconds until the next one."""
         clock = self.clock
         if not clock.has_begun:
             return MOST_IDLE_S

@@ -26,8 +26,8 @@ class FleetServer:
     """A server like an OpenAIServer: all doors of a fleet, opened and closed together.
 
     `address`: that of the router; the workers have the next ports, or any free ones if its port is 0. A worker that a
-    scaler adds has the first of these ports that no worker has; if it is not available, any free one. `say` receives
-    where that is, and who has left. Raises ConfigError if a port is not available at the start.
+    scaler adds has the lowest free port of this row, or any other one if that is taken. `say` receives the URL of each
+    added worker, and each removal. Raises ConfigError if a port is not available at the start.
     """
 
     def __init__(self, fleet: OpenedFleet, address: Address, *, say: Callable[[str], object] = lambda _: None) -> None:
@@ -112,7 +112,7 @@ class FleetServer:
         self._say(f"{worker.name} on {server.url}/v1")
 
     async def _close(self, worker: OpenedWorker) -> None:
-        """Close the door of a worker that has left: it has no requests."""
+        """Close the door of a removed worker."""
         door = self._behind.pop(worker.index, None)
         if door is not None:
             self.urls.remove((worker.name, door.server.url))
