@@ -124,8 +124,8 @@ def _lost_hits(summary: dict[str, Any], trials: Trials | None) -> str | None:
     config = summary["config"]
     if config.get("no_prefix_caching"):
         return (
-            f"without a prefix cache nothing is found, and about {as_percent(unbounded)} of prompt tokens would be hits "
-            "if it were on and evicted nothing; leave out --no-prefix-caching"
+            f"without a prefix cache nothing is found, and about {as_percent(unbounded)} of prompt tokens would be "
+            "hits if it were on and evicted nothing; leave out --no-prefix-caching"
         )
     if config["replicas"] > 1 and config["router"] != "prefix":
         return (
