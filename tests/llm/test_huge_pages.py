@@ -22,7 +22,7 @@ ROWS, COLUMNS = 2048, 4096
 needs_huge_pages = pytest.mark.skipif(not huge_pages._page_bytes(), reason="this system has no huge pages")
 
 
-class Decoder(torch.nn.Module):
+class Decoder(torch.nn.Module):  # type: ignore[misc]
     """Two matrices of one input, 32 MiB in bfloat16, and an embedding as large."""
 
     def __init__(self, dtype: torch.dtype, rows: int = ROWS) -> None:
