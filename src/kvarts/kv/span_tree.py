@@ -105,8 +105,8 @@ class SpanTree:
     ) -> RunMatch:
         """Return the same as `match`, with parts of `other`: for each of `lists`, those from that list of its spans on.
 
-        The parts are taken from `other` where neither the device nor a tier has them. The match has no spans if some of
-        its pages have none in this tree.
+        The parts are taken from `other` where neither the device nor a tier has them. The match lacks spans if this
+        tree lacks the span of one of its pages.
         """
         own, known = self.walk(content, limit)
         there, end = other.walk(content, limit)

@@ -168,7 +168,7 @@ class PartRun(Listed):
         return (self.end - self.start) * account.part_bytes[self.group]
 
     def eat(self, account: PartAccount, num_bytes: int) -> None:
-        """Evict its parts, the last first, until `num_bytes` are empty or it has none."""
+        """Evict its parts, the last first, until `num_bytes` are empty or nothing is left of it."""
         index = self.group
         part_bytes = account.part_bytes[index]
         count = self.end - self.start
