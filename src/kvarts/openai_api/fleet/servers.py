@@ -90,14 +90,16 @@ class FleetServer:
     async def _follow(self) -> None:
         """Open the doors of workers that are added, one by one, and close those of workers that have left."""
         while True:
-            added, gone = await self._changes.get()
-            for worker in added:
-                await self._open(worker)
-            self._fleet.look_again()
-            for worker in gone:
-                closing = asyncio.ensure_future(self._close(worker))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+            await self._follow_change(*await self._changes.get())
+
+    async def _follow_change(self, added: list[OpenedWorker], gone: list[OpenedWorker]) -> None:
+        for worker in added:
+            await self._open(worker)
+        self._fleet.look_again()
+        for worker in gone:
+            closing = asyncio.ensure_future(self._close(worker))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _open(self, worker: OpenedWorker) -> None:
         taken = {door.place for door in self._behind.values()}
